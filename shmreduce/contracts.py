@@ -1,0 +1,185 @@
+"""The contracts that plugins implement: reducers, strategies, array factories.
+
+May import :mod:`shmreduce.errors` only; the memory layer is named in
+annotations alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from shmreduce.errors import NotShareableError
+
+if TYPE_CHECKING:
+    from shmreduce.memory.blocks import Block
+    from shmreduce.memory.message import Message
+
+__all__ = ["ArrayFactory", "Mode", "Reducer", "SegmentFile", "SharingStrategy"]
+
+Mode = Literal["rw", "ro", "cow"]
+"""How a shared block appears to its receivers.
+
+``rw``: everybody sees everybody's writes. ``ro``: receivers cannot write.
+``cow``: each receiver writes into private pages of its own.
+"""
+
+
+class Reducer(ABC):
+    """Turns objects of some types into handles of shared memory.
+
+    A reducer is found by type. ``types`` holds classes, or qualified names
+    such as ``"numpy.ndarray"`` for classes whose module need not be imported
+    yet. With ``subclasses`` the reducer is also asked for subclasses; the
+    nearest class of the object's MRO that has a reducer wins.
+
+    Examples
+    --------
+    >>> class Plain(Reducer):
+    ...     types = ("mypackage.Signal",)
+    ...     def reduce(self, obj, message):
+    ...         return NotImplemented
+    >>> Plain().subclasses
+    False
+    """
+
+    types: Sequence[type | str] = ()
+    subclasses: bool = False
+
+    @abstractmethod
+    def reduce(self, obj: Any, message: Message) -> Any:
+        """Return what ``__reduce__`` would return, with handles for the buffers.
+
+        Parameters
+        ----------
+        obj : object
+            An instance of one of ``types``; it stays the caller's.
+        message : Message
+            The message being pickled. Blocks taken from it belong to the
+            message and are given back if pickling fails.
+
+        Returns
+        -------
+        tuple or NotImplemented
+            ``(rebuild, args)`` as in the pickle protocol, where ``rebuild``
+            is importable by name at the receiver; ``NotImplemented`` asks for
+            ordinary pickling.
+        """
+
+    def share(self, obj: Any, mode: Mode) -> Any:
+        """Return a shared copy of ``obj``; ``obj`` itself is never touched.
+
+        Raises
+        ------
+        NotShareableError
+            If the type has no shared form, which is the default.
+        """
+        raise NotShareableError(
+            f"{type(obj).__qualname__} objects cannot be shared: their reducer "
+            f"{type(self).__qualname__} does not implement share()",
+            type_name=type(obj).__qualname__,
+            reason="share() not implemented",
+        )
+
+    def find_block(self, obj: Any) -> Block | None:
+        """Return the block that ``obj``'s memory lies in, or None if it has none."""
+        return None
+
+
+@dataclass(frozen=True)
+class SegmentFile:
+    """An open file that a strategy made to back one segment.
+
+    Parameters
+    ----------
+    fd : int
+        Open for reading and writing, close-on-exec; the caller owns it.
+    name : str or None
+        The name that must be removed with :meth:`SharingStrategy.unlink`,
+        None for a file that the kernel frees with its last user.
+    """
+
+    fd: int
+    name: str | None
+
+
+class SharingStrategy(ABC):
+    """Makes segments, names them for other processes and opens them there.
+
+    The core does everything else on the file descriptors: mapping, locks,
+    leases, reservation. Examples: ``shmreduce_fd`` and ``shmreduce_filesystem``.
+    """
+
+    name: str
+
+    @abstractmethod
+    def unusable_reason(self) -> str | None:
+        """Return why the strategy does not work here, or None if it does."""
+
+    @abstractmethod
+    def create(self, size: int, token: str) -> SegmentFile:
+        """Make a file of exactly ``size`` bytes, sparse, zero-filled, mode 0600.
+
+        Parameters
+        ----------
+        size : int
+            Bytes, a multiple of the page size.
+        token : str
+            The segment's identity, 32 unguessable hexadecimal digits, for use
+            in names.
+
+        Raises
+        ------
+        OSError
+            As the system call gave it; the core adds what and where. Nothing
+            is left behind on failure.
+        """
+
+    @abstractmethod
+    def locator(self, file: SegmentFile) -> str:
+        """Return text by which another process can :meth:`open` the file.
+
+        ``file`` is open in the calling process, which need not be its maker.
+        """
+
+    @abstractmethod
+    def open(self, locator: str) -> SegmentFile:
+        """Open a segment's file under a new open file description.
+
+        The caller owns the descriptor and checks that it is the segment it
+        looked for.
+
+        Raises
+        ------
+        OSError
+            ``FileNotFoundError`` if the file, or the process that held it, is
+            gone.
+        """
+
+    def unlink(self, name: str) -> None:
+        """Remove a name; one that is gone already is no error."""
+
+    def names(self) -> Iterable[str]:
+        """List the names of this user's segments on this machine, dead owners' too."""
+        return ()
+
+
+class ArrayFactory(Protocol):
+    """Makes arrays that are born shared, for ``shmreduce.empty`` and its like."""
+
+    def empty(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
+        """Return an uninitialised shared array."""
+
+    def zeros(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
+        """Return a shared array of zeros."""
+
+    def ones(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
+        """Return a shared array of ones."""
+
+    def full(self, shape: Any, fill_value: Any, dtype: Any, order: str, mode: Mode) -> Any:
+        """Return a shared array filled with ``fill_value``."""
+
+    def array(self, obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
+        """Return a shared copy of anything that makes an array."""

@@ -1,0 +1,230 @@
+"""The errors that shmreduce raises.
+
+Imports nothing of shmreduce; everything else may import this module.
+
+Every error derives from :class:`ShmreduceError`, carries its facts as fields
+(``error.fields``, also readable as attributes) and survives pickling, so that
+a worker can hand it to its parent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AlreadyLoadedError",
+    "AttachError",
+    "BudgetExceededError",
+    "ConfigurationError",
+    "ForeignSegmentError",
+    "InvalidHandleError",
+    "LeaseTimeoutError",
+    "NotShareableError",
+    "OutOfLeasesError",
+    "OutOfSharedMemoryError",
+    "PlatformError",
+    "PluginError",
+    "ProducerDied",
+    "ReducerConflictError",
+    "ReducerError",
+    "SegmentError",
+    "ShmreduceError",
+    "StaleHandleError",
+    "StrategyConflictError",
+    "StrategyUnusableError",
+    "UnknownStrategyError",
+    "WrongHostError",
+]
+
+
+def _rebuild_error(
+    kind: type[ShmreduceError], message: str, fields: dict[str, Any]
+) -> ShmreduceError:
+    return kind(message, **fields)
+
+
+class ShmreduceError(Exception):
+    """Base of every error that shmreduce raises.
+
+    Parameters
+    ----------
+    message : str
+        What happened, where, and what to do about it.
+    **fields
+        The facts behind the message. Each is also an attribute. A field must
+        be picklable, since errors travel from workers to parents.
+
+    Examples
+    --------
+    >>> import pickle
+    >>> error = ShmreduceError("no room", requested=4096)
+    >>> pickle.loads(pickle.dumps(error)).requested
+    4096
+    """
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called when normal lookup fails; guards against unpickling,
+        # where __dict__ is still empty.
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_error, (type(self), self.message, self.fields)
+
+
+class ConfigurationError(ShmreduceError, ValueError):
+    """A setting, argument or environment variable has an impossible value.
+
+    Fields: ``setting``, ``value``.
+    """
+
+
+class PlatformError(ShmreduceError):
+    """The operating system lacks something that shmreduce needs.
+
+    Fields: ``missing``.
+    """
+
+
+class UnknownStrategyError(ConfigurationError):
+    """No plugin provides a sharing strategy of this name.
+
+    Fields: ``name``, ``available`` (names), ``unusable`` (name -> reason).
+    """
+
+
+class StrategyUnusableError(ShmreduceError):
+    """The sharing strategy exists but does not work on this machine.
+
+    Fields: ``name``, ``reason``, ``available``.
+    """
+
+
+class PluginError(ShmreduceError):
+    """A plugin could not be found, imported or registered.
+
+    Fields: ``plugin``, ``distribution``, ``reason``.
+    """
+
+
+class ReducerError(ShmreduceError):
+    """A reducer broke its contract.
+
+    Fields: ``reducer``, ``type_name``, ``reason``.
+    """
+
+
+class ReducerConflictError(ShmreduceError):
+    """Two parties claim the same type.
+
+    Fields: ``type_name``, ``first``, ``second`` (who, and from where).
+    """
+
+
+class StrategyConflictError(ShmreduceError):
+    """Two plugins provide a sharing strategy of the same name.
+
+    Fields: ``name``, ``first``, ``second`` (who, and from where).
+    """
+
+
+class NotShareableError(ShmreduceError, TypeError):
+    """The object cannot be put into shared memory.
+
+    Fields: ``type_name``, ``reason``.
+    """
+
+
+class SegmentError(ShmreduceError):
+    """The operating system refused to make, map or resize a segment.
+
+    Fields: ``operation``, ``errno``, ``segment``.
+    """
+
+
+class OutOfSharedMemoryError(SegmentError):
+    """There is no room for the block: the file system, cgroup or machine is full.
+
+    Fields: ``operation``, ``errno``, ``requested`` (bytes), ``available``
+    (bytes or None), ``strategy``.
+    """
+
+
+class BudgetExceededError(OutOfSharedMemoryError):
+    """The block would take the family of processes over its memory budget.
+
+    Fields: ``requested``, ``in_use``, ``budget`` (bytes).
+    """
+
+
+class OutOfLeasesError(ShmreduceError):
+    """A segment's table has no free lease slot left.
+
+    Fields: ``segment``, ``slots``.
+    """
+
+
+class LeaseTimeoutError(ShmreduceError, TimeoutError):
+    """Another process kept a block's lock for too long (stopped, perhaps).
+
+    Fields: ``segment``, ``block``, ``waited`` (seconds).
+    """
+
+
+class InvalidHandleError(ShmreduceError, ValueError):
+    """The bytes are not a handle, or the handle points outside its segment.
+
+    Fields: ``reason``.
+    """
+
+
+class StaleHandleError(ShmreduceError):
+    """The block behind the handle has been released or reused since.
+
+    Fields: ``segment``, ``block``.
+    """
+
+
+class AlreadyLoadedError(StaleHandleError):
+    """A by-value message was loaded a second time; the first loader owns its array.
+
+    Fields: ``segment``, ``block``.
+    """
+
+
+class AttachError(ShmreduceError):
+    """The segment behind a handle cannot be opened in this process.
+
+    ``message_bytes``, where set, is the whole pickled message: nothing was
+    claimed yet, so it can be loaded again once the cause is mended.
+
+    Fields: ``segment``, ``locator``, ``reason``, ``errno``.
+    """
+
+
+class ProducerDied(AttachError):
+    """The process that sent the array died before the array was read.
+
+    Fields: ``pid``, ``segment``, ``locator``.
+    """
+
+
+class WrongHostError(AttachError):
+    """The handle was made on another host, or before this host's last boot.
+
+    Fields: ``segment``, ``here``, ``there`` (boot identities).
+    """
+
+
+class ForeignSegmentError(AttachError):
+    """The segment belongs to another user and is not trusted.
+
+    Fields: ``segment``, ``uid`` (its owner), ``expected``.
+    """
