@@ -1,0 +1,26 @@
+"""The ``file_system`` sharing strategy: segments that any process of the user can open by name.
+
+Imports only public names of :mod:`shmreduce`. This module answers the hook;
+the strategy itself is in :mod:`shmreduce_filesystem.strategy`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmreduce import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shmreduce import SharingStrategy
+
+__all__ = ["shmreduce_strategies"]
+
+
+@hookimpl
+def shmreduce_strategies() -> Iterable[SharingStrategy]:
+    """Provide the ``file_system`` strategy."""
+    from shmreduce_filesystem.strategy import FileSystemStrategy
+
+    return [FileSystemStrategy()]

@@ -1,0 +1,266 @@
+"""Segments as named files in a memory file system.
+
+May import public names of :mod:`shmreduce` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import tempfile
+
+from shmreduce import (
+    ForeignSegmentError,
+    InvalidHandleError,
+    SegmentFile,
+    SharingStrategy,
+    open_process_descriptor,
+)
+
+__all__ = ["FileSystemStrategy"]
+
+_DIRECTORY_VARIABLE = "SHMREDUCE_DIRECTORY"
+_SHARED_MEMORY_DIRECTORY = "/dev/shm"  # noqa: S108 (files are exclusive, 0600, unguessable)
+
+_NAME = re.compile(r"shmreduce-([0-9]+)-([0-9]+)-([0-9a-z]+)", re.ASCII)
+_LOCATOR = re.compile(r"(?:([0-9]+):([0-9]+):)?(/[^\0]*)", re.ASCII)
+
+
+class FileSystemStrategy(SharingStrategy):
+    """Files that every process of the same user can open by name.
+
+    For processes that cannot look into each other's ``/proc/PID/fd``, and for
+    systems without memfd. A segment is a file ``shmreduce-UID-PID-TOKEN``,
+    mode 0600, in ``/dev/shm``, in the directory that ``SHMREDUCE_DIRECTORY``
+    names, or in the temporary directory where there is no ``/dev/shm``. All
+    processes of a family must use the same directory.
+
+    Files of killed processes stay until somebody removes them: the next
+    process that uses the strategy, or ``shmreduce gc``. See
+    `shm_overview(7) <https://man7.org/linux/man-pages/man7/shm_overview.7.html>`_.
+
+    Examples
+    --------
+    >>> import os
+    >>> strategy = FileSystemStrategy()
+    >>> file = strategy.create(4096, token="0" * 32)
+    >>> other = strategy.open(strategy.locator(file))
+    >>> os.fstat(other.fd).st_size
+    4096
+    >>> strategy.unlink(file.name)
+    >>> os.close(file.fd)
+    >>> os.close(other.fd)
+    """
+
+    name = "file_system"
+
+    def unusable_reason(self) -> str | None:
+        """Return why named files do not work here, or None if they do.
+
+        Makes one small file in the directory and removes it.
+        """
+        if not hasattr(os, "geteuid") or not hasattr(os, "O_NOFOLLOW"):
+            return "this system has no POSIX file ownership"
+        try:
+            import fcntl
+        except ImportError:
+            return "this system has no fcntl"
+        if not hasattr(fcntl, "F_OFD_SETLK"):
+            return "this system has no open file description locks (fcntl F_OFD_SETLK)"
+        directory = _directory()
+        if not os.path.isabs(directory):
+            return f"{_DIRECTORY_VARIABLE}={directory!r} is not an absolute path"
+        if not os.path.isdir(directory):
+            return f"{directory} is not a directory: set {_DIRECTORY_VARIABLE} to one that exists"
+        try:
+            self._probe()
+        except OSError as error:
+            return (
+                f"a trial file in {directory} failed: {error}. "
+                f"Set {_DIRECTORY_VARIABLE} to a directory where this user may make files"
+            )
+        return None
+
+    def create(self, size: int, token: str) -> SegmentFile:
+        """Make a new file of ``size`` bytes; the caller owns its descriptor and its name.
+
+        Parameters
+        ----------
+        size : int
+            Bytes, a multiple of the page size. The file is sparse.
+        token : str
+            The unguessable part of the file's name.
+
+        Raises
+        ------
+        OSError
+            As the system gave it. Neither descriptor nor file is left.
+        """
+        path = os.path.join(_directory(), f"shmreduce-{os.geteuid()}-{os.getpid()}-{token}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
+        try:
+            # The umask may have taken bits away that the owner needs.
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, size)
+        except BaseException:
+            os.close(fd)
+            self.unlink(path)
+            raise
+        return SegmentFile(fd=fd, name=path)
+
+    def locator(self, file: SegmentFile) -> str:
+        """Return ``"PID:FD:PATH"``.
+
+        The path is what counts. The calling process's descriptor is there for
+        a file whose name has been removed while this process still holds it.
+        """
+        return f"{os.getpid()}:{file.fd}:{file.name}"
+
+    def open(self, locator: str) -> SegmentFile:
+        """Open a segment by path, else through the process that sent the locator.
+
+        Parameters
+        ----------
+        locator : str
+            From :meth:`locator`, or a name as :meth:`names` lists it.
+
+        Raises
+        ------
+        InvalidHandleError
+            If the path is not that of a segment in this process's directory.
+        ForeignSegmentError
+            If the file belongs to another user.
+        OSError
+            ``FileNotFoundError`` if the file is gone and no process holds it;
+            ``PermissionError`` if it is not a private regular file.
+        """
+        pid, process_fd, path = _parse(locator)
+        try:
+            fd = _open_path(path)
+        except FileNotFoundError:
+            if pid is None or process_fd is None:
+                raise
+            fd = open_process_descriptor(pid, process_fd)
+        try:
+            _check_owner(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return SegmentFile(fd=fd, name=path)
+
+    def unlink(self, name: str) -> None:
+        """Remove a segment's file; one that is gone already is no error.
+
+        Raises
+        ------
+        InvalidHandleError
+            If ``name`` is not that of a segment of this user. Nothing is
+            removed then.
+        """
+        match = _NAME.fullmatch(os.path.basename(name))
+        if match is None or int(match[1]) != os.geteuid():
+            raise _not_a_segment(name, "it is not named like a segment of this user")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+    def names(self) -> list[str]:
+        """List the paths of this user's segments, also of processes that are dead.
+
+        Raises
+        ------
+        OSError
+            If the directory cannot be read.
+        """
+        mine = f"shmreduce-{os.geteuid()}-"
+        with os.scandir(_directory()) as entries:
+            return sorted(
+                entry.path
+                for entry in entries
+                if entry.name.startswith(mine) and _NAME.fullmatch(entry.name)
+            )
+
+    def _probe(self) -> None:
+        file = self.create(os.sysconf("SC_PAGE_SIZE"), f"trial{os.urandom(8).hex()}")
+        os.close(file.fd)
+        if file.name is not None:
+            self.unlink(file.name)
+
+
+def _directory() -> str:
+    chosen = os.environ.get(_DIRECTORY_VARIABLE)
+    if chosen:
+        return chosen
+    if os.path.isdir(_SHARED_MEMORY_DIRECTORY):
+        return _SHARED_MEMORY_DIRECTORY
+    return tempfile.gettempdir()
+
+
+def _parse(locator: str) -> tuple[int | None, int | None, str]:
+    match = _LOCATOR.fullmatch(locator)
+    if match is None:
+        raise _not_a_segment(locator, "it is not of the form PID:FD:PATH")
+    path = match[3]
+    # A forged handle must not make this process open a file of its choice.
+    directory, base = os.path.split(path)
+    if directory != _directory().rstrip("/"):
+        raise _not_a_segment(
+            path,
+            f"it is not in {_directory()}, the directory of this process "
+            f"(set {_DIRECTORY_VARIABLE} to the same directory everywhere)",
+        )
+    if _NAME.fullmatch(base) is None:
+        raise _not_a_segment(path, "it is not named like a segment")
+    if match[1] is None:
+        return None, None, path
+    return int(match[1]), int(match[2]), path
+
+
+def _open_path(path: str) -> int:
+    # O_NONBLOCK: whoever put a FIFO there must not be able to hang us.
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags)
+    except PermissionError as error:
+        owner = os.lstat(path).st_uid
+        if owner == os.geteuid():
+            raise
+        raise _foreign(path, owner) from error
+
+
+def _check_owner(fd: int, path: str) -> None:
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        raise _foreign(path, status.st_uid)
+    if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(
+            errno.EPERM,
+            "not a regular file that only its owner can open, so not made by shmreduce "
+            f"({stat.filemode(status.st_mode)})",
+            path,
+        )
+
+
+def _foreign(path: str, owner: int) -> ForeignSegmentError:
+    return ForeignSegmentError(
+        f"The segment {path} belongs to user {owner}, this process runs as user "
+        f"{os.geteuid()}. Segments of other users are not trusted: run both "
+        "processes as the same user.",
+        segment=path,
+        uid=owner,
+        expected=os.geteuid(),
+        locator=path,
+        reason="other owner",
+        errno=None,
+    )
+
+
+def _not_a_segment(name: str, reason: str) -> InvalidHandleError:
+    return InvalidHandleError(
+        f"{name!r} is not a segment of the file_system strategy: {reason}. "
+        "The handle was damaged, or made by another strategy.",
+        reason=reason,
+    )
