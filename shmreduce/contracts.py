@@ -7,13 +7,14 @@ annotations alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shmreduce.errors import NotShareableError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.message import Message
 

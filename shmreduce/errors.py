@@ -29,6 +29,7 @@ __all__ = [
     "ReducerError",
     "SegmentError",
     "ShmreduceError",
+    "ShmreduceWarning",
     "StaleHandleError",
     "StrategyConflictError",
     "StrategyUnusableError",
@@ -77,6 +78,10 @@ class ShmreduceError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_error, (type(self), self.message, self.fields)
+
+
+class ShmreduceWarning(UserWarning):
+    """Something is wrong that does not stop the work, such as a broken plugin."""
 
 
 class ConfigurationError(ShmreduceError, ValueError):

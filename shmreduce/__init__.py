@@ -1,0 +1,178 @@
+"""Arrays travel through :mod:`multiprocessing` by shared memory.
+
+This module only names the public interface. Each name is imported from the
+module that defines it when it is first used (PEP 562), so that
+``import shmreduce`` imports next to nothing.
+
+Examples
+--------
+>>> import shmreduce
+>>> with shmreduce.install():
+...     strategy = shmreduce.get_sharing_strategy()
+>>> strategy in shmreduce.get_all_sharing_strategies()
+True
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as typing's; importing typing takes longer than all of this module
+
+if TYPE_CHECKING:
+    from shmreduce.arrays import (
+        array,
+        empty,
+        full,
+        is_shared,
+        ones,
+        share,
+        zeros,
+    )
+    from shmreduce.contracts import (
+        ArrayFactory,
+        Mode,
+        Reducer,
+        SegmentFile,
+        SharingStrategy,
+    )
+    from shmreduce.discovery import register_reducer, unregister_reducer
+    from shmreduce.errors import (
+        AlreadyLoadedError,
+        AttachError,
+        BudgetExceededError,
+        ConfigurationError,
+        ForeignSegmentError,
+        InvalidHandleError,
+        LeaseTimeoutError,
+        NotShareableError,
+        OutOfLeasesError,
+        OutOfSharedMemoryError,
+        PlatformError,
+        PluginError,
+        ProducerDied,
+        ReducerConflictError,
+        ReducerError,
+        SegmentError,
+        ShmreduceError,
+        ShmreduceWarning,
+        StaleHandleError,
+        StrategyConflictError,
+        StrategyUnusableError,
+        UnknownStrategyError,
+        WrongHostError,
+    )
+    from shmreduce.forking import Installation, install, uninstall
+    from shmreduce.hookspecs import hookimpl
+    from shmreduce.memory import (
+        Block,
+        Message,
+        allocate,
+        find_block,
+        import_block,
+        open_process_descriptor,
+    )
+    from shmreduce.settings import Settings, get_settings
+    from shmreduce.strategies import (
+        get_all_sharing_strategies,
+        get_sharing_strategy,
+        set_sharing_strategy,
+    )
+
+__all__ = [
+    "AlreadyLoadedError",
+    "ArrayFactory",
+    "AttachError",
+    "Block",
+    "BudgetExceededError",
+    "ConfigurationError",
+    "ForeignSegmentError",
+    "Installation",
+    "InvalidHandleError",
+    "LeaseTimeoutError",
+    "Message",
+    "Mode",
+    "NotShareableError",
+    "OutOfLeasesError",
+    "OutOfSharedMemoryError",
+    "PlatformError",
+    "PluginError",
+    "ProducerDied",
+    "Reducer",
+    "ReducerConflictError",
+    "ReducerError",
+    "SegmentError",
+    "SegmentFile",
+    "Settings",
+    "SharingStrategy",
+    "ShmreduceError",
+    "ShmreduceWarning",
+    "StaleHandleError",
+    "StrategyConflictError",
+    "StrategyUnusableError",
+    "UnknownStrategyError",
+    "WrongHostError",
+    "__version__",
+    "allocate",
+    "array",
+    "empty",
+    "find_block",
+    "full",
+    "get_all_sharing_strategies",
+    "get_settings",
+    "get_sharing_strategy",
+    "hookimpl",
+    "import_block",
+    "install",
+    "is_shared",
+    "ones",
+    "open_process_descriptor",
+    "register_reducer",
+    "set_sharing_strategy",
+    "share",
+    "uninstall",
+    "unregister_reducer",
+    "zeros",
+]
+
+__version__ = "0.1.0"
+
+_DEFINED_IN = {
+    "shmreduce.arrays": ("array", "empty", "full", "is_shared", "ones", "share", "zeros"),
+    "shmreduce.contracts": ("ArrayFactory", "Mode", "Reducer", "SegmentFile", "SharingStrategy"),
+    "shmreduce.discovery": ("register_reducer", "unregister_reducer"),
+    "shmreduce.forking": ("Installation", "install", "uninstall"),
+    "shmreduce.hookspecs": ("hookimpl",),
+    "shmreduce.memory": (
+        "Block",
+        "Message",
+        "allocate",
+        "find_block",
+        "import_block",
+        "open_process_descriptor",
+    ),
+    "shmreduce.settings": ("Settings", "get_settings"),
+    "shmreduce.strategies": (
+        "get_all_sharing_strategies",
+        "get_sharing_strategy",
+        "set_sharing_strategy",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module that defines it (PEP 562)."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        if name not in __all__:
+            raise AttributeError(f"module 'shmreduce' has no attribute {name!r}")
+        module = "shmreduce.errors"
+    from importlib import import_module
+
+    value: object = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,472 @@
+"""Finds plugins, loads them and says what became of each.
+
+The only module that reads entry points. May import :mod:`shmreduce.errors`,
+:mod:`shmreduce.contracts`, :mod:`shmreduce.settings`,
+:mod:`shmreduce.hookspecs`, :mod:`shmreduce.registry` and pluggy.
+
+Plugins are the entry points of group ``shmreduce``. One that cannot be used
+is recorded with the reason, warned about once, and does not take the others
+down. Two plugins that claim one type or one name are an error, since taking
+either would be a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Literal
+
+import pluggy
+
+from shmreduce import hookspecs
+from shmreduce.errors import (
+    PluginError,
+    ReducerConflictError,
+    ShmreduceWarning,
+    StrategyConflictError,
+)
+from shmreduce.registry import Registry, describe, qualified_name
+from shmreduce.settings import Settings, get_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from importlib.metadata import EntryPoint
+
+    from shmreduce.contracts import ArrayFactory, Reducer, SharingStrategy
+
+__all__ = [
+    "PluginReport",
+    "Plugins",
+    "get_array_factory",
+    "get_plugins",
+    "get_registry",
+    "plugin_report",
+    "register_reducer",
+    "registered_by_hand",
+    "take_over_reducers",
+    "unregister_reducer",
+]
+
+Status = Literal["loaded", "blocked", "not loaded", "broken", "conflict"]
+
+
+@dataclass(frozen=True)
+class PluginReport:
+    """What is known about one plugin.
+
+    Parameters
+    ----------
+    name : str
+        The entry point's name, by which the plugin is blocked.
+    module : str
+        What the entry point names.
+    distribution, version : str
+        Who ships it.
+    path : str
+        The plugin's file, or the folder of its distribution if it is not
+        loaded.
+    status : str
+        ``loaded``, ``blocked`` (by name), ``not loaded`` (autoload is off),
+        ``broken`` or ``conflict``.
+    reason : str
+        Why it is not loaded; empty if it is.
+    reducers : tuple of str
+        The types it claims.
+    strategies : tuple of str
+        The names of its sharing strategies.
+    array_factory : bool
+        Whether it makes arrays for ``shmreduce.empty`` and its like.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+    path: str
+    status: Status
+    reason: str
+    reducers: tuple[str, ...]
+    strategies: tuple[str, ...]
+    array_factory: bool
+
+
+@dataclass
+class _Plugin:
+    """One entry point and what it gave when it was loaded."""
+
+    name: str
+    entry_point: EntryPoint
+    status: Status = "not loaded"
+    reason: str = ""
+    warned: bool = False
+    conflict: Exception | None = None
+    instance: Any = None
+    reducers: list[Reducer] = field(default_factory=list)
+    strategies: list[SharingStrategy] = field(default_factory=list)
+    array_factory: ArrayFactory | None = None
+
+    @property
+    def distribution(self) -> str:
+        distribution = self.entry_point.dist
+        return "unknown" if distribution is None else str(distribution.name)
+
+    @property
+    def version(self) -> str:
+        distribution = self.entry_point.dist
+        return "unknown" if distribution is None else str(distribution.version)
+
+    @property
+    def path(self) -> str:
+        file = getattr(self.instance, "__file__", None)
+        if file is None:
+            module = sys.modules.get(getattr(self.instance, "__module__", self.entry_point.module))
+            file = getattr(module, "__file__", None)
+        if file is not None:
+            return str(file)
+        distribution = self.entry_point.dist
+        return "unknown" if distribution is None else str(distribution.locate_file(""))
+
+    @property
+    def origin(self) -> str:
+        return (
+            f"plugin {self.name!r} of distribution {self.distribution} {self.version}, {self.path}"
+        )
+
+    def report(self) -> PluginReport:
+        return PluginReport(
+            name=self.name,
+            module=self.entry_point.value,
+            distribution=self.distribution,
+            version=self.version,
+            path=self.path,
+            status=self.status,
+            reason=self.reason,
+            reducers=tuple(
+                each if isinstance(each, str) else qualified_name(each)
+                for reducer in self.reducers
+                for each in reducer.types
+            ),
+            strategies=tuple(strategy.name for strategy in self.strategies),
+            array_factory=self.array_factory is not None,
+        )
+
+
+class Plugins:
+    """The plugins of one registry.
+
+    Parameters
+    ----------
+    registry : Registry
+        Gets what the plugins provide, and loses it when they are blocked.
+    found : iterable of EntryPoint, optional
+        Where to look; the installed distributions' where not given.
+
+    Examples
+    --------
+    >>> plugins = Plugins(Registry())
+    >>> plugins.synchronise(Settings(blocked=("numpy",)))
+    >>> [report.status for report in plugins.reports() if report.name == "numpy"]
+    ['blocked']
+    """
+
+    def __init__(self, registry: Registry, found: Iterable[EntryPoint] | None = None) -> None:
+        self.registry = registry
+        if found is None:
+            found = entry_points(group=hookspecs.PROJECT)
+        self._plugins = [_Plugin(each.name, each) for each in _sorted_and_unique(found)]
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._synchronised_with: tuple[object, ...] | None = None
+
+    def synchronise(self, settings: Settings) -> None:
+        """Load the plugins that the settings ask for; drop the others.
+
+        Does nothing if that was done for the same settings before. A plugin
+        is imported once; what it gave is kept for when it is unblocked again.
+
+        Raises
+        ------
+        PluginError
+            If ``settings.plugins`` names one that is not installed.
+        ReducerConflictError, StrategyConflictError
+            If two plugins claim the same. Everything else is loaded then.
+
+        Warns
+        -----
+        ShmreduceWarning
+            Once for each broken plugin.
+        """
+        wanted = (settings.autoload, settings.plugins, settings.blocked)
+        if wanted != self._synchronised_with:
+            self._check_names(settings)
+            for plugin in self._plugins:
+                self._withdraw(plugin)
+            # pluggy asks the plugin registered last first.
+            for plugin in reversed(self._plugins):
+                plugin.status, plugin.reason = _verdict(plugin.name, settings)
+                if plugin.status == "loaded":
+                    self._load(plugin)
+            self._synchronised_with = wanted
+        self._speak_up()
+
+    def array_factory(self) -> ArrayFactory | None:
+        """Return the first array factory, in order of the plugins' names."""
+        answer: ArrayFactory | None = self._manager.hook.shmreduce_array_factory()
+        return answer
+
+    def reports(self) -> list[PluginReport]:
+        """Tell of every plugin that was found, whatever became of it."""
+        return [plugin.report() for plugin in self._plugins]
+
+    def _check_names(self, settings: Settings) -> None:
+        installed = [plugin.name for plugin in self._plugins]
+        for name in settings.plugins:
+            if name not in installed:
+                raise PluginError(
+                    f"there is no plugin {name!r}; installed are {sorted(set(installed))}: "
+                    "install its distribution, or take it out of SHMREDUCE_PLUGINS or "
+                    "install(plugins=...)",
+                    plugin=name,
+                    distribution=None,
+                    reason="not installed",
+                )
+
+    def _load(self, plugin: _Plugin) -> None:
+        namesake = self._manager.get_plugin(plugin.name)
+        if namesake is not None:
+            other = next(each for each in self._plugins if each.instance is namesake)
+            plugin.status, plugin.reason = "broken", f"its name is taken by {other.origin}"
+            return
+        try:
+            if plugin.instance is None:
+                plugin.instance = plugin.entry_point.load()
+            self._manager.register(plugin.instance, plugin.name)
+            # A hook that is misspelt would be passed over in silence.
+            self._manager.check_pending()
+            self._ask(plugin)
+            for reducer in plugin.reducers:
+                self.registry.register(reducer, plugin.origin)
+            for strategy in plugin.strategies:
+                self.registry.register_strategy(strategy, plugin.origin)
+        except (ReducerConflictError, StrategyConflictError) as error:
+            self._withdraw(plugin)
+            plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error
+        except (Exception, SystemExit) as error:
+            self._withdraw(plugin)
+            plugin.status, plugin.reason = "broken", f"{type(error).__name__}: {error}"
+
+    def _ask(self, plugin: _Plugin) -> None:
+        """Call the plugin's own hooks, and nobody else's."""
+        if plugin.reducers or plugin.strategies or plugin.array_factory:
+            return
+        others = [each for each in self._manager.get_plugins() if each is not plugin.instance]
+
+        def answers(hook: str) -> list[Any]:
+            given = self._manager.subset_hook_caller(hook, remove_plugins=others)()
+            return [each for answer in given for each in answer]
+
+        reducers = answers("shmreduce_reducers")
+        strategies = answers("shmreduce_strategies")
+        factory = self._manager.subset_hook_caller("shmreduce_array_factory", others)()
+        plugin.reducers, plugin.strategies = reducers, strategies
+        plugin.array_factory = factory
+
+    def _withdraw(self, plugin: _Plugin) -> None:
+        plugin.conflict = None
+        if plugin.instance is not None and self._manager.is_registered(plugin.instance):
+            self._manager.unregister(plugin.instance)
+        registered = {id(claim.reducer) for claim in self.registry.reducers()}
+        for reducer in plugin.reducers:
+            if id(reducer) in registered:
+                self.registry.unregister(reducer)
+        for strategy in plugin.strategies:
+            self.registry.unregister_strategy(strategy)
+
+    def _speak_up(self) -> None:
+        for plugin in self._plugins:
+            if plugin.status == "broken" and not plugin.warned:
+                # First, since the warning may be turned into an error.
+                plugin.warned = True
+                warnings.warn(
+                    f"shmreduce goes without {plugin.origin}: {plugin.reason}; mend or "
+                    f"uninstall it, or block it with SHMREDUCE_BLOCK={plugin.name}",
+                    ShmreduceWarning,
+                    stacklevel=3,
+                )
+        for plugin in self._plugins:
+            if plugin.conflict is not None:
+                raise plugin.conflict
+
+
+def _sorted_and_unique(found: Iterable[EntryPoint]) -> list[EntryPoint]:
+    """Order by name, distribution and value; drop the same entry found twice."""
+
+    def key(each: EntryPoint) -> tuple[str, str, str]:
+        return each.name, "" if each.dist is None else str(each.dist.name), each.value
+
+    unique: dict[tuple[str, str, str], EntryPoint] = {}
+    for each in found:
+        # The first on sys.path is the one that imports find.
+        unique.setdefault(key(each), each)
+    return [unique[each] for each in sorted(unique)]
+
+
+def _verdict(name: str, settings: Settings) -> tuple[Status, str]:
+    if name in settings.blocked:
+        return "blocked", "blocked by name (SHMREDUCE_BLOCK or install(blocked=...))"
+    if not settings.autoload and name not in settings.plugins:
+        return "not loaded", "autoload is off and SHMREDUCE_PLUGINS does not name it"
+    return "loaded", ""
+
+
+# The one of this process
+
+
+@dataclass
+class _Process:
+    """What this process has, made on first need."""
+
+    registry: Registry = field(default_factory=Registry)
+    plugins: Plugins | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    by_hand: list[Reducer] = field(default_factory=list)
+    taken_over: list[Reducer] = field(default_factory=list)
+
+
+_process = _Process()
+
+
+def _renew_locks() -> None:
+    _process.lock = threading.RLock()
+    _process.registry.renew_lock()
+
+
+# Another thread may have held them at the moment of the fork.
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def get_plugins() -> Plugins:
+    """Return this process's plugins, loaded as the current settings ask for.
+
+    Raises
+    ------
+    PluginError, ReducerConflictError, StrategyConflictError
+        As :meth:`Plugins.synchronise`.
+    """
+    with _process.lock:
+        if _process.plugins is None:
+            _process.plugins = Plugins(_process.registry)
+        _process.plugins.synchronise(get_settings())
+        return _process.plugins
+
+
+def get_registry() -> Registry:
+    """Return this process's registry, with the plugins' reducers and strategies in it."""
+    return get_plugins().registry
+
+
+def get_array_factory() -> ArrayFactory | None:
+    """Return who makes arrays for ``shmreduce.empty`` and its like, or None."""
+    return get_plugins().array_factory()
+
+
+def plugin_report() -> list[PluginReport]:
+    """Tell what became of each installed plugin; conflicts are told, not raised.
+
+    Examples
+    --------
+    >>> [report.distribution for report in plugin_report() if report.name == "file_system"]
+    ['shmreduce']
+    """
+    try:
+        return get_plugins().reports()
+    except (ReducerConflictError, StrategyConflictError):
+        if _process.plugins is None:
+            raise
+        return _process.plugins.reports()
+
+
+def register_reducer(reducer: Reducer) -> None:
+    """Let a reducer handle its types in this process and in its children.
+
+    For programs; a package that others install declares a plugin instead.
+    Children started with ``spawn`` or ``forkserver`` get a copy, so the
+    reducer must be picklable: its class importable by name.
+
+    Parameters
+    ----------
+    reducer : Reducer
+        An instance; kept until :func:`unregister_reducer`. Registering it
+        again changes nothing.
+
+    Raises
+    ------
+    ReducerError
+        If it is no Reducer or its ``types`` are not classes and names.
+    ReducerConflictError
+        If one of its types has a reducer. A plugin that claims the same type
+        and is loaded later fails with the same error.
+
+    Examples
+    --------
+    >>> from shmreduce import Reducer, register_reducer, unregister_reducer
+    >>> class Plain(Reducer):
+    ...     types = ("mypackage.Signal",)
+    ...     def reduce(self, obj, message):
+    ...         return NotImplemented
+    >>> plain = Plain()
+    >>> register_reducer(plain)
+    >>> unregister_reducer(plain)
+    """
+    caller = sys._getframe(1)
+    origin = f"registered in {caller.f_code.co_filename}, line {caller.f_lineno}"
+    with _process.lock:
+        for inherited in list(_process.taken_over):
+            # The child runs the line that the parent ran: one and the same registration.
+            if _equivalent(inherited, reducer):
+                unregister_reducer(inherited)
+        _process.registry.register(reducer, origin)
+        if all(known is not reducer for known in _process.by_hand):
+            _process.by_hand.append(reducer)
+
+
+def unregister_reducer(reducer: Reducer) -> None:
+    """Undo :func:`register_reducer`.
+
+    Raises
+    ------
+    ReducerError
+        If this instance is not registered.
+    """
+    with _process.lock:
+        _process.registry.unregister(reducer)
+        _process.by_hand = [known for known in _process.by_hand if known is not reducer]
+        _process.taken_over = [known for known in _process.taken_over if known is not reducer]
+
+
+def registered_by_hand() -> list[Reducer]:
+    """List the reducers that no plugin brings, which children must be handed."""
+    return list(_process.by_hand)
+
+
+def take_over_reducers(reducers: Iterable[Reducer]) -> None:
+    """Register what the parent process had registered by hand.
+
+    A reducer that this process has registered itself, while importing its
+    main module say, stays as it is.
+    """
+    with _process.lock:
+        for reducer in reducers:
+            if any(_equivalent(known, reducer) for known in _process.by_hand):
+                continue
+            _process.registry.register(reducer, f"{describe(reducer)}, taken over from parent")
+            _process.by_hand.append(reducer)
+            _process.taken_over.append(reducer)
+
+
+def _equivalent(first: Reducer, second: Reducer) -> bool:
+    return type(first) is type(second) and tuple(first.types) == tuple(second.types)

@@ -1,0 +1,144 @@
+"""The hooks that a plugin may implement, and the marker for doing so.
+
+May import :mod:`shmreduce.contracts` and pluggy.
+
+A plugin is a module, or any object, that an installed distribution names in
+its metadata::
+
+    [project.entry-points.shmreduce]
+    signals = "signals_shmreduce"
+
+and that implements one or more of the functions below. All of them are asked
+once, when the plugin is loaded. A function that is marked with
+:data:`hookimpl` but is none of these is an error for its plugin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shmreduce.contracts import ArrayFactory, Reducer, SharingStrategy
+
+__all__ = [
+    "PROJECT",
+    "hookimpl",
+    "shmreduce_array_factory",
+    "shmreduce_reducers",
+    "shmreduce_strategies",
+]
+
+PROJECT = "shmreduce"
+"""The name of the entry-point group and of the pluggy project."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's implementation of a hook."""
+
+
+@hookspec
+def shmreduce_reducers() -> Iterable[Reducer]:
+    """Return the reducers that the plugin provides.
+
+    A reducer names its types as classes or, so that their module need not be
+    imported, as qualified names. Two reducers for one type are an error that
+    names both.
+
+    Returns
+    -------
+    iterable of Reducer
+        Instances. The registry keeps them as long as the plugin is loaded.
+
+    Examples
+    --------
+    A plugin for one type of another package:
+
+    >>> from shmreduce import Reducer, hookimpl
+    >>> class SignalReducer(Reducer):
+    ...     types = ("signals.Signal",)
+    ...     def reduce(self, obj, message):
+    ...         return NotImplemented
+    >>> @hookimpl
+    ... def shmreduce_reducers():
+    ...     return [SignalReducer()]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def shmreduce_strategies() -> Iterable[SharingStrategy]:
+    """Return the sharing strategies that the plugin provides.
+
+    A strategy is provided whether it works on this machine or not: its
+    ``unusable_reason()`` says so, and users get to read it. Two strategies of
+    one name are an error that names both.
+
+    Returns
+    -------
+    iterable of SharingStrategy
+        Instances. The registry keeps them as long as the plugin is loaded.
+
+    Examples
+    --------
+    A strategy of files in a folder of the user's:
+
+    >>> import os
+    >>> from pathlib import Path
+    >>> from shmreduce import SegmentFile, SharingStrategy, hookimpl
+    >>> class FolderStrategy(SharingStrategy):
+    ...     name = "folder"
+    ...     folder = Path("/var/tmp/segments")
+    ...     def unusable_reason(self):
+    ...         return None if self.folder.is_dir() else f"there is no folder {self.folder}"
+    ...     def create(self, size, token):
+    ...         path = self.folder / token
+    ...         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    ...         try:
+    ...             os.ftruncate(fd, size)
+    ...         except OSError:
+    ...             os.close(fd)
+    ...             path.unlink()
+    ...             raise
+    ...         return SegmentFile(fd, str(path))
+    ...     def locator(self, file):
+    ...         return file.name
+    ...     def open(self, locator):
+    ...         return SegmentFile(os.open(locator, os.O_RDWR | os.O_CLOEXEC), locator)
+    ...     def unlink(self, name):
+    ...         Path(name).unlink(missing_ok=True)
+    ...     def names(self):
+    ...         return [str(path) for path in self.folder.iterdir()]
+    >>> @hookimpl
+    ... def shmreduce_strategies():
+    ...     return [FolderStrategy()]
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def shmreduce_array_factory() -> ArrayFactory | None:
+    """Return the maker of arrays for ``shmreduce.empty`` and its like.
+
+    The first plugin that returns one is used, in order of the plugins' names;
+    ``hookimpl(tryfirst=True)`` goes before those without.
+
+    Returns
+    -------
+    ArrayFactory or None
+        None leaves it to the next plugin.
+
+    Examples
+    --------
+    >>> from shmreduce import hookimpl
+    >>> class Factory:
+    ...     def empty(self, shape, dtype, order, mode):
+    ...         raise NotImplementedError("zeros, ones, full and array likewise")
+    >>> @hookimpl
+    ... def shmreduce_array_factory():
+    ...     return Factory()
+    """
+    raise NotImplementedError

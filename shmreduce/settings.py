@@ -1,0 +1,264 @@
+"""The settings: one frozen object, made from arguments and the environment.
+
+May import :mod:`shmreduce.errors` only.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from shmreduce.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Settings", "get_settings", "set_settings", "settings_from_environment"]
+
+KIBIBYTE = 1024
+MEBIBYTE = 1024 * KIBIBYTE
+
+_SIZE_SUFFIXES = {"K": KIBIBYTE, "M": MEBIBYTE, "G": 1024 * MEBIBYTE, "T": 1024 * 1024 * MEBIBYTE}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How shmreduce behaves in this process and in the children it starts.
+
+    Each field can be given to :func:`shmreduce.install` and has an environment
+    variable, which is read when the settings are first needed.
+
+    Parameters
+    ----------
+    strategy : str or None
+        Name of the sharing strategy; None takes the first usable one of
+        ``file_descriptor`` and ``file_system``. ``SHMREDUCE_STRATEGY``.
+    inline_limit : int
+        By-value buffers smaller than this many bytes are pickled in the
+        ordinary way. ``SHMREDUCE_INLINE_LIMIT``.
+    budget : int or None
+        Bytes of shared memory that the whole family of processes may use;
+        None lets the machine's free memory decide. ``SHMREDUCE_BUDGET``.
+    idle_seconds : float
+        Memory that nothing has used for this many seconds goes back to the
+        operating system. ``SHMREDUCE_IDLE_SECONDS``.
+    idle_keep : int
+        Bytes of idle memory that are kept warm all the same.
+        ``SHMREDUCE_IDLE_KEEP``.
+    message_timeout : float or None
+        Seconds after which a message that nobody has read is given up; None
+        never gives up. ``SHMREDUCE_MESSAGE_TIMEOUT``.
+    on_exhausted : {"raise", "pickle"}
+        Whether an array for which there is no shared memory left raises an
+        error or is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.
+    autoload : bool
+        Whether installed plugins are loaded without being named. The
+        environment variable switches it off: ``SHMREDUCE_DISABLE_AUTOLOAD=1``.
+    plugins : tuple of str
+        Names of plugins to load even with ``autoload`` off.
+        ``SHMREDUCE_PLUGINS``, separated by commas.
+    blocked : tuple of str
+        Names of plugins never to load; stronger than ``plugins``.
+        ``SHMREDUCE_BLOCK``, separated by commas.
+
+    Raises
+    ------
+    ConfigurationError
+        If a value is impossible; it names the setting and what is possible.
+
+    Notes
+    -----
+    Sizes in environment variables may end in K, M, G or T (powers of 1024).
+
+    Examples
+    --------
+    >>> Settings(inline_limit=0).inline_limit
+    0
+    >>> Settings(on_exhausted="wait")
+    Traceback (most recent call last):
+        ...
+    shmreduce.errors.ConfigurationError: on_exhausted='wait': must be 'raise' or 'pickle'
+    """
+
+    strategy: str | None = None
+    inline_limit: int = 32 * KIBIBYTE
+    budget: int | None = None
+    idle_seconds: float = 5.0
+    idle_keep: int = 128 * MEBIBYTE
+    message_timeout: float | None = None
+    on_exhausted: Literal["raise", "pickle"] = "raise"
+    autoload: bool = True
+    plugins: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.strategy is not None and not (isinstance(self.strategy, str) and self.strategy):
+            _reject("strategy", self.strategy, "must be a strategy's name, or None")
+        _check_bytes("inline_limit", self.inline_limit, minimum=0)
+        if self.budget is not None:
+            _check_bytes("budget", self.budget, minimum=1)
+        _check_seconds("idle_seconds", self.idle_seconds, minimum_allowed=True)
+        _check_bytes("idle_keep", self.idle_keep, minimum=0)
+        if self.message_timeout is not None:
+            _check_seconds("message_timeout", self.message_timeout, minimum_allowed=False)
+        if self.on_exhausted not in ("raise", "pickle"):
+            _reject("on_exhausted", self.on_exhausted, "must be 'raise' or 'pickle'")
+        if not isinstance(self.autoload, bool):
+            _reject("autoload", self.autoload, "must be True or False")
+        for setting in ("plugins", "blocked"):
+            # Lists are accepted, but the settings are hashable and compared.
+            object.__setattr__(self, setting, _name_tuple(setting, getattr(self, setting)))
+
+    def changed(self, **changes: Any) -> Settings:
+        """Return settings with some fields changed; these stay as they are.
+
+        Raises
+        ------
+        ConfigurationError
+            If there is no setting of that name or its value is impossible.
+
+        Examples
+        --------
+        >>> Settings().changed(budget=2**30).budget
+        1073741824
+        """
+        known = {field.name for field in fields(self)}
+        for name, value in changes.items():
+            if name not in known:
+                _reject(name, value, f"there is no such setting; there are {sorted(known)}")
+        return replace(self, **changes)
+
+
+def _reject(setting: str, value: object, rule: str) -> None:
+    raise ConfigurationError(f"{setting}={value!r}: {rule}", setting=setting, value=value)
+
+
+def _check_bytes(setting: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        _reject(setting, value, f"must be a whole number of bytes, at least {minimum}")
+
+
+def _check_seconds(setting: str, value: Any, *, minimum_allowed: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Not-a-number fails both comparisons.
+    if is_number and (value > 0 or (minimum_allowed and value == 0)):
+        return
+    rule = "zero or more" if minimum_allowed else "more than zero"
+    _reject(setting, value, f"must be a number of seconds, {rule}")
+
+
+def _name_tuple(setting: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, list | tuple | set | frozenset) and all(
+        isinstance(name, str) and name for name in value
+    ):
+        return tuple(sorted(set(value)))
+    _reject(setting, value, "must be a tuple of plugin names")
+    return ()
+
+
+def _parse_bytes(text: str) -> int:
+    suffix = text[-1:].upper()
+    if suffix in _SIZE_SUFFIXES:
+        return int(float(text[:-1]) * _SIZE_SUFFIXES[suffix])
+    return int(text)
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _parse_switch_off(text: str) -> bool:
+    """Return the value of ``autoload`` that ``SHMREDUCE_DISABLE_AUTOLOAD`` asks for."""
+    answers = {"": True, "0": True, "false": True, "no": True}
+    answers |= {"1": False, "true": False, "yes": False}
+    return answers[text.lower()]
+
+
+_SIZE_REMEDY = "give a number of bytes, such as 32768, 32K or 1.5G"
+_SECONDS_REMEDY = "give a number of seconds, such as 2.5"
+_NAMES_REMEDY = "give plugin names separated by commas"
+
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "SHMREDUCE_STRATEGY": ("strategy", str, "give the name of a sharing strategy"),
+    "SHMREDUCE_INLINE_LIMIT": ("inline_limit", _parse_bytes, _SIZE_REMEDY),
+    "SHMREDUCE_BUDGET": ("budget", _parse_bytes, _SIZE_REMEDY),
+    "SHMREDUCE_IDLE_SECONDS": ("idle_seconds", float, _SECONDS_REMEDY),
+    "SHMREDUCE_IDLE_KEEP": ("idle_keep", _parse_bytes, _SIZE_REMEDY),
+    "SHMREDUCE_MESSAGE_TIMEOUT": ("message_timeout", float, _SECONDS_REMEDY),
+    "SHMREDUCE_ON_EXHAUSTED": ("on_exhausted", str, "give raise or pickle"),
+    "SHMREDUCE_DISABLE_AUTOLOAD": ("autoload", _parse_switch_off, "give 1 or 0"),
+    "SHMREDUCE_PLUGINS": ("plugins", _parse_names, _NAMES_REMEDY),
+    "SHMREDUCE_BLOCK": ("blocked", _parse_names, _NAMES_REMEDY),
+}
+
+
+def settings_from_environment(environment: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings that the environment variables ask for.
+
+    Parameters
+    ----------
+    environment : mapping of str to str, optional
+        ``os.environ`` where not given. An empty variable counts as not set.
+
+    Raises
+    ------
+    ConfigurationError
+        If a variable cannot be understood; it names variable and remedy.
+
+    Examples
+    --------
+    >>> settings_from_environment({"SHMREDUCE_BUDGET": "2G"}).budget
+    2147483648
+    >>> settings_from_environment({"SHMREDUCE_BUDGET": "lots"})
+    Traceback (most recent call last):
+        ...
+    shmreduce.errors.ConfigurationError: environment variable SHMREDUCE_BUDGET='lots': \
+give a number of bytes, such as 32768, 32K or 1.5G
+    """
+    if environment is None:
+        environment = os.environ
+    settings = Settings()
+    for variable, (setting, parse, remedy) in _VARIABLES.items():
+        text = environment.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            settings = settings.changed(**{setting: parse(text)})
+        except (ValueError, KeyError, OverflowError) as error:
+            # ConfigurationError is a ValueError too: the setting's own check.
+            detail = f" ({error})" if isinstance(error, ConfigurationError) else ""
+            raise ConfigurationError(
+                f"environment variable {variable}={text!r}: {remedy}{detail}",
+                setting=setting,
+                value=text,
+                variable=variable,
+            ) from error
+    return settings
+
+
+_current: Settings | None = None
+
+
+def get_settings() -> Settings:
+    """Return the settings in force in this process.
+
+    Until :func:`shmreduce.install` or
+    :func:`shmreduce.set_sharing_strategy` changes them they are the
+    environment's.
+
+    Examples
+    --------
+    >>> get_settings().on_exhausted
+    'raise'
+    """
+    global _current
+    if _current is None:
+        _current = settings_from_environment()
+    return _current
+
+
+def set_settings(settings: Settings) -> None:
+    """Put other settings in force; for installation only."""
+    global _current
+    _current = settings

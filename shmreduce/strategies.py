@@ -1,0 +1,173 @@
+"""Chooses the sharing strategy by name and says why others cannot be chosen.
+
+May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
+:mod:`shmreduce.settings` and :mod:`shmreduce.discovery`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shmreduce.discovery import get_plugins, get_registry
+from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
+from shmreduce.settings import get_settings, set_settings
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import SharingStrategy
+
+__all__ = [
+    "DEFAULT_ORDER",
+    "choose_strategy",
+    "current_strategy",
+    "find_strategy",
+    "get_all_sharing_strategies",
+    "get_sharing_strategy",
+    "set_sharing_strategy",
+]
+
+DEFAULT_ORDER: Final = ("file_descriptor", "file_system")
+"""Where no strategy is named the first of these that works is taken."""
+
+_chosen: tuple[str | None, int, SharingStrategy] | None = None
+
+
+def find_strategy(name: str) -> SharingStrategy:
+    """Return the strategy of that name, usable here or not.
+
+    Raises
+    ------
+    UnknownStrategyError
+        If no plugin provides it; it lists those that there are.
+
+    Examples
+    --------
+    >>> find_strategy("file_system").name
+    'file_system'
+    """
+    claim = get_registry().strategies().get(name)
+    if claim is None:
+        usable, unusable = _sort_out()
+        raise UnknownStrategyError(
+            f"there is no sharing strategy {name!r}; {_what_there_is(usable, unusable)}",
+            setting="strategy",
+            value=name,
+            name=name,
+            available=usable,
+            unusable=unusable,
+        )
+    return claim.strategy
+
+
+def choose_strategy(name: str | None) -> SharingStrategy:
+    """Return a usable strategy: that of ``name``, or the default for None.
+
+    Raises
+    ------
+    UnknownStrategyError
+        If no plugin provides a strategy of that name.
+    StrategyUnusableError
+        If it does not work on this machine, or, without a name, none does.
+        The message gives the reasons and lists those that work.
+    """
+    if name is not None:
+        strategy = find_strategy(name)
+        reason = strategy.unusable_reason()
+        if reason is None:
+            return strategy
+    else:
+        strategies = get_registry().strategies()
+        for default in DEFAULT_ORDER:
+            if default in strategies:
+                strategy = strategies[default].strategy
+                if strategy.unusable_reason() is None:
+                    return strategy
+        reason = f"neither {' nor '.join(DEFAULT_ORDER)} works here"
+    usable, unusable = _sort_out()
+    subject = "no default sharing strategy" if name is None else f"sharing strategy {name!r}"
+    raise StrategyUnusableError(
+        f"{subject} cannot be used: {reason}; {_what_there_is(usable, unusable)}",
+        name=name,
+        reason=reason,
+        available=usable,
+    )
+
+
+def current_strategy() -> SharingStrategy:
+    """Return the strategy that new segments of this process are made with.
+
+    The choice is remembered until the settings or the plugins change, so that
+    asking is cheap.
+
+    Raises
+    ------
+    UnknownStrategyError, StrategyUnusableError
+        As :func:`choose_strategy`.
+    """
+    global _chosen
+    name = get_settings().strategy
+    generation = get_registry().generation
+    chosen = _chosen
+    if chosen is None or chosen[:2] != (name, generation):
+        chosen = (name, generation, choose_strategy(name))
+        _chosen = chosen
+    return chosen[2]
+
+
+def get_sharing_strategy() -> str:
+    """Return the name of the sharing strategy that new segments are made with.
+
+    Examples
+    --------
+    >>> get_sharing_strategy() in get_all_sharing_strategies()
+    True
+    """
+    return current_strategy().name
+
+
+def set_sharing_strategy(new_strategy: str) -> None:
+    """Make new segments with another strategy, here and in children yet to be started.
+
+    Arrays that are shared already, and messages under way, stay where they
+    are and are received as before.
+
+    Raises
+    ------
+    UnknownStrategyError, StrategyUnusableError
+        As :func:`choose_strategy`. Nothing is changed then.
+    """
+    choose_strategy(new_strategy)
+    set_settings(get_settings().changed(strategy=new_strategy))
+
+
+def get_all_sharing_strategies() -> set[str]:
+    """Return the names of the sharing strategies that work on this machine.
+
+    Examples
+    --------
+    >>> "file_system" in get_all_sharing_strategies()
+    True
+    """
+    return set(_sort_out()[0])
+
+
+def _sort_out() -> tuple[list[str], dict[str, str]]:
+    """Return the names of usable strategies, and the others with their reasons."""
+    usable, unusable = [], {}
+    for name, claim in sorted(get_registry().strategies().items()):
+        reason = claim.strategy.unusable_reason()
+        if reason is None:
+            usable.append(name)
+        else:
+            unusable[name] = reason
+    return usable, unusable
+
+
+def _what_there_is(usable: list[str], unusable: dict[str, str]) -> str:
+    parts = [f"usable here: {', '.join(usable)}" if usable else "none is usable here"]
+    parts += [f"{name} is not: {reason}" for name, reason in unusable.items()]
+    parts += [
+        f"plugin {report.name!r} is {report.status}: {report.reason}"
+        for report in get_plugins().reports()
+        if report.reason
+    ]
+    return "; ".join(parts)
