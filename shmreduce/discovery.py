@@ -33,7 +33,7 @@ from shmreduce.registry import Registry, describe, qualified_name
 from shmreduce.settings import Settings, get_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from importlib.metadata import EntryPoint
 
     from shmreduce.contracts import ArrayFactory, Reducer, SharingStrategy
@@ -44,11 +44,13 @@ __all__ = [
     "get_array_factory",
     "get_plugins",
     "get_registry",
+    "hush_plugins",
     "plugin_report",
     "register_reducer",
     "registered_by_hand",
     "take_over_reducers",
     "unregister_reducer",
+    "warned_plugins",
 ]
 
 Status = Literal["loaded", "blocked", "not loaded", "broken", "conflict"]
@@ -222,6 +224,15 @@ class Plugins:
         """Tell of every plugin that was found, whatever became of it."""
         return [plugin.report() for plugin in self._plugins]
 
+    def warned(self) -> tuple[str, ...]:
+        """Return the names of the plugins that were warned about."""
+        return tuple(plugin.name for plugin in self._plugins if plugin.warned)
+
+    def hush(self, names: Collection[str]) -> None:
+        """Count these plugins as warned about."""
+        for plugin in self._plugins:
+            plugin.warned = plugin.warned or plugin.name in names
+
     def _check_names(self, settings: Settings) -> None:
         installed = [plugin.name for plugin in self._plugins]
         for name in settings.plugins:
@@ -335,6 +346,7 @@ class _Process:
     lock: threading.RLock = field(default_factory=threading.RLock)
     by_hand: list[Reducer] = field(default_factory=list)
     taken_over: list[Reducer] = field(default_factory=list)
+    hushed: frozenset[str] = frozenset()
 
 
 _process = _Process()
@@ -360,6 +372,7 @@ def get_plugins() -> Plugins:
     with _process.lock:
         if _process.plugins is None:
             _process.plugins = Plugins(_process.registry)
+        _process.plugins.hush(_process.hushed)
         _process.plugins.synchronise(get_settings())
         return _process.plugins
 
@@ -388,6 +401,16 @@ def plugin_report() -> list[PluginReport]:
         if _process.plugins is None:
             raise
         return _process.plugins.reports()
+
+
+def warned_plugins() -> tuple[str, ...]:
+    """Return the names of the plugins that this process has warned about."""
+    return () if _process.plugins is None else _process.plugins.warned()
+
+
+def hush_plugins(names: Iterable[str]) -> None:
+    """Do not warn about these plugins: the parent process has done so."""
+    _process.hushed = frozenset(names)
 
 
 def register_reducer(reducer: Reducer) -> None:

@@ -213,6 +213,8 @@ class AttachError(ShmreduceError):
     Fields: ``segment``, ``locator``, ``reason``, ``errno``.
     """
 
+    message_bytes: bytes | None = None
+
 
 class ProducerDied(AttachError):
     """The process that sent the array died before the array was read.

@@ -1,0 +1,240 @@
+"""Arrays born shared, and shared copies of objects.
+
+May import the registry, discovery and errors; reaches shared memory only
+through reducers and the array factory, so it knows no array library.
+
+A shared array travels to other processes without a copy, and everybody who
+has it sees everybody's writes, forever, views included. ``mode`` says how it
+appears to its receivers: ``rw`` as described; ``ro``, they cannot write;
+``cow``, each receiver's writes stay its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from shmreduce.contracts import Mode
+from shmreduce.discovery import get_array_factory, get_registry, plugin_report
+from shmreduce.errors import ConfigurationError, NotShareableError, PluginError
+from shmreduce.registry import qualified_name
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import ArrayFactory, Reducer
+
+__all__ = ["array", "empty", "full", "is_shared", "ones", "share", "zeros"]
+
+
+def share(obj: Any, mode: Mode = "rw") -> Any:
+    """Return a shared copy of an array; the array itself is never touched.
+
+    Parameters
+    ----------
+    obj : object
+        Of a type whose reducer can share, such as ``numpy.ndarray``.
+    mode : {"rw", "ro", "cow"}
+        How it appears to receivers.
+
+    Returns
+    -------
+    object
+        Of the same type. Its memory is freed when nobody has it any more.
+
+    Raises
+    ------
+    NotShareableError
+        If the type has no reducer, or no shared form.
+    ConfigurationError
+        If there is no such mode.
+    OutOfSharedMemoryError
+        If there is no room.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import shmreduce
+    >>> mine = np.arange(3)
+    >>> ours = shmreduce.share(mine)
+    >>> ours[0] = 7
+    >>> ours, mine
+    (array([7, 1, 2]), array([0, 1, 2]))
+    """
+    _check_mode(mode)
+    reducer = _find_reducer(obj)
+    if reducer is None:
+        type_name = qualified_name(type(obj))
+        raise NotShareableError(
+            f"{type_name} objects cannot be shared: no reducer handles the type; install a "
+            f"plugin for it or use shmreduce.register_reducer{_unused_plugins()}",
+            type_name=type_name,
+            reason="no reducer",
+        )
+    return reducer.share(obj, mode)
+
+
+def is_shared(obj: Any) -> bool:
+    """Return whether an object's memory is shared: writes there show everywhere.
+
+    True for arrays that :func:`share` and the other functions here made, for
+    views of them, and for those received from other processes as such. False
+    for arrays received by value, although they lie in shared memory too.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> shmreduce.is_shared(shmreduce.zeros(3)[::2])
+    True
+    >>> shmreduce.is_shared([1, 2])
+    False
+    """
+    reducer = _find_reducer(obj)
+    block = None if reducer is None else reducer.find_block(obj)
+    return block is not None and block.shared
+
+
+def empty(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw") -> Any:
+    """Return a shared array whose contents are not set.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+        Length of each axis.
+    dtype : optional
+        As for :func:`numpy.empty`; float64 where not given.
+    order : {"C", "F"}
+        Memory layout.
+    mode : {"rw", "ro", "cow"}
+        How it appears to receivers.
+
+    Raises
+    ------
+    NotShareableError
+        If the dtype holds Python objects.
+    PluginError
+        If no plugin makes arrays.
+    ConfigurationError
+        If there is no such mode.
+    OutOfSharedMemoryError
+        If there is no room.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> shmreduce.empty((2, 3), "i4").shape
+    (2, 3)
+    """
+    return _factory(mode).empty(shape, dtype, order, mode)
+
+
+def zeros(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw") -> Any:
+    """Return a shared array of zeros; parameters and errors as :func:`empty`.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> shmreduce.zeros(3)
+    array([0., 0., 0.])
+    """
+    return _factory(mode).zeros(shape, dtype, order, mode)
+
+
+def ones(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw") -> Any:
+    """Return a shared array of ones; parameters and errors as :func:`empty`.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> shmreduce.ones(2, int)
+    array([1, 1])
+    """
+    return _factory(mode).ones(shape, dtype, order, mode)
+
+
+def full(
+    shape: Any, fill_value: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw"
+) -> Any:
+    """Return a shared array of one value; parameters and errors as :func:`empty`.
+
+    Parameters
+    ----------
+    shape, dtype, order, mode
+        As for :func:`empty`; where not given the dtype is that of
+        ``fill_value``.
+    fill_value : scalar or array_like
+        What every element becomes.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> shmreduce.full((2, 2), 7)
+    array([[7, 7],
+           [7, 7]])
+    """
+    return _factory(mode).full(shape, fill_value, dtype, order, mode)
+
+
+def array(obj: Any, dtype: Any = None, order: str = "K", *, mode: Mode = "rw") -> Any:
+    """Return a shared array with the contents of anything that makes an array.
+
+    Always a copy. Unlike :func:`share` it takes lists and scalars too, and
+    the result is a plain array.
+
+    Parameters
+    ----------
+    obj : array_like
+        Stays as it is.
+    dtype, order
+        As for :func:`numpy.array`.
+    mode : {"rw", "ro", "cow"}
+        How it appears to receivers.
+
+    Raises
+    ------
+    NotShareableError, PluginError, ConfigurationError, OutOfSharedMemoryError
+        As :func:`empty`.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> shmreduce.array([1, 2, 3])
+    array([1, 2, 3])
+    """
+    return _factory(mode).array(obj, dtype, order, mode)
+
+
+def _check_mode(mode: str) -> None:
+    modes = get_args(Mode)
+    if mode not in modes:
+        raise ConfigurationError(
+            f"mode={mode!r}: must be one of {', '.join(map(repr, modes))}",
+            setting="mode",
+            value=mode,
+        )
+
+
+def _find_reducer(obj: Any) -> Reducer | None:
+    claim = get_registry().find(type(obj))
+    return None if claim is None else claim.reducer
+
+
+def _factory(mode: str) -> ArrayFactory:
+    _check_mode(mode)
+    factory = get_array_factory()
+    if factory is None:
+        raise PluginError(
+            "no plugin makes arrays: install numpy, or a plugin that implements "
+            f"shmreduce_array_factory{_unused_plugins()}",
+            plugin=None,
+            distribution=None,
+            reason="no array factory",
+        )
+    return factory
+
+
+def _unused_plugins() -> str:
+    """Return the plugins that are installed but not in use, for messages."""
+    reasons = [
+        f"{report.name} is {report.status} ({report.reason})"
+        for report in plugin_report()
+        if report.status != "loaded"
+    ]
+    return f"; plugins not in use: {'; '.join(reasons)}" if reasons else ""

@@ -1,0 +1,535 @@
+"""Teaches the standard :mod:`multiprocessing` to send arrays by shared memory.
+
+The only module that touches ``multiprocessing.reduction.ForkingPickler``. May
+import everything below it: settings, registry, discovery, strategies,
+:mod:`shmreduce.memory` and :mod:`shmreduce.remote`.
+
+What is installed
+-----------------
+Three attributes of the class ``ForkingPickler``, and ``send`` of
+``multiprocessing.connection.Connection``:
+
+``reducer_override``
+    asks the registry for a reducer by the object's type (the hook is the
+    pickle module's: https://docs.python.org/3/library/pickle.html#reducer-override);
+``dump``
+    gives each message what its reducers need, commits it when pickling
+    succeeds and rolls it back when it fails. When a child is being spawned it
+    puts what the child must know in front of the pickled process object, so
+    that the child is installed before its arguments are unpickled;
+``loads``
+    gives back what a message holds that cannot be unpickled.
+
+An exact registration by ``ForkingPickler.register`` made after installation
+wins over the registry. A subclass of ``ForkingPickler`` that has a
+``reducer_override`` of its own is left to its author, who can call
+``super().reducer_override``.
+"""
+
+from __future__ import annotations
+
+import copyreg
+
+# Imported lazily by the reducers of the standard library, where a child forked
+# in the middle of it would wait for the import lock for ever.
+import os
+import pickle
+import threading
+from multiprocessing.connection import Connection
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Self
+
+from shmreduce import remote
+from shmreduce.discovery import (
+    get_registry,
+    hush_plugins,
+    registered_by_hand,
+    take_over_reducers,
+    warned_plugins,
+)
+from shmreduce.errors import AttachError, ReducerConflictError, ReducerError
+from shmreduce.memory import runtime
+from shmreduce.memory.message import Message, discard_message
+from shmreduce.registry import describe, qualified_name
+from shmreduce.settings import Settings, get_settings, set_settings
+from shmreduce.strategies import current_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from types import TracebackType
+
+    from shmreduce.contracts import Reducer
+    from shmreduce.registry import ReducerClaim, Registry
+
+__all__ = ["Installation", "install", "uninstall"]
+
+_MESSAGE = "_shmreduce_message"
+"""Where a pickler keeps the message of the run under way; None until it is needed."""
+
+
+class Installation:
+    """One call of :func:`install`, which can be taken back.
+
+    As a context manager it takes itself back at the end of the block. What
+    was in force before it is in force again then; installations made later
+    that are still open stay in force until they are taken back themselves.
+
+    Parameters
+    ----------
+    settings : Settings
+        What this installation put in force.
+
+    Examples
+    --------
+    >>> from shmreduce import get_sharing_strategy, install
+    >>> with install(strategy="file_system") as installation:
+    ...     get_sharing_strategy()
+    'file_system'
+    >>> installation.installed
+    False
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        before: Settings,
+        *,
+        override: bool,
+        outranked: Mapping[type, object],
+    ) -> None:
+        self.settings = settings
+        self._before = before
+        self._override = override
+        self._outranked = outranked
+
+    def __repr__(self) -> str:
+        state = "installed" if self.installed else "taken back"
+        return f"<{type(self).__name__} {state}, strategy={self.settings.strategy!r}>"
+
+    @property
+    def installed(self) -> bool:
+        """Whether this installation has not been taken back yet."""
+        return any(each is self for each in _state.installations)
+
+    def uninstall(self) -> None:
+        """Take this installation back; doing so again changes nothing."""
+        with _state.lock:
+            if not self.installed:
+                return
+            position = next(i for i, each in enumerate(_state.installations) if each is self)
+            later = _state.installations[position + 1 :]
+            if later:
+                later[0]._before = self._before
+            else:
+                set_settings(self._before)
+                runtime.configure(self._before)
+            del _state.installations[position]
+            _apply()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+
+def install(
+    strategy: str | None = None, *, override: bool = False, **settings: Any
+) -> Installation:
+    """Let the standard multiprocessing send arrays by shared memory.
+
+    It holds for this process, whatever it has imported of
+    :mod:`multiprocessing` and :mod:`concurrent.futures` already, and for the
+    children it starts from now on by ``fork``, ``forkserver`` and ``spawn``,
+    with the same strategy and settings. Installing again is allowed.
+
+    Parameters
+    ----------
+    strategy : str, optional
+        Name of the sharing strategy; where not given the one in force stays.
+    override : bool
+        Go before a reducer that somebody else has put into ``ForkingPickler``.
+        Theirs is in force again after :func:`uninstall`.
+    **settings
+        Fields of :class:`shmreduce.Settings`; the others stay as they are.
+
+    Returns
+    -------
+    Installation
+        A context manager; it may be ignored.
+
+    Raises
+    ------
+    ConfigurationError
+        If a setting does not exist or has an impossible value.
+    UnknownStrategyError, StrategyUnusableError
+        If the strategy does not exist or does not work here.
+    ReducerConflictError
+        If somebody else has put a ``reducer_override``, or a reducer for a
+        class that a reducer of ours claims, into ``ForkingPickler``; or if
+        two plugins claim one class.
+    StrategyConflictError
+        If two plugins provide a strategy of one name.
+    PluginError
+        If ``plugins`` names one that is not installed.
+
+    After any of these errors everything is as it was before the call.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> from multiprocessing import SimpleQueue
+    >>> import numpy as np
+    >>> with shmreduce.install():
+    ...     queue = SimpleQueue()
+    ...     queue.put(np.arange(3))
+    ...     queue.get()
+    array([0, 1, 2])
+    """
+    if strategy is not None:
+        settings["strategy"] = strategy
+    with _state.lock:
+        return _install(get_settings().changed(**settings), override=override)
+
+
+def uninstall() -> None:
+    """Take back every :func:`install` of this process.
+
+    ``ForkingPickler`` and the settings are then as they were before the
+    first. Arrays received or shared in the meantime stay valid, as do
+    children that are running. Without an installation it does nothing.
+
+    If somebody else has wrapped what shmreduce installed, their wrapper stays
+    and ours passes everything on.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> installation = shmreduce.install()
+    >>> shmreduce.uninstall()
+    >>> installation.installed
+    False
+    """
+    with _state.lock:
+        if _state.installations:
+            before = _state.installations[0]._before
+            set_settings(before)
+            runtime.configure(before)
+            _state.installations.clear()
+            _apply()
+
+
+# State
+
+
+class _State:
+    """What is installed in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.installations: list[Installation] = []
+        self.patch: _Patch | None = None
+
+    def renew_lock(self) -> None:
+        """Replace the lock in a forked child, where another thread may have held it."""
+        self.lock = threading.RLock()
+
+
+_state = _State()
+os.register_at_fork(after_in_child=_state.renew_lock)
+
+
+def _install(settings: Settings, *, override: bool) -> Installation:
+    before = get_settings()
+    set_settings(settings)
+    try:
+        registry = get_registry()
+        current_strategy()
+        outranked = _check_rivals(registry, override=override)
+        runtime.configure(settings)
+    except BaseException:
+        set_settings(before)
+        raise
+    installation = Installation(settings, before, override=override, outranked=outranked)
+    _state.installations.append(installation)
+    _apply()
+    return installation
+
+
+def _apply() -> None:
+    """Make multiprocessing follow the open installations."""
+    if not _state.installations:
+        if _state.patch is not None:
+            _state.patch.undo()
+            _state.patch = None
+    else:
+        if _state.patch is None:
+            _state.patch = _Patch(get_registry())
+        _state.patch.outranked = {
+            cls: reduce
+            for installation in _state.installations
+            for cls, reduce in installation._outranked.items()
+        }
+
+
+def _check_rivals(registry: Registry, *, override: bool) -> dict[type, object]:
+    """Return the reducers of others that ours go before; raise without ``override``."""
+    patch = _state.patch
+    if patch is None:
+        rival_hook = getattr(ForkingPickler, "reducer_override", None)
+        if rival_hook is not None and not override:
+            _raise_conflict("every type", rival_hook, "reducer_override of ForkingPickler")
+    registered: dict[type, Any] = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
+    outranked = {}
+    for cls, reduce in registered.items():
+        # What was registered since the first installation is meant to win.
+        if patch is not None and not override and patch.registered.get(cls) is not reduce:
+            continue
+        claim = registry.find_exact(cls)
+        if claim is None:
+            continue
+        if patch is not None and patch.outranked.get(cls) is reduce:
+            continue
+        if not override:
+            _raise_conflict(
+                qualified_name(cls),
+                reduce,
+                f"reducer registered with ForkingPickler; ours is "
+                f"{describe(claim.reducer)} ({claim.origin})",
+            )
+        outranked[cls] = reduce
+    return outranked
+
+
+def _raise_conflict(type_name: str, rival: Any, role: str) -> None:
+    module = getattr(rival, "__module__", None) or "unknown module"
+    function = getattr(rival, "__qualname__", None) or repr(rival)
+    raise ReducerConflictError(
+        f"{module}.{function} handles {type_name} already ({role}): remove it, or go before "
+        "it with install(override=True)",
+        type_name=type_name,
+        first=f"{module}.{function}",
+        second="shmreduce.install()",
+    )
+
+
+# Changes to the classes of multiprocessing
+
+
+class _Attribute:
+    """An attribute of a class that is set and can be put back exactly."""
+
+    def __init__(self, owner: type, name: str, value: object) -> None:
+        self._owner, self._name, self._value = owner, name, value
+        self._was_there = name in owner.__dict__
+        self._before = owner.__dict__.get(name)
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Put back what was there, unless somebody has wrapped ours since."""
+        if self._owner.__dict__.get(self._name) is not self._value:
+            return
+        if self._was_there:
+            setattr(self._owner, self._name, self._before)
+        else:
+            delattr(self._owner, self._name)
+
+
+class _Patch:
+    """The changes to multiprocessing, from the first installation to the last.
+
+    The functions are made anew for each patch: one that somebody else wrapped
+    and kept calls what was there before it, and never itself.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self.active = True
+        self.registered: dict[type, object] = dict(
+            ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+        )
+        self.outranked: dict[type, object] = {}
+        self._next_override: Callable[[Any, Any], Any] | None = getattr(
+            ForkingPickler, "reducer_override", None
+        )
+        send = remote.make_send(
+            Connection.send, ForkingPickler.dumps, discard_message, lambda: self.active
+        )
+        self._attributes = [
+            _Attribute(ForkingPickler, "reducer_override", self._make_override(registry)),
+            _Attribute(ForkingPickler, "dump", self._make_dump(ForkingPickler.dump)),
+            _Attribute(
+                ForkingPickler, "loads", staticmethod(self._make_loads(ForkingPickler.loads))
+            ),
+            _Attribute(Connection, "send", send),
+        ]
+
+    def undo(self) -> None:
+        """Put everything back; wrappers that others made of ours pass through."""
+        self.active = False
+        for attribute in reversed(self._attributes):
+            attribute.undo()
+
+    def _make_override(self, registry: Registry) -> Callable[[Any, Any], Any]:
+        find = registry.find
+
+        def reducer_override(pickler: Any, obj: Any) -> Any:
+            """Return how to pickle an object, or NotImplemented for the ordinary way."""
+            claim = find(type(obj))
+            if claim is None and self._next_override is None:
+                return NotImplemented
+            return self._reduce(pickler, obj, claim)
+
+        return reducer_override
+
+    def _reduce(self, pickler: Any, obj: Any, claim: ReducerClaim | None) -> Any:
+        result = NotImplemented
+        if claim is not None and self.active and not self._is_outranked(pickler, type(obj)):
+            message = self._message_of(pickler)
+            if message is not None:
+                result = claim.reducer.reduce(obj, message)
+                if result is not NotImplemented and not isinstance(result, tuple | str):
+                    _reject_result(claim, obj, result)
+        if result is NotImplemented and self._next_override is not None:
+            return self._next_override(pickler, obj)
+        return result
+
+    def _is_outranked(self, pickler: Any, cls: type) -> bool:
+        """Whether somebody has registered this very class with the pickler itself."""
+        reduce = pickler.dispatch_table.get(cls)
+        return (
+            reduce is not None
+            # How the class is pickled anywhere: what reducers are there to replace.
+            and reduce is not copyreg.dispatch_table.get(cls)
+            and reduce is not self.outranked.get(cls)
+        )
+
+    def _message_of(self, pickler: Any) -> Message | None:
+        """Return the message of the run under way; None if ``dump`` is not ours."""
+        message: Message | None = pickler.__dict__.get(_MESSAGE)
+        if message is None and _MESSAGE in pickler.__dict__:
+            message = Message(shared_memory=remote.shared_memory_allowed())
+            pickler.__dict__[_MESSAGE] = message
+        return message
+
+    def _make_dump(self, previous: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def dump(pickler: Any, obj: Any) -> None:
+            """Pickle an object; nothing is held afterwards if that fails."""
+            if not self.active:
+                previous(pickler, obj)
+                return
+            if isinstance(obj, BaseProcess) and get_spawning_popen() is not None:
+                obj = _Child(obj)
+            state = pickler.__dict__
+            state[_MESSAGE] = None
+            try:
+                previous(pickler, obj)
+                if state[_MESSAGE] is not None:
+                    state[_MESSAGE].commit()
+            except BaseException:
+                if state[_MESSAGE] is not None:
+                    state[_MESSAGE].rollback()
+                raise
+            finally:
+                del state[_MESSAGE]
+
+        return dump
+
+    def _make_loads(self, previous: Callable[..., Any]) -> Callable[..., Any]:
+        def loads(data: Any, /, **options: Any) -> Any:
+            """Unpickle a message; what it holds is given back if that fails."""
+            try:
+                return previous(data, **options)
+            except AttachError as error:
+                # Nothing is claimed: it can be loaded again once the cause is mended.
+                if self.active:
+                    error.message_bytes = bytes(data)
+                raise
+            except BaseException:
+                if self.active:
+                    discard_message(data)
+                raise
+
+        return loads
+
+
+def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
+    type_name = qualified_name(type(obj))
+    raise ReducerError(
+        f"reducer {describe(claim.reducer)} ({claim.origin}) returned "
+        f"{type(result).__name__} for {type_name}: reduce() must return a tuple "
+        "(rebuild, args) or NotImplemented",
+        reducer=describe(claim.reducer),
+        type_name=type_name,
+        reason=f"returned {type(result).__name__}",
+    )
+
+
+# Children
+
+
+class _Call:
+    """Pickles as a call, made at the point of the stream where it stands."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._function, self._arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._function, self._arguments
+
+
+class _Child:
+    """Pickles as a process object, with what the child must do before it.
+
+    In the child it is the process object alone that comes out.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The name too, where the default was taken: the child takes the same.
+        settings = get_settings().changed(strategy=current_strategy().name)
+        override = any(installation._override for installation in _state.installations)
+        reducers = registered_by_hand()
+        for reducer in reducers:
+            _check_picklable(reducer)
+        return _last, (
+            _Call(set_settings, settings),
+            runtime.inheritance(),
+            _Call(_install_in_child, settings, override, reducers, warned_plugins()),
+            self._process,
+        )
+
+
+def _last(*items: Any) -> Any:
+    return items[-1]
+
+
+def _install_in_child(
+    settings: Settings, override: bool, reducers: Iterable[Reducer], warned: Iterable[str]
+) -> None:
+    hush_plugins(warned)
+    take_over_reducers(reducers)
+    with _state.lock:
+        _install(settings, override=override)
+
+
+def _check_picklable(reducer: Reducer) -> None:
+    try:
+        pickle.dumps(reducer)
+    except Exception as error:
+        raise ReducerError(
+            f"reducer {describe(reducer)} cannot be sent to the child process "
+            f"({type(error).__name__}: {error}): define its class at the top level of a module, "
+            "or take it back with unregister_reducer() before starting children",
+            reducer=describe(reducer),
+            type_name=", ".join(str(each) for each in reducer.types),
+            reason=str(error),
+        ) from error

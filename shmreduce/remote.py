@@ -1,0 +1,127 @@
+"""Connections to other hosts, where shared memory leads nowhere.
+
+May import :mod:`multiprocessing.connection`; nothing of shmreduce. Only
+:mod:`shmreduce.forking` uses it.
+
+A :class:`multiprocessing.connection.Connection` may be a pipe, a Unix socket
+or a TCP socket, and pickles alike for all. While shmreduce is installed,
+``Connection.send`` looks at the socket first: for one that is no Unix socket
+the arrays are pickled in the ordinary way. Managers over TCP send by the same
+method.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["crosses_hosts", "make_send", "shared_memory_allowed"]
+
+_REMEMBERED = "_shmreduce_crosses_hosts"
+
+
+class _Thread(threading.local):
+    """What the current thread is sending to."""
+
+    crosses_hosts = False
+
+
+_thread = _Thread()
+
+
+def shared_memory_allowed() -> bool:
+    """Return whether what this thread pickles now may refer to shared memory."""
+    return not _thread.crosses_hosts
+
+
+def crosses_hosts(connection: Connection) -> bool:
+    """Return whether the peer of an open connection may be on another host.
+
+    The answer is kept with the connection, since it costs system calls. The
+    descriptor stays the connection's.
+
+    Raises
+    ------
+    OSError
+        If the connection is closed.
+
+    Examples
+    --------
+    >>> from multiprocessing import Pipe
+    >>> here, there = Pipe()
+    >>> crosses_hosts(here)
+    False
+    >>> here.close()
+    >>> there.close()
+    """
+    answer = connection.__dict__.get(_REMEMBERED)
+    if answer is None:
+        answer = _socket_family(connection.fileno()) not in (None, socket.AF_UNIX)
+        connection.__dict__[_REMEMBERED] = answer
+    return bool(answer)
+
+
+def _socket_family(fd: int) -> int | None:
+    """Return the address family of a socket, None for a pipe."""
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return None
+    # The socket object borrows the descriptor only for as long as it is asked.
+    borrowed = socket.socket(fileno=fd)
+    try:
+        return borrowed.family
+    finally:
+        borrowed.detach()
+
+
+def make_send(
+    previous: Callable[[Connection, Any], None],
+    dumps: Callable[[Any], Any],
+    discard: Callable[[Any], None],
+    is_active: Callable[[], bool],
+) -> Callable[[Connection, Any], None]:
+    """Return a ``Connection.send`` that minds where the message goes.
+
+    Parameters
+    ----------
+    previous : callable
+        The ``send`` in force until now.
+    dumps : callable
+        Pickles an object to bytes, ``ForkingPickler.dumps``.
+    discard : callable
+        Gives back what the bytes of a message hold that could not be sent.
+    is_active : callable
+        Whether shmreduce is installed still; where not, ``previous`` is used.
+    """
+    # A send that somebody else put in place is called, not replaced.
+    is_standard = getattr(previous, "__module__", None) == Connection.__module__
+
+    def send(self: Connection, obj: Any) -> None:
+        """Send a picklable object; see :meth:`multiprocessing.connection.Connection.send`."""
+        # The standard method tells of closed and read-only connections.
+        if not is_active() or self.closed or not self.writable:
+            previous(self, obj)
+            return
+        before = _thread.crosses_hosts
+        _thread.crosses_hosts = crosses_hosts(self)
+        try:
+            if not is_standard:
+                previous(self, obj)
+                return
+            data = dumps(obj)
+        finally:
+            _thread.crosses_hosts = before
+        try:
+            self.send_bytes(data)
+        except Exception:
+            # The peer cannot have got a whole message, so nobody will claim it.
+            discard(data)
+            raise
+
+    return send
