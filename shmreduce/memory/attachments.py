@@ -1,0 +1,297 @@
+"""The segments that this process has open, by token.
+
+May import errors, contracts, strategies, ``layout``, ``segment``, ``family`` and
+``handle``.
+
+A segment is opened once, mapped once, and kept: opening costs far more than
+claiming a lease. It is given back when nothing of it is in use and its owner
+has gone, or when descriptors run out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shmreduce.contracts import SegmentFile
+from shmreduce.errors import (
+    AttachError,
+    ForeignSegmentError,
+    InvalidHandleError,
+    ProducerDied,
+    WrongHostError,
+)
+from shmreduce.memory.family import Family, Letter, reopen
+from shmreduce.memory.handle import Handle
+from shmreduce.memory.layout import Layout
+from shmreduce.memory.segment import MESSAGE, Segment, check_file
+from shmreduce.strategies import find_strategy
+
+__all__ = ["Attachments", "boot_identity", "open_process_descriptor"]
+
+_MOST_IDLE = 32
+_GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
+
+
+def open_process_descriptor(pid: int, fd: int) -> int:
+    """Open the file behind another process's descriptor, under a new description.
+
+    Parameters
+    ----------
+    pid, fd : int
+        The process, which must be this user's, and its descriptor's number.
+
+    Returns
+    -------
+    int
+        A descriptor, open for reading and writing, close-on-exec; the
+        caller's. Numbers are reused, by processes and by files: check what
+        was opened.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the process or its descriptor has gone.
+    PermissionError
+        If this process may not inspect that one (proc_pid_fd(5), ptrace(2)).
+
+    Examples
+    --------
+    >>> import os
+    >>> mine = os.memfd_create("example")
+    >>> again = open_process_descriptor(os.getpid(), mine)
+    >>> os.fstat(again).st_ino == os.fstat(mine).st_ino
+    True
+    >>> os.close(mine), os.close(again)
+    (None, None)
+    """
+    # O_NONBLOCK and O_NOCTTY: the number may name a pipe or a terminal by now.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        return os.open(f"/proc/{pid}/fd/{fd}", flags)
+    except OSError as error:
+        # A socket cannot be opened this way (ENXIO): the number was reused.
+        if error.errno in _GONE:
+            raise FileNotFoundError(errno.ENOENT, "the process or its descriptor is gone") from error
+        raise
+
+
+def boot_identity() -> bytes:
+    """Return 16 bytes that name this boot of this host (proc_sys_kernel(5), boot_id)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return bytes.fromhex(file.read().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+class Attachments:
+    """One process's open segments, its own and others'.
+
+    Parameters
+    ----------
+    family : callable
+        Returns this process's family, whose mailbox is looked into when a
+        sender has gone.
+    inherited : dict
+        The parent's segments at the fork that made this process.
+    """
+
+    def __init__(
+        self, family: Callable[[], Family], inherited: dict[bytes, Segment] | None = None
+    ) -> None:
+        self.directory: dict[bytes, Segment] = {}
+        """Open segments by token; heaps list theirs here too."""
+        self.boot = boot_identity()
+        self._family = family
+        self._inherited = dict(inherited or {})
+
+    def lineage(self) -> dict[bytes, Segment]:
+        """Return what a forked child can reach through inherited descriptors."""
+        return {**self._inherited, **self.directory}
+
+    @contextmanager
+    def pinned(self, handle: Handle) -> Iterator[Segment]:
+        """Open the handle's segment and keep it open for a ``with`` block."""
+        if handle.boot != self.boot:
+            raise WrongHostError(
+                f"the array lives on another host, or was sent before this host's last boot "
+                f"(boot {handle.boot.hex()}, here {self.boot.hex()}); send it over a connection "
+                "to AF_INET, which pickles in the ordinary way",
+                segment=handle.token.hex(),
+                locator=handle.locator,
+                reason="another host",
+                errno=0,
+                here=self.boot.hex(),
+                there=handle.boot.hex(),
+            )
+        mark = object()
+        segment = self._pin(handle.token, mark)
+        while segment is None:
+            self._attach(handle)
+            segment = self._pin(handle.token, mark)
+        try:
+            yield segment
+        finally:
+            segment.pins.pop(mark, None)
+
+    def own_view_of(self, segment: Segment) -> Segment:
+        """Return this process's segment for one that may be its parent's.
+
+        A forked child must not lock through the descriptions it inherited:
+        they are its parent's too, and would not exclude it.
+        """
+        known = self.directory.get(segment.token)
+        if known is not None:
+            return known
+        return self._adopt(reopen(segment.fd), segment.file.name, segment)
+
+    def _pin(self, token: bytes, mark: object) -> Segment | None:
+        segment = self.directory.get(token)
+        if segment is None:
+            return None
+        segment.pins[mark] = None
+        if self.directory.get(token) is segment:
+            return segment
+        # Closed between the two looks.
+        segment.pins.pop(mark, None)
+        return None
+
+    def _adopt(self, fd: int, name: str | None, like: Segment) -> Segment:
+        segment = Segment.adopt(SegmentFile(fd, name), like.token, like.strategy)
+        return self._publish(segment)
+
+    def _publish(self, segment: Segment) -> Segment:
+        known = self.directory.setdefault(segment.token, segment)
+        if known is not segment:
+            # Another thread was faster; this one holds nothing yet.
+            segment.close()
+        return known
+
+    def _attach(self, handle: Handle) -> None:
+        inherited = self._inherited.get(handle.token)
+        if inherited is not None and inherited.fd != -1:
+            self._adopt(reopen(inherited.fd), inherited.file.name, inherited)
+            return
+        self.close_idle(_MOST_IDLE)
+        try:
+            self._open(handle)
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise self._failure(handle, error) from error
+            self.close_idle(0)
+            try:
+                self._open(handle)
+            except OSError as again:
+                raise self._failure(handle, again) from again
+
+    def _open(self, handle: Handle) -> None:
+        strategy = find_strategy(handle.strategy)
+        try:
+            file = strategy.open(handle.locator)
+            segment = Segment.adopt(file, handle.token, strategy)
+        except (FileNotFoundError, InvalidHandleError) as error:
+            # Gone, or its descriptor's number means another file by now.
+            fd = self._family().look_for(handle.token)
+            if fd is None:
+                raise self._gone(handle) from error
+            try:
+                again = reopen(fd)
+            finally:
+                os.close(fd)
+            segment = Segment.adopt(SegmentFile(again, None), handle.token, strategy)
+            segment.orphan = True
+        self._publish(segment)
+
+    def _gone(self, handle: Handle) -> AttachError:
+        try:
+            os.kill(handle.pid, 0)
+            alive = True
+        except ProcessLookupError:
+            alive = False
+        except PermissionError:
+            alive = True
+        if alive:
+            return AttachError(
+                f"process {handle.pid}, which sent the array, does not have segment "
+                f"{handle.token.hex()} open (any more), or lives in another PID namespace. Use "
+                "strategy 'file_system' across containers",
+                segment=handle.token.hex(),
+                locator=handle.locator,
+                reason="no such descriptor",
+                errno=errno.ENOENT,
+                pid=handle.pid,
+            )
+        return ProducerDied(
+            f"process {handle.pid}, which sent the array, died before it was read, and its "
+            f"segment {handle.token.hex()} with it. Send again from a living process",
+            segment=handle.token.hex(),
+            locator=handle.locator,
+            reason="the producer died",
+            errno=errno.ESRCH,
+            pid=handle.pid,
+        )
+
+    def _failure(self, handle: Handle, error: OSError) -> AttachError:
+        if error.errno in _EXHAUSTED:
+            advice = "raise the limit of open files (ulimit -n), then load the message again"
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            advice = (
+                "the sender must be of the same user and inspectable through /proc; strategy "
+                "'file_system' does not need that"
+            )
+        else:
+            advice = "'shmreduce doctor' lists what may be missing"
+        return AttachError(
+            f"segment {handle.token.hex()} of process {handle.pid} cannot be opened at "
+            f"{handle.locator!r}: {error.strerror or error}; {advice}",
+            segment=handle.token.hex(),
+            locator=handle.locator,
+            reason=error.strerror or str(error),
+            errno=error.errno,
+            pid=handle.pid,
+        )
+
+    # Giving back
+
+    def close_idle(self, keep: int) -> int:
+        """Close others' segments that nothing here uses; return how many.
+
+        Those whose owner has gone are closed at once, of the others the oldest
+        beyond ``keep``.
+        """
+        idle = [segment for segment in list(self.directory.values()) if segment.idle]
+        closed = 0
+        for position, segment in enumerate(idle):
+            surplus = len(idle) - position > keep
+            if (surplus or not segment.owner_alive()) and self._close(segment):
+                closed += 1
+        return closed
+
+    def _close(self, segment: Segment) -> bool:
+        # Out of sight first, then a second look: see _pin.
+        self.directory.pop(segment.token, None)
+        if not segment.idle:
+            self.directory.setdefault(segment.token, segment)
+            return False
+        segment.close()
+        return True
+
+    def tidy_mailbox(self) -> None:
+        """Let go of segments in the mailbox whose messages have been read."""
+        self._family().tidy(_all_read)
+
+
+def _all_read(letter: Letter, fd: int) -> bool:
+    try:
+        layout = Layout.of(check_file(fd, letter.token))
+    except (OSError, InvalidHandleError, ForeignSegmentError):
+        return True
+    for slot, nonce in letter.unread:
+        word = os.pread(fd, 8, layout.slot_words + 8 * slot)
+        if int.from_bytes(word, "little") == MESSAGE | nonce:
+            return False
+    return letter.complete

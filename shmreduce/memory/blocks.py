@@ -1,0 +1,326 @@
+"""Live blocks of this process, and what happens when their last view dies.
+
+May import errors, contracts, ``mapping``, ``layout``, ``segment``, ``ledger``
+and ``heap``.
+
+Every block that this process can see has one *root*: the object at the bottom
+of all its views. A weak reference to the root tells when the last view has
+gone. That may happen in any thread, inside the garbage collector, in the
+middle of any function of this package: so releasing never waits. What cannot
+be done at once (a busy block, a forked child that may still look) is put on a
+queue and tried again by :meth:`LiveBlocks.settle`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+from shmreduce.contracts import Mode
+from shmreduce.errors import SegmentError
+from shmreduce.memory.heap import Heap, OwnedSegment
+from shmreduce.memory.layout import SHARED
+from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.mapping import Mapping, make_root
+from shmreduce.memory.segment import Segment
+
+__all__ = ["Block", "LiveBlocks", "Record"]
+
+
+class Record:
+    """One block that is alive in this process.
+
+    ``slot`` is the lease by which it is held; None in the owner, for a block
+    that was born here. ``in_place`` says that this process's pages of the block
+    were made private where they are, ``private`` that writes here no longer
+    reach the block, by whatever way.
+    """
+
+    __slots__ = (
+        "birth",
+        "block",
+        "death",
+        "generation",
+        "heap",
+        "in_place",
+        "live",
+        "mapping",
+        "mode",
+        "nbytes",
+        "private",
+        "segment",
+        "shared",
+        "slot",
+    )
+
+    def __init__(
+        self,
+        live: LiveBlocks,
+        segment: Segment,
+        block: int,
+        nbytes: int,
+        mapping: Mapping,
+        *,
+        shared: bool,
+        mode: Mode = "rw",
+        slot: int | None = None,
+        heap: Heap | None = None,
+        private: bool = False,
+    ) -> None:
+        self.live = live
+        self.segment = segment
+        self.block = block
+        self.generation = segment.generations[block]
+        self.nbytes = nbytes
+        self.mapping = mapping
+        self.shared = shared
+        self.mode = mode
+        self.slot = slot
+        self.heap = heap
+        self.private = private
+        self.in_place = False
+        self.birth = self.death = live.ledger.forks
+
+    @property
+    def read_only(self) -> bool:
+        """Whether views here must not be written: a ``ro`` block, at a receiver."""
+        return self.mode == "ro" and self.slot is not None
+
+
+class RootReference(weakref.ref[Any]):
+    """A weak reference to a root that knows its record."""
+
+    __slots__ = ("identity", "record")
+    identity: int
+    record: Record
+
+
+class Block:
+    """A run of shared memory that one array (or several buffers) lives in.
+
+    Returned by :func:`shmreduce.allocate`, :func:`shmreduce.find_block` and
+    :func:`shmreduce.import_block`. The memory stays as long as the Block, its
+    ``buffer``, or anything derived from the buffer lives, and is then reused.
+
+    Attributes
+    ----------
+    address : int
+        Address of the first byte in this process.
+    nbytes : int
+        Length in bytes.
+    mode : {"rw", "ro", "cow"}
+        How receivers see the block.
+    shared : bool
+        True for a shared block, False for one that carried an array by value.
+    buffer : memoryview
+        The bytes, format ``B``; read-only at receivers of a ``ro`` block.
+    """
+
+    __slots__ = ("_record", "_root", "address", "buffer", "mode", "nbytes", "shared")
+
+    def __init__(self, record: Record, root: Any, *, read_only: bool = False) -> None:
+        self._record = record
+        self._root = root
+        self.nbytes = record.nbytes
+        self.mode: Mode = record.mode
+        self.shared = record.shared
+        mapping = record.mapping
+        self.address: int = (
+            mapping.address + record.segment.offsets[record.block] - mapping.offset
+        )
+        view = memoryview(root).cast("B")[: record.nbytes]
+        self.buffer: memoryview = view.toreadonly() if read_only or record.read_only else view
+
+    def __repr__(self) -> str:
+        kind = "shared" if self.shared else "by value"
+        return f"<Block {self.nbytes} bytes, {kind}, {self.mode}>"
+
+
+class LiveBlocks:
+    """All blocks that are alive in one process.
+
+    After a fork the child has one of its own; the parent's, inherited, still
+    finds the parent's roots but releases nothing: that is the parent's to do.
+    """
+
+    def __init__(self, ledger: ForkLedger, inherited: LiveBlocks | None = None) -> None:
+        self.ledger = ledger
+        self.current = True
+        self._inherited = inherited
+        self._roots: dict[int, RootReference] = {}
+        self._shared: dict[tuple[bytes, int], RootReference] = {}
+        self._waiting: deque[Record] = deque()
+        self._visible_to_children: deque[Record] = deque()
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def expose(self, record: Record, *, read_only: bool = False) -> Block:
+        """Make the root of a record and return a Block over it."""
+        segment, block = record.segment, record.block
+        mapping = record.mapping
+        root = make_root(
+            mapping.pages, segment.offsets[block] - mapping.offset, segment.capacities[block]
+        )
+        reference = RootReference(root, _root_died)
+        reference.record = record
+        reference.identity = id(root)
+        if record.slot is None:
+            segment.records[block] = record
+        else:
+            segment.holds[record.slot] = record
+        self._roots[id(root)] = reference
+        if record.shared and record.mode != "cow":
+            self._shared[segment.token, block] = reference
+        return Block(record, root, read_only=read_only)
+
+    def find(self, exporter: Any) -> Block | None:
+        """Return the block whose root ``exporter`` is, or is a memoryview of."""
+        root = exporter.obj if isinstance(exporter, memoryview) else exporter
+        live: LiveBlocks | None = self
+        while live is not None:
+            reference = live._roots.get(id(root))
+            # An inherited table is no longer kept up: the identity may have
+            # been given to another object since.
+            if reference is not None and reference() is root:
+                return Block(reference.record, root)
+            live = live._inherited
+        return None
+
+    def find_shared(self, token: bytes, block: int, generation: int) -> Block | None:
+        """Return a received shared block that is alive here already."""
+        reference = self._shared.get((token, block))
+        root = reference() if reference is not None else None
+        if reference is None or root is None or reference.record.generation != generation:
+            return None
+        return Block(reference.record, root, read_only=reference.record.mode == "ro")
+
+    def make_private(self, record: Record) -> bool:
+        """Cut this process's view of a by-value block off from the block.
+
+        Afterwards writes here stay here, and the block keeps the bytes of this
+        instant for whoever is given a lease on it. The hold must last as long
+        as the views: unwritten pages are still the block's.
+        """
+        if record.private:
+            return False
+        segment, block = record.segment, record.block
+        try:
+            record.mapping.cover(
+                segment.fd, segment.offsets[block], segment.capacities[block], private=True
+            )
+        except SegmentError:
+            # vm.max_map_count is reached; the caller copies instead.
+            return False
+        record.private = record.in_place = True
+        return True
+
+    def _died(self, reference: RootReference) -> None:
+        record = reference.record
+        self._roots.pop(reference.identity, None)
+        key = (record.segment.token, record.block)
+        if self._shared.get(key) is reference:
+            self._shared.pop(key, None)
+        record.death = self.ledger.forks
+        self._release(record)
+
+    def _release(self, record: Record) -> None:
+        if self.ledger.visible(record.birth, record.death):
+            self._visible_to_children.append(record)
+        elif not self._end(record):
+            self._waiting.append(record)
+
+    def _end(self, record: Record) -> bool:
+        segment, block = record.segment, record.block
+        if record.slot is None:
+            segment.records.pop(block, None)
+            if record.heap is not None and isinstance(segment, OwnedSegment):
+                record.heap.give_back(segment, block)
+            return True
+        if record.in_place:
+            # The next block here must show the file again; until it does, the
+            # hold keeps this one from being reused.
+            try:
+                record.mapping.cover(
+                    segment.fd, segment.offsets[block], segment.capacities[block], private=False
+                )
+            except SegmentError:
+                return False
+            record.in_place = False
+        if not segment.try_release(block, record.slot):
+            return False
+        segment.holds.pop(record.slot, None)
+        return True
+
+    def settle(self) -> None:
+        """Try again to release what could not be released at once."""
+        for _ in range(len(self._waiting)):
+            try:
+                record = self._waiting.popleft()
+            except IndexError:
+                break
+            if not self._end(record):
+                self._waiting.append(record)
+        if not self._visible_to_children:
+            return
+        for _ in range(len(self._visible_to_children)):
+            try:
+                record = self._visible_to_children.popleft()
+            except IndexError:
+                break
+            self._release(record)
+
+    @property
+    def unsettled(self) -> int:
+        """How many dead blocks wait for somebody."""
+        return len(self._waiting) + len(self._visible_to_children)
+
+    # Fork
+
+    def before_fork(self) -> None:
+        """Keep by-value arrays apart, and note what the child is going to see.
+
+        A received array is private memory to its user, and a forked child must
+        not see what the parent writes later. So its pages become copy-on-write
+        in place: the fork then does what it does with any private page.
+        """
+        # A list first: other threads go on until the fork.
+        references = list(self._roots.values())
+        for reference in references:
+            record = reference.record
+            if record.slot is not None and not record.shared and not record.private:
+                self.make_private(record)
+        self.ledger.before_fork(guarded=bool(references))
+
+    def in_child(self) -> LiveBlocks:
+        """Retire the inherited table and return the child's own."""
+        self.current = False
+        return LiveBlocks(self.ledger.after_fork_in_child(), inherited=self)
+
+
+def _root_died(reference: RootReference) -> None:
+    live = reference.record.live
+    if live.current:
+        live._died(reference)  # noqa: SLF001 - the callback of this very class
+
+
+def owner_record(
+    live: LiveBlocks,
+    heap: Heap,
+    segment: OwnedSegment,
+    block: int,
+    nbytes: int,
+    mode: Mode,
+) -> Record:
+    """Return the record of a block that was just allocated here."""
+    return Record(
+        live,
+        segment,
+        block,
+        nbytes,
+        segment.data,
+        shared=segment.header.kind == SHARED,
+        mode=mode,
+        heap=heap,
+    )

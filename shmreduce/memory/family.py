@@ -1,0 +1,326 @@
+"""The processes that descend from one installation: one budget, one mailbox.
+
+May import errors, ``locks`` and ``mapping``.
+
+A family shares one small file and one socket pair, inherited by fork and passed
+to spawned children. The file has an entry for each member: its pid and the
+bytes of shared memory it has reserved. An entry counts while its member holds
+the entry's byte lock, so those who were killed count no more, unless a forked
+child of theirs, which has inherited the lock and the mappings, lives on.
+
+The mailbox holds descriptors of segments whose maker ended normally before its
+messages were read. The kernel keeps them while any of the family lives, and
+frees them, and so the memory, with the last (unix(7), SCM_RIGHTS). Readers
+look without taking (``MSG_PEEK`` with ``SO_PEEK_OFF``, socket(7)).
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+
+from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
+from shmreduce.memory import locks
+from shmreduce.memory.mapping import PAGE_SIZE, Mapping
+
+__all__ = ["Family", "Letter", "reopen"]
+
+_MEMBERS = 2048
+_SIZE = PAGE_SIZE + 16 * _MEMBERS
+_LOCK_MEMBER = 1 << 40
+_LOCK_BUDGET = 1 << 41
+_LOCK_MAILBOX = 1 << 42
+_SO_PEEK_OFF = 42
+_PATIENCE = 10.0
+_LETTER = struct.Struct("<16s16sI")
+_UNREAD = struct.Struct("<IQ")
+_MOST_UNREAD = 4096
+
+
+def reopen(fd: int) -> int:
+    """Open the same file under a new open file description (proc(5), /proc/self/fd)."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+class Letter:
+    """One segment left in the mailbox.
+
+    Parameters
+    ----------
+    token : bytes
+        The segment's identity.
+    unread : list of (int, int)
+        Slot and nonce of messages nobody had read when the letter was posted.
+    complete : bool
+        Whether ``unread`` names them all.
+    """
+
+    __slots__ = ("complete", "token", "unread")
+
+    def __init__(self, token: bytes, unread: list[tuple[int, int]], *, complete: bool) -> None:
+        self.token = token
+        self.unread = unread
+        self.complete = complete
+
+    def pack(self, family: bytes) -> bytes:
+        """Return the letter's bytes."""
+        some = self.unread[:_MOST_UNREAD]
+        complete = self.complete and len(some) == len(self.unread)
+        head = _LETTER.pack(self.token, family, complete)
+        return head + b"".join(_UNREAD.pack(slot, nonce) for slot, nonce in some)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Letter:
+        """Read a letter's bytes."""
+        token, _, complete = _LETTER.unpack_from(data)
+        unread = [(slot, nonce) for slot, nonce in _UNREAD.iter_unpack(data[_LETTER.size :])]
+        return cls(token, unread, complete=bool(complete))
+
+
+class Family:
+    """This process's membership.
+
+    Parameters
+    ----------
+    fd : int
+        The family's file, under an open file description of this process's own.
+    mailbox : tuple of socket or None
+        Receiving and sending end.
+    """
+
+    def __init__(self, fd: int, mailbox: tuple[socket.socket, socket.socket]) -> None:
+        self.fd = fd
+        self.mailbox = mailbox
+        self._mapping = Mapping(fd, 0, _SIZE)
+        everything = memoryview(self._mapping.pages)
+        self.identity = bytes(everything[:16])
+        self.budget = int.from_bytes(everything[16:24], sys.byteorder)
+        self._pids = everything[PAGE_SIZE : PAGE_SIZE + 8 * _MEMBERS].cast("Q")
+        self._reserved = everything[PAGE_SIZE + 8 * _MEMBERS : _SIZE].cast("Q")
+        self._index = self._join()
+
+    @classmethod
+    def found(cls, budget: int) -> Family:
+        """Begin a new family with this process as its first member.
+
+        ``budget`` is the family's in bytes, for members whose settings name none.
+        """
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("shmreduce-family", os.MFD_CLOEXEC)
+        else:
+            fd, name = tempfile.mkstemp(prefix="shmreduce-family-")
+            os.unlink(name)
+        try:
+            os.ftruncate(fd, _SIZE)
+            os.posix_fallocate(fd, 0, _SIZE)
+            os.pwrite(fd, os.urandom(16) + budget.to_bytes(8, sys.byteorder), 0)
+            receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            receiver.setblocking(False)
+            sender.setblocking(False)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, (receiver, sender))
+
+    def rejoined(self) -> Family:
+        """Return the membership of a child that was just forked.
+
+        The inherited descriptor stays open: it keeps the parent's entry alive
+        as long as the child may keep the parent's memory.
+        """
+        return Family(reopen(self.fd), self.mailbox)
+
+    def _join(self) -> int:
+        for index in range(_MEMBERS):
+            if locks.try_lock(self.fd, _LOCK_MEMBER + index):
+                self._reserved[index] = 0
+                self._pids[index] = os.getpid()
+                return index
+        raise OutOfLeasesError(
+            f"this family of processes has {_MEMBERS} members already, the most there is room for",
+            segment="family",
+            slots=_MEMBERS,
+        )
+
+    def members(self) -> list[tuple[int, int]]:
+        """Return pid and reserved bytes of every living member."""
+        found = []
+        pids = self._pids.tolist()
+        for index, pid in enumerate(pids):
+            if not pid:
+                continue
+            if index == self._index or self._alive(index):
+                found.append((pid, self._reserved[index]))
+        return found
+
+    def alone(self) -> bool:
+        """Return whether no other member, or fork of a member, lives."""
+        first = _LOCK_MEMBER
+        return locks.first_locked(self.fd, first, _MEMBERS) is None
+
+    def _alive(self, index: int) -> bool:
+        return locks.first_locked(self.fd, _LOCK_MEMBER + index) is not None
+
+    # Budget
+
+    def reserve(self, nbytes: int, budget: int) -> None:
+        """Add ``nbytes`` to this member's reservation.
+
+        Raises
+        ------
+        BudgetExceededError
+            If the living members together would then be over ``budget`` bytes.
+        """
+        self._lock(_LOCK_BUDGET)
+        try:
+            in_use = sum(reserved for _, reserved in self.members())
+            if nbytes > 0 and in_use + nbytes > budget:
+                raise BudgetExceededError(
+                    f"{nbytes} bytes more would take this family of processes over its budget: "
+                    f"{in_use} of {budget} bytes of shared memory are reserved. Read or drop "
+                    "arrays, or raise the budget (install(budget=...) or SHMREDUCE_BUDGET)",
+                    operation="reserve",
+                    errno=0,
+                    requested=nbytes,
+                    in_use=in_use,
+                    budget=budget,
+                    available=max(0, budget - in_use),
+                    strategy=None,
+                )
+            self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
+        finally:
+            locks.unlock(self.fd, _LOCK_BUDGET)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that this process has reserved."""
+        return self._reserved[self._index]
+
+    def _lock(self, offset: int) -> None:
+        start = time.monotonic()
+        pause = 0.00002
+        while not locks.try_lock(self.fd, offset):
+            waited = time.monotonic() - start
+            if waited > _PATIENCE:
+                raise LeaseTimeoutError(
+                    f"the family's lock stayed taken for {waited:.0f} s; one of its processes is "
+                    "stopped. Continue or kill it and try again",
+                    segment="family",
+                    block=0,
+                    waited=waited,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+
+    # Mailbox
+
+    def post(self, letter: Letter, fd: int) -> None:
+        """Leave a segment for its readers.
+
+        ``fd`` must be of an open file description without locks, since the
+        mailbox keeps the description. It stays the caller's.
+
+        Raises
+        ------
+        OSError
+            ``EAGAIN`` or ``ETOOMANYREFS`` when the mailbox is full.
+        """
+        self._lock(_LOCK_MAILBOX)
+        try:
+            self._send(letter, fd)
+        finally:
+            locks.unlock(self.fd, _LOCK_MAILBOX)
+
+    def look_for(self, token: bytes) -> int | None:
+        """Return a descriptor of the segment if it is in the mailbox; the caller owns it."""
+        self._lock(_LOCK_MAILBOX)
+        try:
+            found = None
+            for letter, fd in self._letters():
+                if letter.token == token and found is None and fd != -1:
+                    found = fd
+                else:
+                    _close(fd)
+            return found
+        finally:
+            locks.unlock(self.fd, _LOCK_MAILBOX)
+
+    def tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
+        """Take out the letters whose messages have all been read.
+
+        ``is_read`` gets a letter and a descriptor of its segment. Only the
+        first letter can be taken, so one that stays goes to the end: a copy
+        is posted before the original is taken, and a process killed in between
+        leaves it twice, which does no harm.
+        """
+        self._lock(_LOCK_MAILBOX)
+        try:
+            count = 0
+            for _, fd in self._letters():
+                _close(fd)
+                count += 1
+            for _ in range(count):
+                first = next(iter(self._letters()), None)
+                if first is None or not self._settle(*first, is_read):
+                    return
+        finally:
+            locks.unlock(self.fd, _LOCK_MAILBOX)
+
+    def _settle(self, letter: Letter, fd: int, is_read: Callable[[Letter, int], bool]) -> bool:
+        """Drop the first letter or move it to the end; return whether that worked."""
+        if fd == -1:
+            return False
+        try:
+            if not is_read(letter, fd):
+                self._send(letter, fd)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+        taken = self._receive(0)
+        if taken is not None:
+            _close(taken[1])
+        return True
+
+    def _send(self, letter: Letter, fd: int) -> None:
+        rights = array.array("i", [fd])
+        self.mailbox[1].sendmsg(
+            [letter.pack(self.identity)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        )
+
+    def _letters(self) -> Iterable[tuple[Letter, int]]:
+        receiver = self.mailbox[0]
+        receiver.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+        while True:
+            answer = self._receive(socket.MSG_PEEK)
+            if answer is None:
+                return
+            yield answer
+
+    def _receive(self, flags: int) -> tuple[Letter, int] | None:
+        try:
+            data, control, _, _ = self.mailbox[0].recvmsg(
+                _LETTER.size + _UNREAD.size * _MOST_UNREAD,
+                socket.CMSG_SPACE(4),
+                flags | socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0),
+            )
+        except BlockingIOError:
+            return None
+        if not data:
+            return None
+        fds = array.array("i")
+        for _, _, rights in control:
+            fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
+        # Without room for the descriptor (EMFILE) the kernel drops it silently.
+        return Letter.unpack(data), fds[0] if fds else -1
+
+
+def _close(fd: int) -> None:
+    if fd != -1:
+        os.close(fd)

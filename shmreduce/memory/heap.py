@@ -1,0 +1,574 @@
+"""The allocator over the segments that this process made.
+
+May import errors, contracts, ``locks``, ``mapping``, ``layout``, ``segment``
+and ``family``.
+
+Blocks come in size classes, eight to a doubling, so at most an eighth of a
+block is unused. A freed block stays *warm*, its pages allocated and mapped, on
+its class's stack and is the first to be used again: a copy into warm memory is
+ten times faster than into fresh pages. What is not warm is *cold*: address
+space of the sparse file without pages. Idle blocks are cooled by punching
+holes (fallocate(2)); cold runs merge and are carved again at any size.
+
+The fast path takes a block off a stack, one atomic list operation, without a
+lock. Carving, cooling and growing hold ``Heap.lock``; a call that re-enters in
+the thread that holds it (from a signal handler or a finalizer) gets
+:class:`HeapBusy` instead of a deadlock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+import time
+from bisect import insort
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shmreduce.contracts import SegmentFile, SharingStrategy
+from shmreduce.errors import OutOfSharedMemoryError, SegmentError
+from shmreduce.memory.family import Family
+from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS, SHARED, Layout, SegmentHeader
+from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil, punch_hole
+from shmreduce.memory.segment import Segment, reserve_pages
+
+__all__ = ["Heap", "HeapBusy", "OwnedSegment", "headroom", "size_class"]
+
+_FIRST_SEGMENT = 4 << 20
+_LARGEST_STEP = 1 << 30
+_SMALLEST_BLOCK = 64
+_POPULATE_FROM = 256 << 10
+_SLAB = 256 << 10
+_REAP_SECONDS = 1.0
+
+
+class HeapBusy(Exception):  # noqa: N818 - a condition that callers handle, not an error
+    """This very thread is inside the heap already."""
+
+
+def size_class(nbytes: int, *, whole_pages: bool) -> int:
+    """Round up to the size that a block of ``nbytes`` really takes.
+
+    Examples
+    --------
+    >>> size_class(100, whole_pages=False), size_class(100, whole_pages=True)
+    (128, 4096)
+    >>> size_class(9 << 20, whole_pages=True) == 9 << 20
+    True
+    """
+    unit = PAGE_SIZE if whole_pages else _SMALLEST_BLOCK
+    step = max(unit, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
+    return max(-(-nbytes // step) * step, unit)
+
+
+class OwnedSegment(Segment):
+    """A segment that this process made and allocates from."""
+
+    def __init__(
+        self, file: SegmentFile, header: SegmentHeader, strategy: SharingStrategy
+    ) -> None:
+        super().__init__(file, header, strategy, owner=True)
+        start = self.layout.data_offset
+        self.data = Mapping(self.fd, start, header.size - start)
+        if header.kind == SHARED:
+            # Views of one's own shared blocks and of received ones are the same memory.
+            self.import_mapping = self.data
+        self.cold: list[tuple[int, int]] = [(start, header.size - start)]
+        """Free runs without pages, as (offset, size), by offset."""
+        self.unused = 0
+        """Block indices below this one have been used; the others never."""
+        self.spare: list[int] = []
+        """Indices of blocks whose run was cooled."""
+        self.out: dict[int, float] = {}
+        """Blocks that are not free, and since when (monotonic seconds)."""
+        self.reserved = self.layout.slot_words
+
+    @property
+    def empty(self) -> bool:
+        """Whether the segment has no block at all, warm ones included."""
+        return len(self.spare) == self.unused
+
+    def carve(self, size: int, count: int) -> list[int]:
+        """Take up to ``count`` adjacent cold runs; return block indices without pages yet."""
+        alignment = PAGE_SIZE if size >= PAGE_SIZE else _SMALLEST_BLOCK
+        for place, (offset, length) in enumerate(self.cold):
+            start = -(-offset // alignment) * alignment
+            fitting = (offset + length - start) // size
+            if fitting <= 0:
+                continue
+            blocks = self._take_indices(min(count, fitting))
+            end = start + size * len(blocks)
+            rest = [(offset, start - offset), (end, offset + length - end)]
+            self.cold[place : place + 1] = [run for run in rest if run[1]]
+            for number, block in enumerate(blocks):
+                self.offsets[block] = start + size * number
+                self.capacities[block] = size
+            return blocks
+        return []
+
+    def _take_indices(self, count: int) -> list[int]:
+        blocks = [self.spare.pop() for _ in range(min(count, len(self.spare)))]
+        fresh = min(count - len(blocks), self.layout.blocks - self.unused)
+        blocks.extend(range(self.unused, self.unused + fresh))
+        self.unused += fresh
+        return blocks
+
+    def uncarve(self, block: int) -> None:
+        """Make a free block's run cold again, merged with its neighbours."""
+        run = (self.offsets[block], self.capacities[block])
+        self.capacities[block] = 0
+        insort(self.cold, run)
+        place = self.cold.index(run)
+        if place + 1 < len(self.cold) and run[0] + run[1] == self.cold[place + 1][0]:
+            self.cold[place : place + 2] = [(run[0], run[1] + self.cold[place + 1][1])]
+        if place and sum(self.cold[place - 1]) == self.cold[place][0]:
+            before, after = self.cold[place - 1 : place + 1]
+            self.cold[place - 1 : place + 1] = [(before[0], before[1] + after[1])]
+        self.spare.append(block)
+
+
+class Heap:
+    """This process's blocks of one kind.
+
+    Parameters
+    ----------
+    kind : int
+        ``BY_VALUE`` or ``SHARED``.
+    strategy : SharingStrategy
+        Makes the segments.
+    family : Family
+        Where reservations are booked.
+    budget : callable
+        Returns the family's budget in bytes.
+    boot : bytes
+        Identity of this boot of this host, 16 bytes.
+    directory : dict
+        Where segments are listed by token while they exist.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        strategy: SharingStrategy,
+        family: Family,
+        budget: Callable[[], int],
+        boot: bytes,
+        directory: dict[bytes, Segment],
+    ) -> None:
+        self.kind = kind
+        self.strategy = strategy
+        self.segments: list[OwnedSegment] = []
+        self.warm: dict[int, list[tuple[OwnedSegment, int]]] = {}
+        self.lock = threading.Lock()
+        self._inside: int | None = None
+        self._family = family
+        self._budget = budget
+        self._boot = boot
+        self._directory = directory
+        self._whole_pages = kind == BY_VALUE
+        self._next_segment = _FIRST_SEGMENT
+        self._reaped = self.last_used = time.monotonic()
+
+    # Allocation
+
+    def allocate(self, nbytes: int, *, whole_pages: bool = False) -> tuple[OwnedSegment, int]:
+        """Return a block of at least ``nbytes`` that nobody else can see.
+
+        The block is the caller's until it gives it to :meth:`give_back`.
+
+        Raises
+        ------
+        OutOfSharedMemoryError, BudgetExceededError
+            If there is no room. Nothing is taken.
+        HeapBusy
+            On re-entry in a thread that is inside the heap.
+        """
+        size = size_class(nbytes, whole_pages=whole_pages or self._whole_pages)
+        self.collect()
+        found = self._take_warm(size)
+        if found is None:
+            with self.exclusive():
+                found = self._take_warm(size) or self._make_room(size)
+        segment, block = found
+        # Before it counts as out, so that reap() in another thread, which sees
+        # neither views nor leases yet, leaves it alone.
+        segment.records[block] = None
+        segment.out[block] = self.last_used = time.monotonic()
+        return found
+
+    def give_back(self, segment: OwnedSegment, block: int) -> bool:
+        """Free a block if its chain is empty; else it waits for :meth:`collect`.
+
+        Only for blocks without a local view.
+        """
+        # Taking it off the list is the right to free it: once only, also when
+        # two threads find it unused together.
+        since = segment.out.pop(block, None)
+        if since is None:
+            return False
+        if not segment.try_free(block):
+            segment.out[block] = since
+            if not segment.heads[block]:
+                # Released meanwhile, and that collection passed the block over.
+                segment.hints[block] = 1
+            return False
+        self._keep_warm(segment, block)
+        return True
+
+    def collect(self) -> int:
+        """Free the blocks that others have released since the last call."""
+        freed = 0
+        for segment in self.segments:
+            layout = segment.layout
+            pages = segment.tables.pages
+            end = layout.hints + segment.unused
+            place = pages.find(b"\1", layout.hints, end)
+            while place != -1:
+                block = place - layout.hints
+                # Cleared before the chain is looked at: a release that comes
+                # later sets it again.
+                segment.hints[block] = 0
+                if block in segment.out and block not in segment.records:
+                    freed += self.give_back(segment, block)
+                place = pages.find(b"\1", place + 1, end)
+        return freed
+
+    def _take_warm(self, size: int) -> tuple[OwnedSegment, int] | None:
+        stack = self.warm.get(size)
+        if stack:
+            try:
+                return stack.pop()
+            except IndexError:
+                return None
+        return None
+
+    def _keep_warm(self, segment: OwnedSegment, block: int) -> None:
+        self.warm.setdefault(segment.capacities[block], []).append((segment, block))
+
+    # Growth, all under the lock
+
+    @contextmanager
+    def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
+        """Hold the heap's lock; yield whether it was got."""
+        me = threading.get_ident()
+        if self._inside == me:
+            raise HeapBusy
+        got = False
+        try:
+            got = self.lock.acquire(blocking=wait)
+            if got:
+                self._inside = me
+            yield got
+        finally:
+            if got:
+                self._inside = None
+                self.lock.release()
+
+    def _make_room(self, size: int) -> tuple[OwnedSegment, int]:
+        now = time.monotonic()
+        if now - self._reaped > _REAP_SECONDS:
+            self.reap()
+            found = self._take_warm(size)
+            if found is not None:
+                return found
+        try:
+            return self._carve_or_grow(size)
+        except OutOfSharedMemoryError:
+            # Blocks of killed processes, and warm ones of other sizes, make way
+            # before anybody is refused.
+            self.reap()
+            found = self._take_warm(size)
+            if found is not None:
+                return found
+            if not self.cool(0):
+                raise
+            return self._carve_or_grow(size)
+
+    def _carve_or_grow(self, size: int) -> tuple[OwnedSegment, int]:
+        # Small blocks are carved many at a time: booking and reserving cost
+        # system calls.
+        count = max(1, _SLAB // size)
+        for segment in reversed(self.segments):
+            blocks = segment.carve(size, count)
+            if blocks:
+                return self._fill(segment, blocks)
+        segment = self._grow(size)
+        blocks = segment.carve(size, count)
+        if not blocks:
+            raise SegmentError(
+                f"segment {segment.token.hex()} of {segment.header.size} bytes has no room for "
+                f"a block of {size} bytes though it was made for it; please report this",
+                operation="carve",
+                errno=0,
+                segment=segment.token.hex(),
+            )
+        return self._fill(segment, blocks)
+
+    def _fill(self, segment: OwnedSegment, blocks: list[int]) -> tuple[OwnedSegment, int]:
+        """Give the pages of a carved run of blocks; return one, keep the others warm."""
+        offset, size = segment.offsets[blocks[0]], segment.capacities[blocks[0]]
+        length = size * len(blocks)
+        booked = False
+        try:
+            self._book(segment, length)
+            booked = True
+            self._reserve(segment, offset, length)
+        except BaseException:
+            if booked:
+                self._book(segment, -length)
+            for block in blocks:
+                segment.uncarve(block)
+            raise
+        if length >= _POPULATE_FROM:
+            segment.data.populate(offset & -PAGE_SIZE, page_ceil(length))
+        for block in blocks[1:]:
+            self._keep_warm(segment, block)
+        return segment, blocks[0]
+
+    def _book(self, segment: OwnedSegment, nbytes: int) -> None:
+        self._family.reserve(nbytes, self._budget())
+        segment.reserved += nbytes
+
+    def _reserve(self, segment: OwnedSegment, offset: int, size: int) -> None:
+        available = headroom()
+        if available is not None and size > available:
+            # The kernel would not refuse, it would kill somebody.
+            raise self._no_room(size, available, errno.ENOMEM)
+        try:
+            reserve_pages(segment.fd, offset, size)
+        except OSError as error:
+            punch_hole(segment.fd, offset, size)
+            raise self._no_room(size, None, error.errno or 0) from error
+
+    def _no_room(self, size: int, available: int | None, number: int) -> OutOfSharedMemoryError:
+        left = "" if available is None else f", {available} bytes are available"
+        return OutOfSharedMemoryError(
+            f"no room for {size} bytes of shared memory ({os.strerror(number)}{left}). Read or "
+            f"drop arrays, or give strategy {self.strategy.name!r} more room: 'shmreduce doctor' "
+            "lists the limits",
+            operation="fallocate",
+            errno=number,
+            requested=size,
+            available=available,
+            strategy=self.strategy.name,
+        )
+
+    def _grow(self, size: int) -> OwnedSegment:
+        wanted = max(self._next_segment, 2 * size)
+        try:
+            segment = self._create(wanted, size)
+        except SegmentError:
+            # Address space or file size may be limited: ask for just enough.
+            segment = self._create(size, size)
+        self._next_segment = min(max(2 * wanted, _FIRST_SEGMENT), _LARGEST_STEP)
+        self._directory[segment.token] = segment
+        self.segments.append(segment)
+        return segment
+
+    def _create(self, data: int, block: int) -> OwnedSegment:
+        blocks, slots = _table_sizes(self.kind, data)
+        layout = Layout.plan(blocks, slots)
+        token = secrets.token_bytes(16)
+        size = layout.data_offset + page_ceil(data) + PAGE_SIZE
+        header = SegmentHeader(
+            self.kind,
+            token,
+            self._boot,
+            self._family.identity,
+            os.getpid(),
+            time.time_ns(),
+            size,
+            blocks,
+            slots,
+            self.strategy.name,
+        )
+        try:
+            file = self.strategy.create(size, token.hex())
+        except OSError as error:
+            raise SegmentError(
+                f"strategy {self.strategy.name!r} could not make a segment of {size} bytes: "
+                f"{error.strerror or error}. 'shmreduce doctor' lists the limits that matter",
+                operation="create",
+                errno=error.errno,
+                segment=token.hex(),
+            ) from error
+        try:
+            reserve_pages(file.fd, 0, layout.slot_words)
+            os.pwrite(file.fd, header.pack(), 0)
+            segment = OwnedSegment(file, header, self.strategy)
+            try:
+                self._family.reserve(layout.slot_words, self._budget())
+            except BaseException:
+                segment.close()
+                raise
+        except BaseException as error:
+            _discard_file(self.strategy, file)
+            if isinstance(error, OSError):
+                raise self._no_room(layout.slot_words, None, error.errno or 0) from error
+            raise
+        return segment
+
+    # Taking back
+
+    def reap(self) -> None:
+        """End the leases of killed processes, wherever blocks are out."""
+        self._reaped = time.monotonic()
+        for segment in list(self.segments):
+            for block in list(segment.out):
+                if segment.heads[block]:
+                    segment.drop_dead_holders(block)
+                if not segment.heads[block] and block not in segment.records:
+                    self.give_back(segment, block)
+
+    def cool(self, keep: int) -> int:
+        """Punch out warm blocks, largest first, until ``keep`` bytes are warm.
+
+        Returns the bytes given back to the system. Call under the lock.
+        """
+        warm = sum(size * len(stack) for size, stack in self.warm.items())
+        released = 0
+        for size in sorted(self.warm, reverse=True):
+            stack = self.warm[size]
+            while stack and warm - released > keep:
+                try:
+                    segment, block = stack.pop()
+                except IndexError:
+                    break
+                self._cool_block(segment, block)
+                released += size
+        if not keep:
+            self._drop_empty()
+        return released
+
+    def _cool_block(self, segment: OwnedSegment, block: int) -> None:
+        offset, size = segment.offsets[block], segment.capacities[block]
+        segment.uncarve(block)
+        # Whole pages of the merged run: a page may have held several blocks.
+        start, length = next(
+            run for run in segment.cold if run[0] <= offset < run[0] + run[1]
+        )
+        first = max(page_ceil(start), offset & -PAGE_SIZE)
+        last = min((start + length) & -PAGE_SIZE, page_ceil(offset + size))
+        if last > first:
+            punch_hole(segment.fd, first, last - first)
+        self._book(segment, -size)
+
+    def _drop_empty(self) -> None:
+        for segment in list(self.segments):
+            if not segment.empty:
+                continue
+            # Out of sight first: a call that has pinned it just before is seen
+            # by the second look.
+            self._directory.pop(segment.token, None)
+            if segment.holds or segment.pins:
+                self._directory[segment.token] = segment
+            else:
+                self.segments.remove(segment)
+                self._family.reserve(-segment.reserved, self._budget())
+                segment.close()
+                self._unlink(segment)
+        if not self.segments:
+            self._next_segment = _FIRST_SEGMENT
+
+    def leave(self) -> None:
+        """Give back what nobody needs any more, at the process's end.
+
+        Pages of free blocks are freed even though the segment may live on in
+        the mailbox or in importers; names are removed.
+        """
+        self.collect()
+        with self.exclusive(wait=False) as got:
+            if got:
+                self.cool(0)
+        for segment in self.segments:
+            self._unlink(segment)
+
+    def _unlink(self, segment: OwnedSegment) -> None:
+        if segment.file.name is not None:
+            self.strategy.unlink(segment.file.name)
+
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes of free blocks whose pages are kept."""
+        return sum(size * len(stack) for size, stack in list(self.warm.items()))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of shared memory that the heap's segments have pages for."""
+        return sum(segment.reserved for segment in list(self.segments))
+
+
+def _table_sizes(kind: int, data: int) -> tuple[int, int]:
+    """Choose how many blocks and lease slots a segment of ``data`` bytes gets."""
+    if kind == BY_VALUE:
+        blocks = 256 + data // (16 * PAGE_SIZE)
+    else:
+        blocks = 4096 + data // PAGE_SIZE
+    slots = -(-max(4 * blocks, 128 * CHUNK_SLOTS) // CHUNK_SLOTS) * CHUNK_SLOTS
+    # Whole pages of links: chunks are reserved by the page.
+    return (blocks + 7) & -8, slots
+
+
+def _discard_file(strategy: SharingStrategy, file: SegmentFile) -> None:
+    try:
+        os.close(file.fd)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+    if file.name is not None:
+        strategy.unlink(file.name)
+
+
+def headroom() -> int | None:
+    """Return how many bytes of memory the system can still give, None if unknown.
+
+    The smaller of MemAvailable (proc(5)) and what the cgroup's limit leaves,
+    reclaimable file pages included.
+    """
+    found = [value for value in (_mem_available(), _cgroup_headroom()) if value is not None]
+    return min(found) if found else None
+
+
+def _mem_available() -> int | None:
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            for line in file:
+                if line.startswith(b"MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _cgroup_headroom() -> int | None:
+    for limit, usage, statistics, key in (
+        (
+            "/sys/fs/cgroup/memory.max",
+            "/sys/fs/cgroup/memory.current",
+            "/sys/fs/cgroup/memory.stat",
+            b"inactive_file ",
+        ),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+            "/sys/fs/cgroup/memory/memory.stat",
+            b"total_inactive_file ",
+        ),
+    ):
+        try:
+            with open(limit, "rb") as file:
+                text = file.read().strip()
+            if text == b"max":
+                return None
+            with open(usage, "rb") as file:
+                used = int(file.read())
+            with open(statistics, "rb") as file:
+                reclaimable = next(
+                    (int(line.split()[1]) for line in file if line.startswith(key)), 0
+                )
+        except OSError:
+            continue
+        return max(0, int(text) - used + reclaimable)
+    return None

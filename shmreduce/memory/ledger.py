@@ -1,0 +1,91 @@
+"""Which forked children may still see what this process had alive at the fork.
+
+May import ``locks``.
+
+A forked child inherits every mapping, and with it every view. So what was
+alive at a fork must not be reused before that child has gone, exec'ed
+included. Each fork gets a number and one byte of the process's ledger file.
+The byte is locked through an open file description made for this fork alone;
+the parent closes its descriptor right after the fork, the child keeps its
+inherited one, close-on-exec, for life, as do the child's own forked children.
+The lock is gone when the last of them is gone (fcntl(2), F_OFD_SETLK), and a
+single query answers for any range of forks. A failed fork leaves no lock.
+
+Fork hooks run in whatever state the process is in, a signal handler included,
+so nothing here waits for a lock.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shmreduce.memory import locks
+
+__all__ = ["ForkLedger"]
+
+_LOCK_FORK = 1 << 44
+
+
+class ForkLedger:
+    """The forks of one process, numbered from 1 on.
+
+    Examples
+    --------
+    >>> ledger = ForkLedger()
+    >>> ledger.visible(ledger.forks, ledger.forks)
+    False
+    """
+
+    def __init__(self) -> None:
+        self.forks = 0
+        """How many forks there were while something was alive."""
+        self._fd = -1
+        self._tokens: list[int] = []
+        self._unguarded_until = 0
+
+    def before_fork(self, *, guarded: bool) -> None:
+        """Make the token that the child is going to inherit, where there is a need."""
+        token = -1
+        if not guarded:
+            self._tokens.append(token)
+            return
+        self.forks += 1
+        try:
+            if self._fd == -1:
+                self._fd = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
+            token = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+            if not locks.try_lock(token, _LOCK_FORK + self.forks):
+                self._unguarded_until = self.forks
+        except OSError:
+            # Out of descriptors, say. What is alive now is then never reused.
+            self._unguarded_until = self.forks
+        # A stack: a signal handler may fork between this hook and the fork.
+        self._tokens.append(token)
+
+    def after_fork_in_parent(self) -> None:
+        """Leave the token to the child alone."""
+        token = self._tokens.pop() if self._tokens else -1
+        if token != -1:
+            os.close(token)
+
+    def after_fork_in_child(self) -> ForkLedger:
+        """Return the child's own ledger; the inherited token stays open for life."""
+        if self._fd != -1:
+            os.close(self._fd)
+            self._fd = -1
+        return ForkLedger()
+
+    def visible(self, birth: int, death: int) -> bool:
+        """Return whether a forked child may still see something that is dead here.
+
+        Parameters
+        ----------
+        birth, death : int
+            The values of :attr:`forks` when the thing was born and when it died:
+            it was alive at the forks in between.
+        """
+        if birth == death:
+            return False
+        if self._unguarded_until > birth:
+            return True
+        return locks.first_locked(self._fd, _LOCK_FORK + birth + 1, death - birth) is not None

@@ -1,0 +1,58 @@
+"""Byte locks that belong to an open file description.
+
+Imports nothing of shmreduce.
+
+``F_OFD_SETLK`` locks (fcntl(2), Linux 3.15) are owned by the open file
+description: they outlive ``dup`` and ``close`` of one of its descriptors, are
+inherited by ``fork`` and go when the last descriptor is closed, so the kernel
+drops them for whoever is killed. POSIX record locks would vanish with the
+first ``close`` of any descriptor of the file. Two threads that use the same
+descriptor do not exclude each other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import struct
+
+__all__ = ["first_locked", "supported", "try_lock", "unlock"]
+
+# struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
+_FLOCK = struct.Struct("@hhqqi4x")
+_SETLK: int = getattr(fcntl, "F_OFD_SETLK", -1)
+_GETLK: int = getattr(fcntl, "F_OFD_GETLK", -1)
+_CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
+
+
+def supported() -> bool:
+    """Return whether this platform has locks of open file descriptions."""
+    return _SETLK != -1 and struct.calcsize("P") == 8
+
+
+def try_lock(fd: int, offset: int) -> bool:
+    """Lock one byte for writing; return False if another description holds it."""
+    try:
+        fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0))
+    except OSError as error:
+        if error.errno in _CONFLICT:
+            return False
+        raise
+    return True
+
+
+def unlock(fd: int, offset: int) -> None:
+    """Give up the lock of one byte; harmless where none is held."""
+    fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
+
+
+def first_locked(fd: int, offset: int, length: int = 1) -> int | None:
+    """Return the first byte that *another* description has locked, or None.
+
+    Locks held through ``fd`` itself do not count.
+    """
+    answer = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, length, 0))
+    kind, _, start, _, _ = _FLOCK.unpack(answer)
+    if kind == fcntl.F_UNLCK:
+        return None
+    return max(int(start), offset)

@@ -1,0 +1,147 @@
+"""Address ranges over a file: shared, private, and switched in place.
+
+May import :mod:`shmreduce.errors`.
+
+Every range is reserved by an anonymous ``mmap`` object, which owns the
+addresses and unmaps them when its last reference goes, and is then covered by
+pages of the file with ``MAP_FIXED``. Python's own file mappings would keep one
+duplicate of the descriptor each, and could not be switched to private pages.
+A range is never closed by hand: references are dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+from shmreduce.errors import SegmentError
+
+__all__ = ["PAGE_SIZE", "Mapping", "make_root", "page_ceil", "punch_hole"]
+
+PAGE_SIZE = mmap.PAGESIZE
+_MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+# Addresses only: nothing is charged for pages that are never touched.
+_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap: Any = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_madvise: Any = _libc.madvise
+_madvise.restype = ctypes.c_int
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_fallocate: Any = getattr(_libc, "fallocate", None)
+
+_untrack: Any = ctypes.pythonapi.PyObject_GC_UnTrack
+_untrack.restype = None
+_untrack.argtypes = [ctypes.py_object]
+
+
+def page_ceil(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return (nbytes + PAGE_SIZE - 1) & -PAGE_SIZE
+
+
+class Mapping:
+    """``size`` bytes of ``fd`` from ``offset`` on, at addresses of its own.
+
+    Parameters
+    ----------
+    fd : int
+        Open for reading and writing; needed by this call and by later
+        :meth:`cover` calls only, and still the caller's.
+    offset, size : int
+        Bytes, multiples of the page size.
+    private : bool
+        Copy-on-write pages instead of shared ones.
+
+    Raises
+    ------
+    SegmentError
+        If the kernel gives no addresses (``ENOMEM``: vm.max_map_count or
+        RLIMIT_AS reached).
+    """
+
+    __slots__ = ("address", "offset", "pages", "size")
+
+    def __init__(self, fd: int, offset: int, size: int, *, private: bool = False) -> None:
+        try:
+            self.pages = mmap.mmap(-1, size, flags=_RESERVE, prot=_READ_WRITE)
+        except OSError as error:
+            raise _refused("mmap", size, error.errno or 0) from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+        self.offset = offset
+        self.size = size
+        self.cover(fd, offset, size, private=private)
+
+    def cover(self, fd: int, offset: int, size: int, *, private: bool) -> None:
+        """Put the file's pages of ``[offset, offset + size)`` in place, atomically.
+
+        With ``private``, later writes through this mapping stay in this
+        process; pages it has not written follow the file. Covering a private
+        range again discards what was written there.
+        """
+        where = self.address + offset - self.offset
+        flags = _MAP_FIXED | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+        if _mmap(where, size, _READ_WRITE, flags, fd, offset) != where:
+            raise _refused("mmap", size, ctypes.get_errno())
+
+    def populate(self, offset: int, size: int) -> None:
+        """Map writable pages in one call instead of by one fault each.
+
+        Only a hint: kernels before 5.14 refuse, and the pages then fault in
+        as they are touched.
+        """
+        _madvise(self.address + offset - self.offset, size, _MADV_POPULATE_WRITE)
+
+
+def _refused(operation: str, size: int, number: int) -> SegmentError:
+    return SegmentError(
+        f"{operation} of {size} bytes refused: {os.strerror(number)}. If this is ENOMEM, raise "
+        "vm.max_map_count or the address space limit (ulimit -v)",
+        operation=operation,
+        errno=number,
+        segment=None,
+    )
+
+
+def punch_hole(fd: int, offset: int, size: int) -> None:
+    """Free the pages of a range (fallocate(2)); where that is not possible they stay."""
+    if _fallocate is not None:
+        flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        _fallocate(fd, flags, ctypes.c_int64(offset), ctypes.c_int64(size))
+
+
+_array_types: dict[int, Any] = {}
+
+
+def make_root(pages: mmap.mmap, offset: int, nbytes: int) -> Any:
+    """Return the object at the bottom of every view of a run of ``pages``.
+
+    It exports the run as a buffer, pins the mapping, can be weakly referenced,
+    and dies only after the last view derived from it. It is untracked from the
+    garbage collector: in a dying cycle the collector calls weak reference
+    callbacks while finalizers may still use the views.
+    """
+    kind = _array_types.get(nbytes)
+    if kind is None:
+        if len(_array_types) > 1024:
+            _array_types.clear()
+        kind = _array_types[nbytes] = ctypes.c_char * nbytes
+    root = kind.from_buffer(pages, offset)
+    _untrack(root)
+    return root

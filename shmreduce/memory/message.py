@@ -1,0 +1,378 @@
+"""The leases of one pickled message, on the sender's and the receiver's side.
+
+May import errors, contracts, settings, ``mapping``, ``segment``, ``heap``,
+``blocks``, ``attachments``, ``handle`` and ``runtime``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+
+from shmreduce.contracts import Mode
+from shmreduce.errors import (
+    AttachError,
+    ConfigurationError,
+    InvalidHandleError,
+    OutOfSharedMemoryError,
+    SegmentError,
+    StaleHandleError,
+)
+from shmreduce.memory.blocks import Block, Record, owner_record
+from shmreduce.memory.handle import MARK, Handle
+from shmreduce.memory.heap import HeapBusy, OwnedSegment
+from shmreduce.memory.layout import BY_VALUE, SHARED
+from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.runtime import Runtime, current
+from shmreduce.memory.segment import NONCE_MASK, Segment
+from shmreduce.settings import get_settings
+
+__all__ = ["Message", "allocate", "discard_message", "find_block", "import_block"]
+
+_PRIVATE_FROM = 256 << 10
+"""Bytes from which a received array travels on by private pages, not by a copy."""
+_MODES = ("rw", "ro", "cow")
+
+_nonces = itertools.count(secrets.randbits(60))
+
+
+def _new_nonces() -> None:
+    # A forked child must not go on with its parent's numbers.
+    global _nonces
+    _nonces = itertools.count(secrets.randbits(60))
+
+
+os.register_at_fork(after_in_child=_new_nonces)
+
+
+class Message:
+    """The shared memory that one message takes with it.
+
+    One is made for each pickling and handed to :meth:`Reducer.reduce`. What it
+    gave out is kept once the message is complete, and taken back if pickling
+    fails.
+
+    Parameters
+    ----------
+    shared_memory : bool
+        False for a message that goes to another host: nothing is given out.
+    """
+
+    __slots__ = ("_runtime", "_shared_memory", "_taken", "inline_limit")
+
+    def __init__(self, shared_memory: bool = True) -> None:  # noqa: FBT001, FBT002
+        settings = get_settings()
+        self._shared_memory = shared_memory
+        self.inline_limit = settings.inline_limit
+        """Bytes below which a by-value buffer should be pickled in the ordinary way."""
+        self._runtime: Runtime | None = None
+        self._taken: list[tuple[Segment, int, int, int, int, Record | None]] = []
+
+    def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None:
+        """Give out a block that carries ``nbytes`` by value.
+
+        Returns
+        -------
+        (memoryview, bytes) or None
+            The bytes to fill before ``reduce`` returns, uninitialised, and the
+            handle. None if this message must not, or at this moment cannot,
+            use shared memory: pickle in the ordinary way.
+
+        Raises
+        ------
+        OutOfSharedMemoryError, BudgetExceededError
+            If there is no room and the settings do not say to pickle instead.
+        """
+        if not self._shared_memory:
+            return None
+        runtime = self._current()
+        runtime.live.settle()
+        heap = runtime.heap(BY_VALUE)
+        try:
+            segment, block = heap.allocate(nbytes)
+        except HeapBusy:
+            return None
+        except OutOfSharedMemoryError:
+            if get_settings().on_exhausted == "pickle":
+                return None
+            raise
+        record = owner_record(runtime.live, heap, segment, block, nbytes, "rw")
+        view = runtime.live.expose(record).buffer
+        nonce = next(_nonces) & NONCE_MASK
+        slot = segment.start_message(block, nonce)
+        self._taken.append((segment, block, record.generation, slot, nonce, record))
+        return view, self._handle(segment, record, slot, nonce)
+
+    def refer(self, block: Block, used: int) -> bytes | None:
+        """Return a handle by which ``block`` travels without a copy, if it can.
+
+        Parameters
+        ----------
+        block : Block
+            From :func:`shmreduce.find_block`.
+        used : int
+            How many bytes of it the object being pickled covers.
+
+        Returns
+        -------
+        bytes or None
+            A handle to the whole block; None asks for a copy by
+            :meth:`allocate`.
+
+        Notes
+        -----
+        A shared block always can (but a ``cow`` one at a receiver, whose pages
+        are its own). A block received by value can if this process is its
+        only user: its pages here become copy-on-write, so that the receiver
+        gets the bytes of this instant.
+        """
+        if not self._shared_memory:
+            return None
+        runtime = self._current()
+        record = block._record  # noqa: SLF001 - Block and Message are one layer
+        inherited = record.live is not runtime.live
+        if record.shared:
+            if record.mode == "cow" and record.slot is not None:
+                return None
+        elif (
+            record.slot is None
+            or record.private
+            or inherited
+            or record.segment.capacities[record.block] < _PRIVATE_FROM
+            or 2 * used < record.nbytes
+            or not runtime.live.make_private(record)
+        ):
+            return None
+        segment = record.segment
+        if inherited:
+            segment = runtime.attachments.own_view_of(segment)
+        nonce = next(_nonces) & NONCE_MASK
+        slot = segment.add_message(record.block, record.generation, nonce)
+        self._taken.append((segment, record.block, record.generation, slot, nonce, None))
+        return self._handle(segment, record, slot, nonce)
+
+    def commit(self) -> None:
+        """Keep what was given out: the message is complete."""
+        for segment, _, _, slot, nonce, _ in self._taken:
+            segment.sent(slot, nonce)
+        self._taken.clear()
+
+    def rollback(self) -> None:
+        """Take back what was given out: the message will not be sent."""
+        while self._taken:
+            segment, block, generation, slot, nonce, record = self._taken.pop()
+            segment.consume(block, generation, slot, nonce)
+            if (
+                record is not None
+                and record.heap is not None
+                and isinstance(segment, OwnedSegment)
+                and block not in segment.records
+            ):
+                record.heap.give_back(segment, block)
+
+    def _current(self) -> Runtime:
+        if self._runtime is None:
+            self._runtime = current()
+        return self._runtime
+
+    def _handle(self, segment: Segment, record: Record, slot: int, nonce: int) -> bytes:
+        return Handle(
+            segment.token,
+            segment.header.boot,
+            record.generation,
+            nonce,
+            record.nbytes,
+            record.block,
+            slot,
+            os.getpid(),
+            record.shared,
+            record.mode,
+            segment.strategy.name,
+            segment.locator,
+        ).pack()
+
+
+def allocate(nbytes: int, mode: Mode = "rw") -> Block:
+    """Make a shared block.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes, 0 included. The contents are undefined.
+    mode : {"rw", "ro", "cow"}
+        How receivers see the block. Here it is always writable.
+
+    Returns
+    -------
+    Block
+        Its memory stays while the Block, or anything derived from its buffer,
+        is in use here, in a process that received it, or in a message under way.
+
+    Raises
+    ------
+    OutOfSharedMemoryError, BudgetExceededError
+        If there is no room.
+    ConfigurationError
+        If ``nbytes`` or ``mode`` is impossible.
+
+    Examples
+    --------
+    >>> block = allocate(5)
+    >>> block.buffer[:] = b"hello"
+    >>> bytes(block.buffer), block.shared
+    (b'hello', True)
+    """
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise ConfigurationError(
+            f"nbytes must be an integer of 0 or more, not {nbytes!r}", setting="nbytes", value=nbytes
+        )
+    if mode not in _MODES:
+        raise ConfigurationError(
+            f"mode must be 'rw', 'ro' or 'cow', not {mode!r}", setting="mode", value=mode
+        )
+    runtime = current()
+    runtime.live.settle()
+    heap = runtime.heap(SHARED)
+    try:
+        segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
+    except HeapBusy:
+        # This thread was interrupted inside that heap, by a signal handler say.
+        heap = runtime.spare_heap(SHARED)
+        segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
+    return runtime.live.expose(owner_record(runtime.live, heap, segment, block, nbytes, mode))
+
+
+def find_block(exporter: object) -> Block | None:
+    """Return the block that a buffer lies in, or None if it is not ours.
+
+    Parameters
+    ----------
+    exporter : memoryview or object
+        A memoryview, or the object at the bottom of a chain of views.
+
+    Examples
+    --------
+    >>> block = allocate(8)
+    >>> find_block(block.buffer[2:4]).nbytes
+    8
+    >>> find_block(bytearray(8)) is None
+    True
+    """
+    return current().live.find(exporter)
+
+
+def import_block(handle: bytes) -> Block:
+    """Take the block that a message brought.
+
+    Parameters
+    ----------
+    handle : bytes
+        From :meth:`Message.allocate` or :meth:`Message.refer` of the sender.
+
+    Returns
+    -------
+    Block
+        A by-value block is this process's alone. The lease ends with the last
+        view.
+
+    Raises
+    ------
+    InvalidHandleError
+        If the bytes are damaged or made up.
+    AttachError
+        If the segment cannot be opened here; ``ProducerDied`` if its maker
+        was killed, ``WrongHostError``, ``ForeignSegmentError``. Nothing was
+        claimed then: the handle can be tried again.
+    StaleHandleError, AlreadyLoadedError
+        If the block was released, or the by-value message loaded, before.
+    """
+    what = Handle.unpack(handle)
+    runtime = current()
+    runtime.live.settle()
+    with runtime.attachments.pinned(what) as segment:
+        if what.shared != (segment.header.kind == SHARED):
+            raise InvalidHandleError(
+                f"the handle calls block {what.block} of segment {segment.token.hex()} "
+                f"{'shared' if what.shared else 'by value'}, which it is not; the handle was "
+                "damaged or made up",
+                reason="kind does not match",
+            )
+        if what.shared and what.mode != "cow":
+            known = runtime.live.find_shared(what.token, what.block, what.generation)
+            if known is not None:
+                segment.consume(what.block, what.generation, what.slot, what.nonce)
+                return known
+        found = _claim(runtime, segment, what)
+    if segment.orphan:
+        runtime.attachments.tidy_mailbox()
+    return found
+
+
+def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
+    if segment.import_mapping is None:
+        start = segment.layout.data_offset
+        segment.import_mapping = Mapping(segment.fd, start, segment.header.size - start)
+    mapping = segment.import_mapping
+    slot, alone = segment.claim(
+        what.block, what.generation, what.slot, what.nonce, shared=what.shared
+    )
+    try:
+        offset, capacity = segment.offsets[what.block], segment.capacities[what.block]
+        if (
+            offset < segment.layout.data_offset
+            or offset + capacity > segment.header.size
+            or what.nbytes > capacity
+        ):
+            raise InvalidHandleError(
+                f"block {what.block} of segment {segment.token.hex()} has {capacity} bytes at "
+                f"{offset}, the handle says {what.nbytes}; one of them was damaged or made up",
+                reason="block out of bounds",
+            )
+        private = what.mode == "cow" or not (what.shared or alone)
+        if private:
+            mapping = Mapping(segment.fd, offset, capacity, private=True)
+        record = Record(
+            runtime.live,
+            segment,
+            what.block,
+            what.nbytes,
+            mapping,
+            shared=what.shared,
+            mode=what.mode,
+            slot=slot,
+            private=private,
+        )
+        return runtime.live.expose(record)
+    except SegmentError:
+        # No addresses left (ENOMEM): nothing was looked at, the message stays.
+        segment.unclaim(what.block, slot, what.nonce)
+        raise
+    except BaseException:
+        segment.try_release(what.block, slot)
+        raise
+
+
+def discard_message(data: bytes | bytearray | memoryview) -> None:
+    """Release what a message that cannot be unpickled would have brought.
+
+    Handles in it that were claimed already are left to the arrays that were
+    rebuilt from them.
+    """
+    text = bytes(data)
+    start = text.find(MARK)
+    while start != -1:
+        _discard(text, start)
+        start = text.find(MARK, start + len(MARK))
+
+
+def _discard(text: bytes, start: int) -> None:
+    size = Handle.size_at(text, start)
+    try:
+        what = Handle.unpack(text[start : start + size])
+        runtime = current()
+        with runtime.attachments.pinned(what) as segment:
+            segment.consume(what.block, what.generation, what.slot, what.nonce)
+    except (AttachError, InvalidHandleError, StaleHandleError):
+        # Not a handle after all, or nothing is left that could be released.
+        return

@@ -1,0 +1,246 @@
+"""The one state of this process: heaps, open segments, live blocks, family.
+
+May import errors, settings, strategies and every module of the package but
+``message`` and ``inspection``.
+
+A forked child starts with a fresh state. It keeps what it inherited only to
+look up: the parent's memory is the parent's to free.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from multiprocessing import context, reduction, util
+from typing import Any
+
+from shmreduce.memory.attachments import Attachments
+from shmreduce.memory.blocks import LiveBlocks
+from shmreduce.memory.family import Family, Letter, reopen
+from shmreduce.memory.heap import Heap, headroom
+from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.segment import Segment
+from shmreduce.settings import Settings, get_settings
+from shmreduce.strategies import current_strategy
+
+__all__ = ["Runtime", "configure", "current", "inheritance"]
+
+_BUDGET_SHARE = 0.8
+_BUDGET_UNKNOWN = 1 << 40
+
+
+class Runtime:
+    """The state of one process.
+
+    Parameters
+    ----------
+    parent : Runtime or None
+        In a forked child, its parent's state as inherited.
+    """
+
+    def __init__(self, parent: Runtime | None = None) -> None:
+        self.live = LiveBlocks(ForkLedger()) if parent is None else parent.live.in_child()
+        lineage = None if parent is None else parent.attachments.lineage()
+        self.attachments = Attachments(self._get_family, lineage)
+        self._heaps: dict[tuple[int, str, bool], Heap] = {}
+        self._parent_family = parent.known_family if parent is not None else None
+        self._family: Family | None = None
+
+    @property
+    def family(self) -> Family:
+        """This process's membership; a process without one begins a family."""
+        if self._family is None:
+            if self._parent_family is not None:
+                self._family = self._parent_family.rejoined()
+            else:
+                self._family = Family.found(_default_budget())
+        return self._family
+
+    def _get_family(self) -> Family:
+        return self.family
+
+    @property
+    def known_family(self) -> Family | None:
+        """The family that this process or its parent is in, if any."""
+        return self._family or self._parent_family
+
+    def join(self, family: Family) -> None:
+        """Become a member of the family that the parent process is in."""
+        self._family = family
+
+    def heap(self, kind: int) -> Heap:
+        """Return the heap for new blocks of a kind, by the strategy in force."""
+        return self._heap(kind, spare=False)
+
+    def spare_heap(self, kind: int) -> Heap:
+        """Return a heap for calls that interrupted the usual one."""
+        return self._heap(kind, spare=True)
+
+    @property
+    def heaps(self) -> list[Heap]:
+        """All heaps of this process."""
+        return list(self._heaps.values())
+
+    def _heap(self, kind: int, *, spare: bool) -> Heap:
+        strategy = current_strategy()
+        key = (kind, strategy.name, spare)
+        heap = self._heaps.get(key)
+        if heap is None:
+            made = Heap(
+                kind,
+                strategy,
+                self.family,
+                _budget,
+                self.attachments.boot,
+                self.attachments.directory,
+            )
+            heap = self._heaps.setdefault(key, made)
+        return heap
+
+    # The end
+
+    def leave(self) -> None:
+        """Hand unread messages over and remove what has a name.
+
+        Runs at normal exit, after the queues' feeder threads have flushed. What
+        a killed process cannot do here, the kernel does (memfd), or the next
+        user (names).
+        """
+        self.live.settle()
+        alone = self._family is None or self._family.alone()
+        for segment in list(self.attachments.directory.values()):
+            unread = segment.unread()
+            if unread and not alone:
+                self._post(segment, unread)
+        for heap in self.heaps:
+            heap.leave()
+        self.live.current = False
+
+    def _post(self, segment: Segment, unread: list[tuple[int, int]]) -> None:
+        # Another description: the mailbox keeps it, and this one has our locks.
+        fd = reopen(segment.fd)
+        try:
+            self.family.post(Letter(segment.token, unread, complete=True), fd)
+        finally:
+            os.close(fd)
+
+
+def _default_budget() -> int:
+    room = headroom()
+    return _BUDGET_UNKNOWN if room is None else int(room * _BUDGET_SHARE)
+
+
+def _budget() -> int:
+    budget = get_settings().budget
+    return current().family.budget if budget is None else budget
+
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime:
+    """Return the state of this process."""
+    global _current
+    if _current is None:
+        _current = Runtime()
+        _finish_at_exit(_current)
+        # multiprocessing clears its finalizers in the children it forks, after
+        # the hooks of os.register_at_fork; what is registered here runs then.
+        util.register_after_fork(_leave, _finish_at_exit)
+    return _current
+
+
+def _finish_at_exit(_: object) -> None:
+    # Lowest priority: the queues' feeder threads flush before (they have -5).
+    util.Finalize(None, _leave, exitpriority=-100)
+
+
+def configure(settings: Settings) -> None:
+    """Get ready: children that are started from now on are of this family.
+
+    The settings themselves are read where they matter, when they matter.
+    """
+    del settings
+    _ = current().family
+
+
+def _leave() -> None:
+    if _current is not None:
+        _current.leave()
+
+
+def _before_fork() -> None:
+    if _current is not None:
+        _current.live.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    if _current is not None:
+        _current.live.ledger.after_fork_in_parent()
+
+
+def _after_fork_in_child() -> None:
+    global _current
+    if _current is not None:
+        _current = Runtime(_current)
+        # For os.fork; inherited finalizers know that they are not this process's.
+        _finish_at_exit(None)
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
+
+
+class _Inheritance:
+    """Takes a child into its parent's family, by being unpickled there."""
+
+    def __init__(self, descriptors: tuple[Any, ...]) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _join_family, self._descriptors
+
+
+def _join_family(*descriptors: Any) -> None:
+    """Join the family of the parent, in the child."""
+    numbers = [descriptor.detach() for descriptor in descriptors]
+    for number in numbers:
+        # Passed on through an exec, so it was inheritable.
+        os.set_inheritable(number, False)
+    file, receiver, sender = numbers
+    runtime = current()
+    if runtime.known_family is not None:
+        for number in numbers:
+            os.close(number)
+        return
+    try:
+        own = reopen(file)
+    finally:
+        # The parent's description: with it open here, the parent's membership
+        # would outlive the parent.
+        os.close(file)
+    runtime.join(Family(own, (_socket(receiver), _socket(sender))))
+
+
+def _socket(fd: int) -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fd)
+
+
+def inheritance() -> _Inheritance | None:
+    """Return what makes a child, which is being pickled right now, a member.
+
+    Returns None outside of that, and where it was returned for this child
+    before: a descriptor must not be handed over twice.
+    """
+    child: Any = context.get_spawning_popen()
+    if child is None or getattr(child, "_shmreduce_inherits", False):
+        return None
+    child._shmreduce_inherits = True  # noqa: SLF001 - a mark of our own on the Popen
+    family = current().family
+    receiver, sender = family.mailbox
+    return _Inheritance(
+        tuple(reduction.DupFd(fd) for fd in (family.fd, receiver.fileno(), sender.fileno()))
+    )

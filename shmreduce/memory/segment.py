@@ -1,0 +1,630 @@
+"""One segment as one process has it open: its tables and its lease transitions.
+
+May import errors, contracts, ``locks``, ``mapping`` and ``layout``.
+
+Each block has a generation, which its owner raises when the block becomes free,
+and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
+somebody may still load this handle) or a *holder* (an importer's index and
+epoch: that process has views). A block may be reused only when its chain is
+empty and its owner has no view.
+
+Every transition of a block's chain, and every decision to free it, is made
+under the block's lock: a byte lock against other processes and a mark in
+``_busy`` against other threads. Stores are ordered so that a process killed in
+the middle leaves the block held, never free too early: a message becomes a
+holder by one store, a slot is unlinked before it is cleared.
+
+A holder is alive while somebody holds its importer byte. The byte is locked
+through the importer's own open file description, which its forked children
+inherit together with its views.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections import deque
+from types import TracebackType
+
+from shmreduce.contracts import SegmentFile, SharingStrategy
+from shmreduce.errors import (
+    AlreadyLoadedError,
+    ForeignSegmentError,
+    InvalidHandleError,
+    LeaseTimeoutError,
+    OutOfLeasesError,
+    OutOfSharedMemoryError,
+    SegmentError,
+    StaleHandleError,
+)
+from shmreduce.memory import locks
+from shmreduce.memory.layout import (
+    CHUNK_SLOTS,
+    IMPORTERS,
+    LOCK_BLOCK,
+    LOCK_CHUNK,
+    LOCK_IMPORTER,
+    LOCK_OWNER,
+    Layout,
+    SegmentHeader,
+)
+from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil
+
+__all__ = ["LOCK_PATIENCE", "MESSAGE", "NONCE_MASK", "Segment", "reserve_pages"]
+
+MESSAGE = 1 << 62
+NONCE_MASK = MESSAGE - 1
+_HOLDER = 1 << 63
+_EPOCH_BITS = 48
+_EPOCH_MASK = (1 << _EPOCH_BITS) - 1
+
+LOCK_PATIENCE = 30.0
+"""Seconds to wait for a block that another process has locked (and may be stopped)."""
+
+# Slots that a rescan must find before it is preferred to taking another chunk.
+_WORTH_A_RESCAN = 64
+
+_PRUNE_FROM = 1024
+
+
+class Segment:
+    """An open segment.
+
+    Owns ``file.fd`` from construction on; :meth:`close` gives it back, and with
+    it every byte lock, so that leases of this process count as ended.
+
+    Parameters
+    ----------
+    file : SegmentFile
+        Open under an open file description that nobody else locks through.
+    header : SegmentHeader
+        The file's header, already checked.
+    strategy : SharingStrategy
+        Who opened it; makes locators.
+    owner : bool
+        Whether this process made the segment and allocates from it.
+    """
+
+    def __init__(
+        self, file: SegmentFile, header: SegmentHeader, strategy: SharingStrategy, *, owner: bool
+    ) -> None:
+        self.file = file
+        self.fd = file.fd
+        self.header = header
+        self.token = header.token
+        self.strategy = strategy
+        self.owner = owner
+        self.layout = layout = Layout.of(header)
+        self.tables = Mapping(self.fd, 0, layout.data_offset)
+        everything = memoryview(self.tables.pages)
+        blocks, slots = layout.blocks, layout.slots
+        self.generations = _words(everything, layout.generations, blocks, "Q")
+        self.offsets = _words(everything, layout.offsets, blocks, "Q")
+        self.capacities = _words(everything, layout.capacities, blocks, "Q")
+        self.heads = _words(everything, layout.heads, blocks, "I")
+        self.hints = everything[layout.hints : layout.hints + blocks]
+        self.words = _words(everything, layout.slot_words, slots, "Q")
+        self._next = _words(everything, layout.slot_next, slots, "I")
+        self._previous = _words(everything, layout.slot_previous, slots, "I")
+        self._epochs = _words(everything, layout.importer_epochs, IMPORTERS, "Q")
+        self.pids = _words(everything, layout.importer_pids, IMPORTERS, "Q")
+        self.records: dict[int, object] = {}
+        """Blocks of its own that the owner still has a view of, or is about to have."""
+        self.holds: dict[int, object] = {}
+        """Lease slots by which this process holds blocks."""
+        self.pins: dict[object, None] = {}
+        """Calls under way that need the segment to stay open."""
+        self.outbox: deque[tuple[int, int]] = deque()
+        """Slot and nonce of messages sent by this process; read ones are pruned."""
+        self._prune_at = _PRUNE_FROM
+        self.orphan = False
+        """Whether the segment was found in the mailbox: nobody allocates from it."""
+        self.import_mapping: Mapping | None = None
+        self._busy: dict[int, object] = {}
+        self._free_slots: list[int] = []
+        self._listed: dict[int, object] = {}
+        self._chunks: dict[int, object] = {}
+        self._locator: str | None = None
+        if owner:
+            locks.try_lock(self.fd, LOCK_OWNER)
+        self.importer = self._register()
+
+    @classmethod
+    def adopt(
+        cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy
+    ) -> Segment:
+        """Check that ``file`` is the segment called ``token`` and open it.
+
+        Takes over ``file.fd``, also when it raises.
+
+        Raises
+        ------
+        ForeignSegmentError
+            If the file belongs to another user.
+        FileNotFoundError
+            If the file is another segment: descriptor numbers are reused.
+        InvalidHandleError
+            If the file is no segment at all.
+        """
+        try:
+            return cls(file, check_file(file.fd, token), strategy, owner=False)
+        except BaseException:
+            os.close(file.fd)
+            raise
+
+    def __repr__(self) -> str:
+        role = "owner" if self.owner else "importer"
+        return f"<Segment {self.token.hex()[:8]} {role} fd={self.fd} size={self.header.size}>"
+
+    @property
+    def locator(self) -> str:
+        """How another process opens the segment while this one has it open."""
+        if self._locator is None:
+            self._locator = self.strategy.locator(self.file)
+        return self._locator
+
+    def owner_alive(self) -> bool:
+        """Return whether the process that made the segment, or a fork of it, lives."""
+        return self.owner or locks.first_locked(self.fd, LOCK_OWNER) is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of another process's segment is in use here."""
+        if self.owner or self.holds or self.pins:
+            return False
+        return not self.outbox or not self.unread()
+
+    def sent(self, slot: int, nonce: int) -> None:
+        """Remember a message that was sent by this process."""
+        self.outbox.append((slot, nonce))
+        if len(self.outbox) > self._prune_at:
+            self._prune_at = max(_PRUNE_FROM, 2 * len(self.unread()))
+
+    def unread(self) -> list[tuple[int, int]]:
+        """Return slot and nonce of this process's messages that nobody has read."""
+        found = []
+        # Item by item, since other threads send meanwhile.
+        for _ in range(len(self.outbox)):
+            try:
+                slot, nonce = sent = self.outbox.popleft()
+            except IndexError:
+                break
+            if self.words[slot] == MESSAGE | nonce:
+                self.outbox.append(sent)
+                found.append(sent)
+        return found
+
+    def close(self) -> None:
+        """Give the descriptor back. The caller has no views and no leases left."""
+        fd, self.fd = self.fd, -1
+        if fd != -1:
+            os.close(fd)
+
+    # Importers
+
+    def _register(self) -> int:
+        """Take an importer index; return the word that marks this process's holds."""
+        for index in range(IMPORTERS):
+            if locks.try_lock(self.fd, LOCK_IMPORTER + index):
+                # Holds of the index's last user end with its epoch.
+                epoch = (self._epochs[index] + 1) & _EPOCH_MASK
+                self._epochs[index] = epoch
+                self.pids[index] = os.getpid()
+                return _HOLDER | index << _EPOCH_BITS | epoch
+        raise OutOfLeasesError(
+            f"segment {self.token.hex()} is open in {IMPORTERS} processes already, the most it "
+            "has room for; let some of them end",
+            segment=self.token.hex(),
+            slots=IMPORTERS,
+        )
+
+    def holder_alive(self, word: int) -> bool:
+        """Return whether the holder behind a slot's word, or a fork of it, lives."""
+        if word == self.importer:
+            return True
+        index = word >> _EPOCH_BITS & (IMPORTERS - 1)
+        if self._epochs[index] != word & _EPOCH_MASK:
+            return False
+        return locks.first_locked(self.fd, LOCK_IMPORTER + index) is not None
+
+    # The lock of one block
+
+    def try_lock_block(self, block: int, mark: object) -> bool:
+        """Lock a block without waiting. ``mark`` identifies the attempt."""
+        if self._busy.setdefault(block, mark) is not mark:
+            return False
+        locked = False
+        try:
+            locked = locks.try_lock(self.fd, LOCK_BLOCK + block)
+        finally:
+            if not locked:
+                self._busy.pop(block, None)
+        return locked
+
+    def unlock_block(self, block: int, mark: object) -> None:
+        """Undo :meth:`try_lock_block`; harmless if ``mark`` does not hold the lock."""
+        if self._busy.get(block) is mark:
+            locks.unlock(self.fd, LOCK_BLOCK + block)
+            self._busy.pop(block, None)
+
+    def locked(self, block: int) -> _BlockLock:
+        """Return a context manager that waits for the block's lock, boundedly."""
+        return _BlockLock(self, block)
+
+    # Lease transitions
+
+    def check(self, block: int, generation: int) -> None:
+        """Raise unless the block is of this generation. Meaningful under its lock."""
+        if block >= self.layout.blocks:
+            raise InvalidHandleError(
+                f"the handle names block {block}, segment {self.token.hex()} has "
+                f"{self.layout.blocks}; the handle is forged or damaged",
+                reason="block out of range",
+            )
+        if self.generations[block] != generation:
+            raise StaleHandleError(
+                f"block {block} of segment {self.token.hex()} has been released since this "
+                "message was pickled; pickle the array again",
+                segment=self.token.hex(),
+                block=block,
+            )
+
+    def start_message(self, block: int, nonce: int) -> int:
+        """Give a block that nobody else can name yet its first message; return the slot.
+
+        Needs no lock: the block's generation is not in any handle so far, and
+        stale handles do not change a chain.
+        """
+        slot = self._take_slot()
+        self._link(block, slot, MESSAGE | nonce)
+        return slot
+
+    def add_message(self, block: int, generation: int, nonce: int) -> int:
+        """Add a message to a block that somebody holds; return its slot."""
+        slot = self._take_slot()
+        try:
+            with self.locked(block):
+                self.check(block, generation)
+                self._link(block, slot, MESSAGE | nonce)
+        except BaseException:
+            if not self.words[slot]:
+                self._give_slot(slot)
+            raise
+        return slot
+
+    def claim(
+        self, block: int, generation: int, slot: int, nonce: int, *, shared: bool
+    ) -> tuple[int, bool]:
+        """Turn a message into a hold of this process.
+
+        Returns
+        -------
+        slot : int
+            The slot that now holds the block.
+        alone : bool
+            Whether the chain has no other entry.
+
+        Raises
+        ------
+        StaleHandleError
+            If the block is not of this generation any more.
+        AlreadyLoadedError
+            If the message of a by-value block was loaded before: its array is
+            that loader's alone.
+        """
+        if slot >= self.layout.slots:
+            raise InvalidHandleError(
+                f"the handle names lease slot {slot}, segment {self.token.hex()} has "
+                f"{self.layout.slots}; the handle is forged or damaged",
+                reason="slot out of range",
+            )
+        with self.locked(block):
+            self.check(block, generation)
+            if self.words[slot] == MESSAGE | nonce:
+                # The one store that makes the lease ours.
+                self.words[slot] = self.importer
+            elif shared:
+                slot = self._take_slot()
+                self._link(block, slot, self.importer)
+            else:
+                raise AlreadyLoadedError(
+                    f"the array in block {block} of segment {self.token.hex()} was loaded from "
+                    "this message before and belongs to its loader; pickle it once for each "
+                    "receiver, or make it shared with shmreduce.share()",
+                    segment=self.token.hex(),
+                    block=block,
+                )
+            alone = self.heads[block] == slot + 1 and not self._next[slot]
+            if not alone and not shared:
+                self._drop_dead(block)
+                alone = self.heads[block] == slot + 1 and not self._next[slot]
+            return slot, alone
+
+    def unclaim(self, block: int, slot: int, nonce: int) -> None:
+        """Turn a hold that was just claimed back into the message it was."""
+        with self.locked(block):
+            if self.words[slot] == self.importer:
+                self.words[slot] = MESSAGE | nonce
+
+    def consume(self, block: int, generation: int, slot: int, nonce: int) -> bool:
+        """End a message without taking a hold; return False if it was ended before."""
+        if block >= self.layout.blocks or slot >= self.layout.slots:
+            return False
+        with self.locked(block):
+            if self.generations[block] != generation or self.words[slot] != MESSAGE | nonce:
+                return False
+            self._unlink(block, slot)
+            return True
+
+    def try_release(self, block: int, slot: int) -> bool:
+        """End this process's hold without waiting; return False to be asked again.
+
+        Called when the last view has died, in any thread and at any instant,
+        so it must not block.
+        """
+        mark = object()
+        try:
+            if not self.try_lock_block(block, mark):
+                return False
+            if self.words[slot] == self.importer:
+                self._unlink(block, slot)
+        finally:
+            self.unlock_block(block, mark)
+        return True
+
+    def try_free(self, block: int) -> bool:
+        """Raise the generation of a block without leases; return whether it was free.
+
+        Owner only, and only without views of its own. Afterwards every handle
+        of the old generation is stale.
+        """
+        mark = object()
+        try:
+            if not self.try_lock_block(block, mark):
+                # Somebody is at it; look again at the next collection.
+                self.hints[block] = 1
+                return False
+            if self.heads[block]:
+                return False
+            self.generations[block] += 1
+        finally:
+            self.unlock_block(block, mark)
+        return True
+
+    def drop_dead_holders(self, block: int) -> bool:
+        """End the holds of killed processes; return whether the chain is empty now."""
+        mark = object()
+        try:
+            if not self.try_lock_block(block, mark):
+                return False
+            self._drop_dead(block)
+            return not self.heads[block]
+        finally:
+            self.unlock_block(block, mark)
+
+    def leases(self, block: int) -> list[int]:
+        """Return the words of the block's chain, newest first."""
+        found = []
+        link = self.heads[block]
+        while link and len(found) <= self.layout.slots:
+            found.append(self.words[link - 1])
+            link = self._next[link - 1]
+        return found
+
+    def _drop_dead(self, block: int) -> None:
+        link = self.heads[block]
+        for _ in range(self.layout.slots):
+            if not link:
+                return
+            slot = link - 1
+            link = self._next[slot]
+            word = self.words[slot]
+            if word & _HOLDER and not self.holder_alive(word):
+                self._unlink(block, slot)
+
+    def _link(self, block: int, slot: int, word: int) -> None:
+        head = self.heads[block]
+        self._next[slot] = head
+        self._previous[slot] = 0
+        self.words[slot] = word
+        # The forward link first: a process killed in between leaves a backward
+        # link that does not match, which _unlink notices.
+        self.heads[block] = slot + 1
+        if head:
+            self._previous[head - 1] = slot + 1
+        self._listed.pop(slot, None)
+
+    def _unlink(self, block: int, slot: int) -> None:
+        following = self._next[slot]
+        before = self._previous[slot]
+        if before:
+            if self._next[before - 1] != slot + 1:
+                before = self._find_before(block, slot)
+        elif self.heads[block] != slot + 1:
+            before = self._find_before(block, slot)
+        if before == -1:
+            # A process was killed between unlinking this slot and clearing it.
+            self.words[slot] = 0
+            return
+        # The backward link first, for the same reason as in _link; the slot is
+        # cleared last, so that it is not taken while still in the chain.
+        if following:
+            self._previous[following - 1] = before
+        if before:
+            self._next[before - 1] = following
+        else:
+            self.heads[block] = following
+        self.words[slot] = 0
+        if not self.heads[block]:
+            self.hints[block] = 1
+
+    def _find_before(self, block: int, slot: int) -> int:
+        """Walk to the link before ``slot``; 0 at the head, -1 if it is not in the chain.
+
+        The forward links alone are trusted: a process killed while linking or
+        unlinking leaves a backward link that does not match.
+        """
+        before, link = 0, self.heads[block]
+        for _ in range(self.layout.slots):
+            if link == slot + 1:
+                return before
+            if not link:
+                break
+            before, link = link, self._next[link - 1]
+        return -1
+
+    # Free slots. A process allocates slots only from chunks whose byte it holds,
+    # so taking one needs no lock; a slot is free again when its word is 0.
+
+    def _take_slot(self) -> int:
+        while True:
+            try:
+                slot = self._free_slots.pop()
+            except IndexError:
+                self._find_slots()
+                continue
+            if not self.words[slot]:
+                return slot
+            self._listed.pop(slot, None)
+
+    def _give_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+
+    def _find_slots(self) -> None:
+        mark = object()
+        found = sum(self._list_chunk(chunk, mark) for chunk in list(self._chunks))
+        if found >= _WORTH_A_RESCAN:
+            return
+        for chunk in range(self.layout.slots // CHUNK_SLOTS):
+            if chunk in self._chunks or not locks.try_lock(self.fd, LOCK_CHUNK + chunk):
+                continue
+            if self._chunks.setdefault(chunk, mark) is mark:
+                self._reserve_chunk(chunk)
+                self._list_chunk(chunk, mark)
+                return
+        if not found and not self._free_slots:
+            raise OutOfLeasesError(
+                f"all {self.layout.slots} lease slots of segment {self.token.hex()} are in use "
+                "by messages that nobody has read and by arrays in use; read or drop some",
+                segment=self.token.hex(),
+                slots=self.layout.slots,
+            )
+
+    def _list_chunk(self, chunk: int, mark: object) -> int:
+        start = chunk * CHUNK_SLOTS
+        found = 0
+        for slot, word in enumerate(self.words[start : start + CHUNK_SLOTS].tolist(), start):
+            # setdefault makes sure that a slot is listed once, also with threads.
+            if not word and self._listed.setdefault(slot, mark) is mark:
+                self._free_slots.append(slot)
+                found += 1
+        return found
+
+    def _reserve_chunk(self, chunk: int) -> None:
+        layout = self.layout
+        start = chunk * CHUNK_SLOTS
+        try:
+            reserve_pages(self.fd, layout.slot_words + 8 * start, 8 * CHUNK_SLOTS)
+            reserve_pages(self.fd, layout.slot_next + 4 * start, 4 * CHUNK_SLOTS)
+            reserve_pages(self.fd, layout.slot_previous + 4 * start, 4 * CHUNK_SLOTS)
+        except OSError as error:
+            self._chunks.pop(chunk, None)
+            locks.unlock(self.fd, LOCK_CHUNK + chunk)
+            raise OutOfSharedMemoryError(
+                f"no room for lease slots in segment {self.token.hex()}: {error.strerror}. "
+                "Free shared memory or give it more room (see 'shmreduce doctor')",
+                operation="fallocate",
+                errno=error.errno,
+                requested=16 * CHUNK_SLOTS,
+                available=None,
+                strategy=self.strategy.name,
+            ) from error
+
+
+class _BlockLock:
+    """Holds a block's lock for a ``with`` statement."""
+
+    __slots__ = ("_block", "_segment")
+
+    def __init__(self, segment: Segment, block: int) -> None:
+        self._segment = segment
+        self._block = block
+
+    def __enter__(self) -> None:
+        segment, block = self._segment, self._block
+        if block >= segment.layout.blocks:
+            segment.check(block, 0)
+        if segment.try_lock_block(block, self):
+            return
+        start = time.monotonic()
+        pause = 0.00002
+        while not segment.try_lock_block(block, self):
+            waited = time.monotonic() - start
+            if waited > LOCK_PATIENCE:
+                raise LeaseTimeoutError(
+                    f"block {block} of segment {segment.token.hex()} stayed locked for "
+                    f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
+                    "call from a signal handler. Continue or kill that process and try again",
+                    segment=segment.token.hex(),
+                    block=block,
+                    waited=waited,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._segment.unlock_block(self._block, self)
+
+
+def _words(everything: memoryview, offset: int, count: int, code: str) -> memoryview:
+    width = 8 if code == "Q" else 4
+    return everything[offset : offset + width * count].cast(code)  # type: ignore[call-overload,no-any-return]
+
+
+def reserve_pages(fd: int, offset: int, nbytes: int) -> None:
+    """Allocate the pages of a byte range, so that touching them cannot fail.
+
+    Touching a page that the file system has no room for is a ``SIGBUS``;
+    ``posix_fallocate(3)`` reports it as ``ENOSPC`` beforehand.
+    """
+    start = offset & -PAGE_SIZE
+    os.posix_fallocate(fd, start, page_ceil(offset + nbytes) - start)
+
+
+def check_file(fd: int, token: bytes | None) -> SegmentHeader:
+    """Return the header of an open file, after checking whose and which it is."""
+    status = os.fstat(fd)
+    wanted = token.hex() if token else "any"
+    if not stat.S_ISREG(status.st_mode):
+        # The descriptor number has been reused for something else.
+        raise FileNotFoundError(errno.ENOENT, f"not segment {wanted} any more")
+    if status.st_uid != os.geteuid():
+        raise ForeignSegmentError(
+            f"segment {wanted} belongs to user {status.st_uid}, this process runs as "
+            f"{os.geteuid()}; only segments of one's own user are opened",
+            segment=wanted,
+            locator=None,
+            reason="another user's",
+            errno=errno.EPERM,
+            uid=status.st_uid,
+            expected=os.geteuid(),
+        )
+    header = SegmentHeader.unpack(os.pread(fd, PAGE_SIZE, 0))
+    if token is not None and header.token != token:
+        raise FileNotFoundError(errno.ENOENT, f"not segment {wanted} any more")
+    if status.st_size < header.size:
+        raise SegmentError(
+            f"segment {header.token.hex()} has been truncated to {status.st_size} bytes; its "
+            "contents are lost",
+            operation="fstat",
+            errno=errno.EIO,
+            segment=header.token.hex(),
+        )
+    return header
