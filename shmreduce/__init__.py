@@ -62,14 +62,10 @@ if TYPE_CHECKING:
     )
     from shmreduce.forking import Installation, install, uninstall
     from shmreduce.hookspecs import hookimpl
-    from shmreduce.memory import (
-        Block,
-        Message,
-        allocate,
-        find_block,
-        import_block,
-        open_process_descriptor,
-    )
+    from shmreduce.memory.attachments import open_process_descriptor
+    from shmreduce.memory.blocks import Block
+    from shmreduce.memory.message import Message
+    from shmreduce.memory.runtime import allocate, find_block, import_block
     from shmreduce.settings import Settings, get_settings
     from shmreduce.strategies import (
         get_all_sharing_strategies,
@@ -141,14 +137,10 @@ _DEFINED_IN = {
     "shmreduce.discovery": ("register_reducer", "unregister_reducer"),
     "shmreduce.forking": ("Installation", "install", "uninstall"),
     "shmreduce.hookspecs": ("hookimpl",),
-    "shmreduce.memory": (
-        "Block",
-        "Message",
-        "allocate",
-        "find_block",
-        "import_block",
-        "open_process_descriptor",
-    ),
+    "shmreduce.memory.attachments": ("open_process_descriptor",),
+    "shmreduce.memory.blocks": ("Block",),
+    "shmreduce.memory.message": ("Message",),
+    "shmreduce.memory.runtime": ("allocate", "find_block", "import_block"),
     "shmreduce.settings": ("Settings", "get_settings"),
     "shmreduce.strategies": (
         "get_all_sharing_strategies",

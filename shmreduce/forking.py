@@ -29,12 +29,13 @@ wins over the registry. A subclass of ``ForkingPickler`` that has a
 from __future__ import annotations
 
 import copyreg
-
-# Imported lazily by the reducers of the standard library, where a child forked
-# in the middle of it would wait for the import lock for ever.
 import os
 import pickle
 import threading
+
+# The reducers of the standard library import it when they need it; a child that
+# is forked in the middle of that waits for the import lock for ever.
+from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.process import BaseProcess
