@@ -139,8 +139,7 @@ _DEFINED_IN = {
     "shmreduce.hookspecs": ("hookimpl",),
     "shmreduce.memory.attachments": ("open_process_descriptor",),
     "shmreduce.memory.blocks": ("Block",),
-    "shmreduce.memory.message": ("Message",),
-    "shmreduce.memory.runtime": ("allocate", "find_block", "import_block"),
+    "shmreduce.memory.message": ("Message", "allocate", "find_block", "import_block"),
     "shmreduce.settings": ("Settings", "get_settings"),
     "shmreduce.strategies": (
         "get_all_sharing_strategies",

@@ -163,7 +163,11 @@ class SharingStrategy(ABC):
         """Remove a name; one that is gone already is no error."""
 
     def names(self) -> Iterable[str]:
-        """List the names of this user's segments on this machine, dead owners' too."""
+        """List the names of this user's segments on this machine, dead owners' too.
+
+        Each is a path that can be opened. The core removes those whose owner
+        was killed.
+        """
         return ()
 
 

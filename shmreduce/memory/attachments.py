@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from shmreduce.contracts import SegmentFile
 from shmreduce.errors import (
@@ -24,10 +24,14 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.memory.family import Family, Letter, reopen
-from shmreduce.memory.handle import Handle
 from shmreduce.memory.layout import Layout
 from shmreduce.memory.segment import MESSAGE, Segment, check_file
 from shmreduce.strategies import find_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shmreduce.memory.handle import Handle
 
 __all__ = ["Attachments", "boot_identity", "open_process_descriptor"]
 
@@ -75,7 +79,8 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     except OSError as error:
         # A socket cannot be opened this way (ENXIO): the number was reused.
         if error.errno in _GONE:
-            raise FileNotFoundError(errno.ENOENT, "the process or its descriptor is gone") from error
+            gone = "the process or its descriptor is gone"
+            raise FileNotFoundError(errno.ENOENT, gone) from error
         raise
 
 

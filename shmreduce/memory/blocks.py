@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shmreduce.contracts import Mode
 from shmreduce.errors import SegmentError
 from shmreduce.memory.heap import Heap, OwnedSegment
 from shmreduce.memory.layout import SHARED
-from shmreduce.memory.ledger import ForkLedger
 from shmreduce.memory.mapping import Mapping, make_root
-from shmreduce.memory.segment import Segment
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import Mode
+    from shmreduce.memory.ledger import ForkLedger
+    from shmreduce.memory.segment import Segment
 
 __all__ = ["Block", "LiveBlocks", "Record"]
 
@@ -302,7 +304,7 @@ class LiveBlocks:
 def _root_died(reference: RootReference) -> None:
     live = reference.record.live
     if live.current:
-        live._died(reference)  # noqa: SLF001 - the callback of this very class
+        live._died(reference)
 
 
 def owner_record(

@@ -23,11 +23,14 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
 from shmreduce.memory import locks
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 __all__ = ["Family", "Letter", "reopen"]
 
@@ -84,7 +87,7 @@ class Letter:
 
 
 class Family:
-    """This process's membership.
+    """Membership of this process.
 
     Parameters
     ----------

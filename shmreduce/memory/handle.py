@@ -12,9 +12,12 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shmreduce.contracts import Mode
 from shmreduce.errors import InvalidHandleError
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import Mode
 
 __all__ = ["MARK", "Handle"]
 
@@ -105,7 +108,22 @@ class Handle:
         """
         if not isinstance(data, bytes) or len(data) < _FIXED.size or not data.startswith(MARK):
             raise _invalid("it is too short or does not begin with a handle's mark")
-        _, checksum, *fields, shared, mode, name_size, where_size = _FIXED.unpack_from(data)
+        (
+            _,
+            checksum,
+            token,
+            boot,
+            generation,
+            nonce,
+            nbytes,
+            block,
+            slot,
+            pid,
+            shared,
+            mode,
+            name_size,
+            where_size,
+        ) = _FIXED.unpack_from(data)
         if len(data) != _FIXED.size + name_size + where_size:
             raise _invalid("its length is wrong")
         if zlib.crc32(memoryview(data)[_CHECKED_FROM:]) != checksum:
@@ -117,7 +135,20 @@ class Handle:
             where = data[_FIXED.size + name_size :].decode()
         except UnicodeDecodeError as error:
             raise _invalid("its names are not text") from error
-        return cls(*fields, bool(shared), _MODES[mode], name, where)
+        return cls(
+            token,
+            boot,
+            generation,
+            nonce,
+            nbytes,
+            block,
+            slot,
+            pid,
+            bool(shared),
+            _MODES[mode],
+            name,
+            where,
+        )
 
 
 def _invalid(reason: str) -> InvalidHandleError:

@@ -24,15 +24,27 @@ import secrets
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from shmreduce.contracts import SegmentFile, SharingStrategy
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
-from shmreduce.memory.family import Family
-from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS, SHARED, Layout, SegmentHeader
+from shmreduce.memory import locks
+from shmreduce.memory.layout import (
+    BY_VALUE,
+    CHUNK_SLOTS,
+    LOCK_OWNER,
+    SHARED,
+    Layout,
+    SegmentHeader,
+)
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil, punch_hole
 from shmreduce.memory.segment import Segment, reserve_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shmreduce.contracts import SegmentFile, SharingStrategy
+    from shmreduce.memory.family import Family
 
 __all__ = ["Heap", "HeapBusy", "OwnedSegment", "headroom", "size_class"]
 
@@ -44,8 +56,8 @@ _SLAB = 256 << 10
 _REAP_SECONDS = 1.0
 
 
-class HeapBusy(Exception):  # noqa: N818 - a condition that callers handle, not an error
-    """This very thread is inside the heap already."""
+class HeapBusy(Exception):
+    """The calling thread is inside the heap already."""
 
 
 def size_class(nbytes: int, *, whole_pages: bool) -> int:
@@ -130,7 +142,7 @@ class OwnedSegment(Segment):
 
 
 class Heap:
-    """This process's blocks of one kind.
+    """Blocks of one kind that this process made.
 
     Parameters
     ----------
@@ -146,6 +158,8 @@ class Heap:
         Identity of this boot of this host, 16 bytes.
     directory : dict
         Where segments are listed by token while they exist.
+    on_growth : callable
+        Called after more memory was reserved.
     """
 
     def __init__(
@@ -156,6 +170,7 @@ class Heap:
         budget: Callable[[], int],
         boot: bytes,
         directory: dict[bytes, Segment],
+        on_growth: Callable[[Heap], None],
     ) -> None:
         self.kind = kind
         self.strategy = strategy
@@ -167,6 +182,7 @@ class Heap:
         self._budget = budget
         self._boot = boot
         self._directory = directory
+        self._on_growth = on_growth
         self._whole_pages = kind == BY_VALUE
         self._next_segment = _FIRST_SEGMENT
         self._reaped = self.last_used = time.monotonic()
@@ -191,6 +207,7 @@ class Heap:
         if found is None:
             with self.exclusive():
                 found = self._take_warm(size) or self._make_room(size)
+            self._on_growth(self)
         segment, block = found
         # Before it counts as out, so that reap() in another thread, which sees
         # neither views nor leases yet, leaves it alone.
@@ -358,16 +375,16 @@ class Heap:
     def _grow(self, size: int) -> OwnedSegment:
         wanted = max(self._next_segment, 2 * size)
         try:
-            segment = self._create(wanted, size)
+            segment = self._create(wanted)
         except SegmentError:
             # Address space or file size may be limited: ask for just enough.
-            segment = self._create(size, size)
+            segment = self._create(size)
         self._next_segment = min(max(2 * wanted, _FIRST_SEGMENT), _LARGEST_STEP)
         self._directory[segment.token] = segment
         self.segments.append(segment)
         return segment
 
-    def _create(self, data: int, block: int) -> OwnedSegment:
+    def _create(self, data: int) -> OwnedSegment:
         blocks, slots = _table_sizes(self.kind, data)
         layout = Layout.plan(blocks, slots)
         token = secrets.token_bytes(16)
@@ -396,6 +413,9 @@ class Heap:
             ) from error
         try:
             reserve_pages(file.fd, 0, layout.slot_words)
+            # Before there is a header: a file with one and without the lock is
+            # a dead owner's, see sweep.
+            locks.try_lock(file.fd, LOCK_OWNER)
             os.pwrite(file.fd, header.pack(), 0)
             segment = OwnedSegment(file, header, self.strategy)
             try:
@@ -438,8 +458,7 @@ class Heap:
                     break
                 self._cool_block(segment, block)
                 released += size
-        if not keep:
-            self._drop_empty()
+        self._drop_empty()
         return released
 
     def _cool_block(self, segment: OwnedSegment, block: int) -> None:
@@ -502,10 +521,7 @@ class Heap:
 
 def _table_sizes(kind: int, data: int) -> tuple[int, int]:
     """Choose how many blocks and lease slots a segment of ``data`` bytes gets."""
-    if kind == BY_VALUE:
-        blocks = 256 + data // (16 * PAGE_SIZE)
-    else:
-        blocks = 4096 + data // PAGE_SIZE
+    blocks = 256 + data // (16 * PAGE_SIZE) if kind == BY_VALUE else 4096 + data // PAGE_SIZE
     slots = -(-max(4 * blocks, 128 * CHUNK_SLOTS) // CHUNK_SLOTS) * CHUNK_SLOTS
     # Whole pages of links: chunks are reserved by the page.
     return (blocks + 7) & -8, slots

@@ -104,7 +104,8 @@ class SegmentHeader:
         if version != VERSION:
             raise _no_segment(f"its format is version {version}, this is version {VERSION}")
         name = strategy.rstrip(b"\0").decode(errors="replace")
-        header = cls(*fields, name)
+        kind, token, boot, family, owner_pid, created_ns, size, blocks, slots = fields
+        header = cls(kind, token, boot, family, owner_pid, created_ns, size, blocks, slots, name)
         if header.kind not in (BY_VALUE, SHARED) or Layout.of(header).data_offset > header.size:
             raise _no_segment("its fields contradict each other")
         return header

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+from typing import TYPE_CHECKING
 
-from shmreduce.contracts import Mode
 from shmreduce.errors import (
     AttachError,
     ConfigurationError,
@@ -27,6 +27,9 @@ from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import NONCE_MASK, Segment
 from shmreduce.settings import get_settings
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import Mode
 
 __all__ = ["Message", "allocate", "discard_message", "find_block", "import_block"]
 
@@ -61,7 +64,7 @@ class Message:
 
     __slots__ = ("_runtime", "_shared_memory", "_taken", "inline_limit")
 
-    def __init__(self, shared_memory: bool = True) -> None:  # noqa: FBT001, FBT002
+    def __init__(self, shared_memory: bool = True) -> None:
         settings = get_settings()
         self._shared_memory = shared_memory
         self.inline_limit = settings.inline_limit
@@ -130,7 +133,7 @@ class Message:
         if not self._shared_memory:
             return None
         runtime = self._current()
-        record = block._record  # noqa: SLF001 - Block and Message are one layer
+        record = block._record
         inherited = record.live is not runtime.live
         if record.shared:
             if record.mode == "cow" and record.slot is not None:
@@ -225,7 +228,9 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
     """
     if not isinstance(nbytes, int) or nbytes < 0:
         raise ConfigurationError(
-            f"nbytes must be an integer of 0 or more, not {nbytes!r}", setting="nbytes", value=nbytes
+            f"nbytes must be an integer of 0 or more, not {nbytes!r}",
+            setting="nbytes",
+            value=nbytes,
         )
     if mode not in _MODES:
         raise ConfigurationError(

@@ -12,16 +12,20 @@ from __future__ import annotations
 import os
 import socket
 from multiprocessing import context, reduction, util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import Family, Letter, reopen
 from shmreduce.memory.heap import Heap, headroom
+from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.ledger import ForkLedger
-from shmreduce.memory.segment import Segment
+from shmreduce.memory.sweep import sweep
 from shmreduce.settings import Settings, get_settings
 from shmreduce.strategies import current_strategy
+
+if TYPE_CHECKING:
+    from shmreduce.memory.segment import Segment
 
 __all__ = ["Runtime", "configure", "current", "inheritance"]
 
@@ -39,16 +43,19 @@ class Runtime:
     """
 
     def __init__(self, parent: Runtime | None = None) -> None:
-        self.live = LiveBlocks(ForkLedger()) if parent is None else parent.live.in_child()
-        lineage = None if parent is None else parent.attachments.lineage()
-        self.attachments = Attachments(self._get_family, lineage)
+        self.live: LiveBlocks = (
+            LiveBlocks(ForkLedger()) if parent is None else parent.live.in_child()
+        )
+        lineage: dict[bytes, Segment] = {} if parent is None else parent.attachments.lineage()
+        self.attachments: Attachments = Attachments(self._get_family, lineage)
+        self.idle_return = IdleReturn(self.live, lambda: self.heaps, _idle_limits)
         self._heaps: dict[tuple[int, str, bool], Heap] = {}
         self._parent_family = parent.known_family if parent is not None else None
         self._family: Family | None = None
 
     @property
     def family(self) -> Family:
-        """This process's membership; a process without one begins a family."""
+        """Membership of the process in its family; a process without one begins a family."""
         if self._family is None:
             if self._parent_family is not None:
                 self._family = self._parent_family.rejoined()
@@ -86,6 +93,7 @@ class Runtime:
         key = (kind, strategy.name, spare)
         heap = self._heaps.get(key)
         if heap is None:
+            sweep(strategy)
             made = Heap(
                 kind,
                 strategy,
@@ -93,9 +101,14 @@ class Runtime:
                 _budget,
                 self.attachments.boot,
                 self.attachments.directory,
+                self._on_growth,
             )
             heap = self._heaps.setdefault(key, made)
         return heap
+
+    def _on_growth(self, heap: Heap) -> None:
+        if heap.reserved_bytes > get_settings().idle_keep:
+            self.idle_return.start()
 
     # The end
 
@@ -106,6 +119,7 @@ class Runtime:
         a killed process cannot do here, the kernel does (memfd), or the next
         user (names).
         """
+        self.idle_return.stop()
         self.live.settle()
         alone = self._family is None or self._family.alone()
         for segment in list(self.attachments.directory.values()):
@@ -114,6 +128,7 @@ class Runtime:
                 self._post(segment, unread)
         for heap in self.heaps:
             heap.leave()
+            sweep(heap.strategy)
         self.live.current = False
 
     def _post(self, segment: Segment, unread: list[tuple[int, int]]) -> None:
@@ -133,6 +148,11 @@ def _default_budget() -> int:
 def _budget() -> int:
     budget = get_settings().budget
     return current().family.budget if budget is None else budget
+
+
+def _idle_limits() -> tuple[float, int]:
+    settings = get_settings()
+    return settings.idle_seconds, settings.idle_keep
 
 
 _current: Runtime | None = None
@@ -171,12 +191,14 @@ def _leave() -> None:
 
 def _before_fork() -> None:
     if _current is not None:
+        _current.idle_return.before_fork()
         _current.live.before_fork()
 
 
 def _after_fork_in_parent() -> None:
     if _current is not None:
         _current.live.ledger.after_fork_in_parent()
+        _current.idle_return.after_fork_in_parent()
 
 
 def _after_fork_in_child() -> None:
@@ -238,7 +260,7 @@ def inheritance() -> _Inheritance | None:
     child: Any = context.get_spawning_popen()
     if child is None or getattr(child, "_shmreduce_inherits", False):
         return None
-    child._shmreduce_inherits = True  # noqa: SLF001 - a mark of our own on the Popen
+    child._shmreduce_inherits = True
     family = current().family
     receiver, sender = family.mailbox
     return _Inheritance(

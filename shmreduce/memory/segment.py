@@ -26,9 +26,8 @@ import os
 import stat
 import time
 from collections import deque
-from types import TracebackType
+from typing import TYPE_CHECKING
 
-from shmreduce.contracts import SegmentFile, SharingStrategy
 from shmreduce.errors import (
     AlreadyLoadedError,
     ForeignSegmentError,
@@ -51,6 +50,11 @@ from shmreduce.memory.layout import (
     SegmentHeader,
 )
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from shmreduce.contracts import SegmentFile, SharingStrategy
 
 __all__ = ["LOCK_PATIENCE", "MESSAGE", "NONCE_MASK", "Segment", "reserve_pages"]
 
@@ -127,8 +131,6 @@ class Segment:
         self._listed: dict[int, object] = {}
         self._chunks: dict[int, object] = {}
         self._locator: str | None = None
-        if owner:
-            locks.try_lock(self.fd, LOCK_OWNER)
         self.importer = self._register()
 
     @classmethod
@@ -406,7 +408,7 @@ class Segment:
 
     def leases(self, block: int) -> list[int]:
         """Return the words of the block's chain, newest first."""
-        found = []
+        found: list[int] = []
         link = self.heads[block]
         while link and len(found) <= self.layout.slots:
             found.append(self.words[link - 1])

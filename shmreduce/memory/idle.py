@@ -1,0 +1,112 @@
+"""Gives idle memory back while the program does something else.
+
+May import ``heap`` and ``blocks``.
+
+A process that waits for its next message cannot notice that its receivers are
+done. So while its heaps hold more than they may keep idle, a thread looks once
+in a while. It ends itself when it is no longer needed, and is ended before a
+fork: CPython 3.12 and later warn about forking with other threads running.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from shmreduce.memory.heap import Heap, HeapBusy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shmreduce.memory.blocks import LiveBlocks
+
+__all__ = ["IdleReturn"]
+
+_LONGEST_PAUSE = 0.5
+_PATIENCE = 0.5
+
+
+class IdleReturn:
+    """The thread that looks after idle memory.
+
+    Parameters
+    ----------
+    live : LiveBlocks
+        Releases that wait are tried again.
+    heaps : callable
+        Returns the process's heaps.
+    limits : callable
+        Returns for how long memory must be idle, in seconds, and how many
+        bytes of it may be kept.
+    """
+
+    def __init__(
+        self,
+        live: LiveBlocks,
+        heaps: Callable[[], list[Heap]],
+        limits: Callable[[], tuple[float, int]],
+    ) -> None:
+        self._live = live
+        self._heaps = heaps
+        self._limits = limits
+        self._thread: threading.Thread | None = None
+        self._stop = _thread.allocate_lock()
+        self._stopped_for_fork = False
+
+    def start(self) -> None:
+        """See to it that the thread runs; cheap if it does."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        stop = _thread.allocate_lock()
+        stop.acquire()
+        self._stop = stop
+        self._thread = threading.Thread(
+            target=self._run, args=(stop,), name="shmreduce-idle", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """End the thread, waiting for it boundedly; return whether there was one."""
+        thread, self._thread = self._thread, None
+        if thread is None or not thread.is_alive():
+            return False
+        if self._stop.locked():
+            self._stop.release()
+        thread.join(_PATIENCE)
+        return True
+
+    def before_fork(self) -> None:
+        """End the thread for the duration of a fork."""
+        self._stopped_for_fork = self.stop()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on after a fork."""
+        if self._stopped_for_fork:
+            self._stopped_for_fork = False
+            self.start()
+
+    def _run(self, stop: _thread.LockType) -> None:
+        while True:
+            seconds, keep = self._limits()
+            if stop.acquire(timeout=min(_LONGEST_PAUSE, max(seconds / 4, 0.01))):
+                return
+            self._live.settle()
+            wanted = [self._look_after(heap, seconds, keep) for heap in self._heaps()]
+            if not any(wanted):
+                return
+
+    def _look_after(self, heap: Heap, seconds: float, keep: int) -> bool:
+        """Take back what is free; return whether there may be more to come."""
+        if heap.collect():
+            heap.last_used = time.monotonic()
+        try:
+            with heap.exclusive(wait=False) as got:
+                if got:
+                    heap.reap()
+                    if time.monotonic() - heap.last_used >= seconds:
+                        heap.cool(keep)
+        except HeapBusy:
+            return True
+        return heap.reserved_bytes > keep

@@ -1,0 +1,232 @@
+"""What is alive: in this process, and on this machine.
+
+May import every module of the package. Reads segments without taking part:
+no locks are taken, no importer is registered, nothing is mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shmreduce.discovery import get_registry
+from shmreduce.errors import ForeignSegmentError, InvalidHandleError, SegmentError
+from shmreduce.memory import locks
+from shmreduce.memory.layout import LOCK_OWNER, SHARED, Layout, SegmentHeader
+from shmreduce.memory.runtime import current
+from shmreduce.memory.segment import MESSAGE, check_file
+from shmreduce.memory.sweep import abandoned, sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from shmreduce.contracts import SharingStrategy
+
+__all__ = [
+    "ProcessState",
+    "SegmentState",
+    "leftovers",
+    "list_segments",
+    "process_state",
+    "remove_leftovers",
+]
+
+_MEMFD = "/memfd:shmreduce-"
+
+
+@dataclass(frozen=True)
+class SegmentState:
+    """One segment as seen from outside.
+
+    Parameters
+    ----------
+    token, strategy : str
+        Its identity, and who made it.
+    name : str or None
+        Its name in a file system.
+    shared : bool
+        Whether it holds shared blocks, as against messages by value.
+    owner : int
+        Pid of its maker.
+    owner_alive : bool
+        Whether the maker, or a forked child that inherited its memory, lives.
+    age : float
+        Seconds since it was made.
+    size, reserved : int
+        Bytes of address space, and of memory really allocated.
+    blocks : int
+        Runs that were carved out of it, warm free ones included.
+    messages, holds : int
+        Leases of messages under way, and of arrays in use elsewhere.
+    holders : dict
+        How many descriptors each process has open, by pid.
+    """
+
+    token: str
+    strategy: str
+    name: str | None
+    shared: bool
+    owner: int
+    owner_alive: bool
+    age: float
+    size: int
+    reserved: int
+    blocks: int
+    messages: int
+    holds: int
+    holders: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What this process has.
+
+    Parameters
+    ----------
+    segments : dict
+        Descriptor of each open segment, by token.
+    arrays : int
+        Blocks of which there are views here.
+    unread : int
+        Messages sent from here that nobody has read.
+    out : int
+        Blocks made here that are in use, here or elsewhere.
+    reserved, warm : int
+        Bytes of this process's segments, and of those the bytes that are free.
+    waiting : int
+        Dead blocks that wait for a busy lock or a forked child.
+    """
+
+    segments: dict[str, int]
+    arrays: int
+    unread: int
+    out: int
+    reserved: int
+    warm: int
+    waiting: int
+
+
+def process_state() -> ProcessState:
+    """Return what this process has, after taking back what is free.
+
+    Examples
+    --------
+    >>> process_state().arrays >= 0
+    True
+    """
+    runtime = current()
+    runtime.live.settle()
+    heaps = runtime.heaps
+    for heap in heaps:
+        heap.collect()
+        heap.reap()
+    segments = list(runtime.attachments.directory.values())
+    return ProcessState(
+        segments={segment.token.hex(): segment.fd for segment in segments},
+        arrays=len(runtime.live),
+        unread=sum(len(segment.unread()) for segment in segments),
+        out=sum(len(segment.out) for heap in heaps for segment in heap.segments),
+        reserved=sum(heap.reserved_bytes for heap in heaps),
+        warm=sum(heap.warm_bytes for heap in heaps),
+        waiting=runtime.live.unsettled,
+    )
+
+
+def list_segments() -> list[SegmentState]:
+    """Return this user's segments on this machine, oldest first."""
+    found: dict[bytes, tuple[SegmentState, dict[int, int]]] = {}
+    for path, pid in _candidates():
+        state = _look_at(path)
+        if state is None:
+            continue
+        token = bytes.fromhex(state.token)
+        _, holders = found.setdefault(token, (state, state.holders))
+        if pid is not None:
+            holders[pid] = holders.get(pid, 0) + 1
+    return sorted((state for state, _ in found.values()), key=lambda state: -state.age)
+
+
+def leftovers() -> list[str]:
+    """Return the names of segments whose owners were killed."""
+    return [name for strategy in _strategies() for name in strategy.names() if abandoned(name)]
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the names that killed owners left; return what was removed.
+
+    Readers that have such a segment open keep it.
+    """
+    return [name for strategy in _strategies() for name in sweep(strategy)]
+
+
+def _strategies() -> Iterable[SharingStrategy]:
+    return [claim.strategy for claim in get_registry().strategies().values()]
+
+
+def _candidates() -> Iterator[tuple[str, int | None]]:
+    """Yield paths that may be segments, with the process that has them open."""
+    names = {name for strategy in _strategies() for name in strategy.names()}
+    for name in names:
+        yield name, None
+    for entry in os.listdir("/proc") if os.path.isdir("/proc/self/fd") else ():
+        if not entry.isdigit():
+            continue
+        folder = f"/proc/{entry}/fd"
+        try:
+            numbers = os.listdir(folder)
+        except OSError:
+            # Gone meanwhile, or another user's.
+            continue
+        for number in numbers:
+            path = f"{folder}/{number}"
+            try:
+                target = os.readlink(path)
+            except OSError:
+                continue
+            unlinked = "/shmreduce-" in target and target.endswith(" (deleted)")
+            if unlinked or target in names or target.startswith(_MEMFD):
+                yield path, int(entry)
+
+
+def _look_at(path: str) -> SegmentState | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None
+    try:
+        header = check_file(fd, None)
+        return _describe(fd, header, path)
+    except (OSError, InvalidHandleError, ForeignSegmentError, SegmentError):
+        # Not a segment, or one that is just being made.
+        return None
+    finally:
+        os.close(fd)
+
+
+def _describe(fd: int, header: SegmentHeader, path: str) -> SegmentState:
+    layout = Layout.of(header)
+    capacities = _table(fd, layout.capacities, layout.blocks)
+    words = _table(fd, layout.slot_words, layout.slots)
+    used = [word for word in words.tolist() if word]
+    messages = sum(1 for word in used if word >> 62 == MESSAGE >> 62)
+    return SegmentState(
+        token=header.token.hex(),
+        strategy=header.strategy,
+        name=None if path.startswith("/proc/") else path,
+        shared=header.kind == SHARED,
+        owner=header.owner_pid,
+        owner_alive=locks.first_locked(fd, LOCK_OWNER) is not None,
+        age=max(0.0, (time.time_ns() - header.created_ns) / 1e9),
+        size=header.size,
+        reserved=os.fstat(fd).st_blocks * 512,
+        blocks=sum(1 for capacity in capacities.tolist() if capacity),
+        messages=messages,
+        holds=len(used) - messages,
+    )
+
+
+def _table(fd: int, offset: int, count: int) -> memoryview:
+    data = os.pread(fd, 8 * count, offset)
+    return memoryview(data.ljust(8 * count, b"\0")).cast("Q")

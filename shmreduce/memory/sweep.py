@@ -1,0 +1,61 @@
+"""Removes the names of segments whose owners were killed.
+
+May import contracts, errors, ``locks``, ``layout`` and ``segment``.
+
+Only strategies with names need this: what has no name is freed by the kernel.
+Whoever makes a segment, and whoever ends normally, sweeps first, so leftovers
+do not pile up and nobody has to ask.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from shmreduce.errors import InvalidHandleError, ShmreduceError
+from shmreduce.memory import locks
+from shmreduce.memory.layout import LOCK_OWNER
+from shmreduce.memory.segment import check_file
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import SharingStrategy
+
+__all__ = ["abandoned", "sweep"]
+
+_UNFINISHED_SECONDS = 60.0
+
+
+def sweep(strategy: SharingStrategy) -> list[str]:
+    """Remove what killed owners left under this strategy; return the names.
+
+    Whoever has such a segment open keeps it.
+    """
+    removed = []
+    for name in strategy.names():
+        if abandoned(name):
+            strategy.unlink(name)
+            removed.append(name)
+    return removed
+
+
+def abandoned(name: str) -> bool:
+    """Return whether the named segment's owner, and every fork of it, is dead."""
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        # Removed meanwhile.
+        return False
+    try:
+        # The owner locks its byte before it writes the header.
+        if locks.first_locked(fd, LOCK_OWNER) is not None:
+            return False
+        check_file(fd, None)
+    except InvalidHandleError:
+        # Killed while making it, or about to finish making it.
+        return time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
+    except (OSError, ShmreduceError):
+        return False
+    finally:
+        os.close(fd)
+    return True
