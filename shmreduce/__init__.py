@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     from shmreduce.hookspecs import hookimpl
     from shmreduce.memory.attachments import open_process_descriptor
     from shmreduce.memory.blocks import Block
-    from shmreduce.memory.message import Message
-    from shmreduce.memory.runtime import allocate, find_block, import_block
+    from shmreduce.memory.message import Message, allocate, find_block, import_block
     from shmreduce.settings import Settings, get_settings
     from shmreduce.strategies import (
         get_all_sharing_strategies,

@@ -63,6 +63,11 @@ class ShmreduceError(Exception):
     4096
     """
 
+    message_bytes: bytes | None = None
+    """The whole pickled message that could not be loaded for a reason that may
+    pass, such as too many open files; ``pickle.loads`` can be tried on it
+    again. None for every other error. Not pickled with the error."""
+
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
@@ -207,13 +212,8 @@ class AlreadyLoadedError(StaleHandleError):
 class AttachError(ShmreduceError):
     """The segment behind a handle cannot be opened in this process.
 
-    ``message_bytes``, where set, is the whole pickled message: nothing was
-    claimed yet, so it can be loaded again once the cause is mended.
-
     Fields: ``segment``, ``locator``, ``reason``, ``errno``.
     """
-
-    message_bytes: bytes | None = None
 
 
 class ProducerDied(AttachError):

@@ -50,7 +50,7 @@ from shmreduce.discovery import (
     take_over_reducers,
     warned_plugins,
 )
-from shmreduce.errors import AttachError, ReducerConflictError, ReducerError
+from shmreduce.errors import AttachError, ReducerConflictError, ReducerError, SegmentError
 from shmreduce.memory import runtime
 from shmreduce.memory.message import Message, discard_message
 from shmreduce.registry import describe, qualified_name
@@ -447,8 +447,8 @@ class _Patch:
             """Unpickle a message; what it holds is given back if that fails."""
             try:
                 return previous(data, **options)
-            except AttachError as error:
-                # Nothing is claimed: it can be loaded again once the cause is mended.
+            except (AttachError, SegmentError) as error:
+                # What could not be opened or mapped is not claimed: the message can be loaded again once the cause is mended.
                 if self.active:
                     error.message_bytes = bytes(data)
                 raise
