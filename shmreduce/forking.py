@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from shmreduce import remote
 from shmreduce.discovery import (
@@ -50,7 +50,16 @@ from shmreduce.discovery import (
     take_over_reducers,
     warned_plugins,
 )
-from shmreduce.errors import AttachError, ReducerConflictError, ReducerError, SegmentError
+from shmreduce.errors import (
+    AttachError,
+    ForeignSegmentError,
+    ProducerDied,
+    ReducerConflictError,
+    ReducerError,
+    SegmentError,
+    ShmreduceError,
+    WrongHostError,
+)
 from shmreduce.memory import runtime
 from shmreduce.memory.message import Message, discard_message
 from shmreduce.registry import describe, qualified_name
@@ -447,17 +456,22 @@ class _Patch:
             """Unpickle a message; what it holds is given back if that fails."""
             try:
                 return previous(data, **options)
-            except (AttachError, SegmentError) as error:
-                # What could not be opened or mapped is not claimed: the message can be loaded again once the cause is mended.
+            except BaseException as error:
                 if self.active:
-                    error.message_bytes = bytes(data)
-                raise
-            except BaseException:
-                if self.active:
-                    discard_message(data)
+                    if _may_pass(error):
+                        error.message_bytes = bytes(data)
+                    else:
+                        discard_message(data)
                 raise
 
         return loads
+
+
+def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
+    """Whether the same message may load later: nothing of the block was claimed."""
+    return isinstance(error, AttachError | SegmentError) and not isinstance(
+        error, ProducerDied | WrongHostError | ForeignSegmentError
+    )
 
 
 def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
