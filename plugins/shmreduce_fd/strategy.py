@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import struct
+from pathlib import Path
 
 from shmreduce import InvalidHandleError, SegmentFile, SharingStrategy, open_process_descriptor
 
@@ -56,7 +57,7 @@ class FileDescriptorStrategy(SharingStrategy):
             return "this system has no memfd_create (Linux 3.17 and later have it)"
         if not hasattr(fcntl, "F_OFD_SETLK"):
             return "this system has no open file description locks (fcntl F_OFD_SETLK)"
-        if not os.path.isdir("/proc/self/fd"):
+        if not Path("/proc/self/fd").is_dir():
             return "/proc/self/fd is missing: mount /proc"
         try:
             self._probe()

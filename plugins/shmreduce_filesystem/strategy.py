@@ -5,12 +5,12 @@ May import public names of :mod:`shmreduce` only.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import stat
 import tempfile
+from pathlib import Path
 
 from shmreduce import (
     ForeignSegmentError,
@@ -23,7 +23,7 @@ from shmreduce import (
 __all__ = ["FileSystemStrategy"]
 
 _DIRECTORY_VARIABLE = "SHMREDUCE_DIRECTORY"
-_SHARED_MEMORY_DIRECTORY = "/dev/shm"  # noqa: S108 (files are exclusive, 0600, unguessable)
+_SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (files are exclusive, 0600, unguessable)
 
 _NAME = re.compile(r"shmreduce-([0-9]+)-([0-9]+)-([0-9a-z]+)", re.ASCII)
 _LOCATOR = re.compile(r"(?:([0-9]+):([0-9]+):)?(/[^\0]*)", re.ASCII)
@@ -71,9 +71,9 @@ class FileSystemStrategy(SharingStrategy):
         if not hasattr(fcntl, "F_OFD_SETLK"):
             return "this system has no open file description locks (fcntl F_OFD_SETLK)"
         directory = _directory()
-        if not os.path.isabs(directory):
-            return f"{_DIRECTORY_VARIABLE}={directory!r} is not an absolute path"
-        if not os.path.isdir(directory):
+        if not directory.is_absolute():
+            return f"{_DIRECTORY_VARIABLE}={str(directory)!r} is not an absolute path"
+        if not directory.is_dir():
             return f"{directory} is not a directory: set {_DIRECTORY_VARIABLE} to one that exists"
         try:
             self._probe()
@@ -99,7 +99,7 @@ class FileSystemStrategy(SharingStrategy):
         OSError
             As the system gave it. Neither descriptor nor file is left.
         """
-        path = os.path.join(_directory(), f"shmreduce-{os.geteuid()}-{os.getpid()}-{token}")
+        path = str(_directory() / f"shmreduce-{os.geteuid()}-{os.getpid()}-{token}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
         try:
@@ -161,11 +161,10 @@ class FileSystemStrategy(SharingStrategy):
             If ``name`` is not that of a segment of this user. Nothing is
             removed then.
         """
-        match = _NAME.fullmatch(os.path.basename(name))
+        match = _NAME.fullmatch(Path(name).name)
         if match is None or int(match[1]) != os.geteuid():
             raise _not_a_segment(name, "it is not named like a segment of this user")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        Path(name).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
         """List the paths of this user's segments, also of processes that are dead.
@@ -190,33 +189,32 @@ class FileSystemStrategy(SharingStrategy):
             self.unlink(file.name)
 
 
-def _directory() -> str:
+def _directory() -> Path:
     chosen = os.environ.get(_DIRECTORY_VARIABLE)
     if chosen:
-        return chosen
-    if os.path.isdir(_SHARED_MEMORY_DIRECTORY):
+        return Path(chosen)
+    if _SHARED_MEMORY_DIRECTORY.is_dir():
         return _SHARED_MEMORY_DIRECTORY
-    return tempfile.gettempdir()
+    return Path(tempfile.gettempdir())
 
 
 def _parse(locator: str) -> tuple[int | None, int | None, str]:
     match = _LOCATOR.fullmatch(locator)
     if match is None:
         raise _not_a_segment(locator, "it is not of the form PID:FD:PATH")
-    path = match[3]
+    path = Path(match[3])
     # A forged handle must not make this process open a file of its choice.
-    directory, base = os.path.split(path)
-    if directory != _directory().rstrip("/"):
+    if path.parent != _directory():
         raise _not_a_segment(
-            path,
+            str(path),
             f"it is not in {_directory()}, the directory of this process "
             f"(set {_DIRECTORY_VARIABLE} to the same directory everywhere)",
         )
-    if _NAME.fullmatch(base) is None:
-        raise _not_a_segment(path, "it is not named like a segment")
+    if _NAME.fullmatch(path.name) is None:
+        raise _not_a_segment(str(path), "it is not named like a segment")
     if match[1] is None:
-        return None, None, path
-    return int(match[1]), int(match[2]), path
+        return None, None, str(path)
+    return int(match[1]), int(match[2]), str(path)
 
 
 def _open_path(path: str) -> int:

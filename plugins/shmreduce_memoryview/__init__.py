@@ -1,0 +1,27 @@
+"""Memoryviews travel by shared memory; without this they cannot be pickled at all.
+
+Imports only public names of :mod:`shmreduce`. This module answers the hook.
+``reducer`` is what the core gets, ``rebuild`` the receiving side of a message,
+``layout`` says what a memoryview looks like and where it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmreduce import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shmreduce import Reducer
+
+__all__ = ["shmreduce_reducers"]
+
+
+@hookimpl
+def shmreduce_reducers() -> Iterable[Reducer]:
+    """Provide the reducer of ``memoryview``."""
+    from shmreduce_memoryview.reducer import MemoryviewReducer
+
+    return [MemoryviewReducer()]

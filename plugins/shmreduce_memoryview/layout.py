@@ -1,0 +1,123 @@
+"""What a memoryview looks like and where its memory is.
+
+May import the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Rows", "address_of", "bottom_of", "is_castable", "rows_of"]
+
+# The formats that memoryview.cast() takes in every supported Python.
+_CASTABLE = frozenset("bBhHiIlLqQnNfd?cP")
+
+
+class _Buffer(ctypes.Structure):
+    """``Py_buffer``: https://docs.python.org/3/c-api/buffer.html#buffer-structure."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("strides", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("suboffsets", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_PYBUF_FULL_RO = 0x011C
+_get_buffer: Any = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
+_get_buffer.restype = ctypes.c_int
+_release_buffer: Any = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
+_release_buffer.restype = None
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of the view's first element, 0 for an empty buffer perhaps.
+
+    Asked of the C interface: ``from_buffer`` of ctypes refuses read-only and
+    strided views.
+    """
+    buffer = _Buffer()
+    _get_buffer(view, ctypes.byref(buffer), _PYBUF_FULL_RO)
+    try:
+        return buffer.buf or 0
+    finally:
+        _release_buffer(ctypes.byref(buffer))
+
+
+def bottom_of(view: memoryview) -> Any:
+    """Return the object at the bottom of the view.
+
+    That is the view's exporter or, where the exporter is an array that borrows
+    its memory (it has a ``base``), what it borrows from.
+    """
+    bottom: Any = view.obj
+    while True:
+        below = bottom.obj if isinstance(bottom, memoryview) else getattr(bottom, "base", None)
+        if below is None:
+            return bottom
+        bottom = below
+
+
+def is_castable(view: memoryview) -> bool:
+    """Return whether :meth:`memoryview.cast` can make a view of this format from bytes.
+
+    Examples
+    --------
+    >>> is_castable(memoryview(b"abc"))
+    True
+    >>> import ctypes
+    >>> is_castable(memoryview((ctypes.c_int * 3)()))
+    False
+    """
+    return view.format.removeprefix("@") in _CASTABLE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Equal pieces of memory, each gapless, at equal distances.
+
+    Parameters
+    ----------
+    size : int
+        Bytes of one row.
+    step : int
+        From one row to the next, in rows; negative if they run backwards.
+    """
+
+    size: int
+    step: int
+
+
+def rows_of(view: memoryview) -> Rows | None:
+    """Return the rows of a view that slicing its first dimension leads to, else None.
+
+    Examples
+    --------
+    >>> rows_of(memoryview(bytes(24)).cast("B", (4, 6))[::-2])
+    Rows(size=6, step=-2)
+    """
+    shape, strides = view.shape, view.strides
+    if not shape or not strides or 0 in shape or view.suboffsets:
+        return None
+    size = view.itemsize
+    for length, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+        if stride != size and length != 1:
+            return None
+        size *= length
+    if shape[0] == 1:
+        return Rows(size, 1)
+    if strides[0] == 0 or strides[0] % size:
+        return None
+    return Rows(size, strides[0] // size)

@@ -1,0 +1,69 @@
+"""The receiving side: functions that messages name to rebuild memoryviews.
+
+May import public names of :mod:`shmreduce`. The functions' names and
+parameters are what is written in messages.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from shmreduce import InvalidHandleError, import_block
+
+__all__ = ["rebuild_inline", "rebuild_view"]
+
+
+def rebuild_view(
+    handle: bytes, offset: int, element: str, shape: tuple[int, ...], step: int, readonly: bool
+) -> memoryview:
+    """Return a view of rows in a block.
+
+    Parameters
+    ----------
+    handle : bytes
+        Of the block.
+    offset : int
+        Bytes from the start of the block to the lowest row.
+    element : str
+        Format of one element, as ``memoryview.format``.
+    shape : tuple of int
+        Of the view.
+    step : int
+        From one row to the next, in rows; negative if they run backwards.
+    readonly : bool
+        Whether the view is read-only even where the block is not.
+
+    Raises
+    ------
+    ShmreduceError
+        As :func:`shmreduce.import_block`; an InvalidHandleError if the view
+        would reach beyond its block.
+    """
+    block = import_block(handle)
+    span = ((shape[0] - 1) * abs(step) + 1, *shape[1:]) if shape and 0 not in shape else shape
+    end = offset + math.prod(span) * struct.calcsize(element)
+    if offset < 0 or end > block.nbytes:
+        reason = f"a view of bytes {offset} to {end} does not fit"
+        raise InvalidHandleError(
+            f"The message names {block.nbytes} bytes of shared memory, but {reason}. "
+            "It was damaged, or made by another version of shmreduce.",
+            reason=reason,
+        )
+    view = _cast(block.buffer[offset:end], element, span)
+    if step != 1:
+        view = view[::step]
+    return view.toreadonly() if readonly else view
+
+
+def rebuild_inline(
+    data: bytes, element: str, shape: tuple[int, ...], readonly: bool
+) -> memoryview:
+    """Return a view of bytes that came in the message itself."""
+    return _cast(memoryview(data if readonly else bytearray(data)), element, shape)
+
+
+def _cast(data: memoryview, element: Any, shape: tuple[int, ...]) -> memoryview:
+    # cast() refuses a shape with zeros, and needs none for one dimension.
+    return data.cast(element) if len(shape) == 1 else data.cast(element, shape)

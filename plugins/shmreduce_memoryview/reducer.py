@@ -1,0 +1,126 @@
+"""The reducer of memoryviews: the sending side, and how they become shared.
+
+May import public names of :mod:`shmreduce`, ``layout`` and ``rebuild`` of this
+plugin; NumPy inside functions, for views that only an array can describe.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shmreduce import NotShareableError, Reducer, allocate, find_block, share
+from shmreduce_memoryview.layout import Rows, address_of, bottom_of, is_castable, rows_of
+from shmreduce_memoryview.rebuild import rebuild_inline, rebuild_view
+
+if TYPE_CHECKING:
+    from shmreduce import Block, Message, Mode
+
+__all__ = ["MemoryviewReducer"]
+
+
+class MemoryviewReducer(Reducer):
+    """Lets memoryviews travel: format, shape and ``readonly`` are kept.
+
+    A view of a shared block keeps its strides and stays a view of that block.
+    Other views are copied, without gaps. Formats and layouts that
+    :meth:`memoryview.cast` and slicing cannot make (structures, complex
+    numbers, Fortran order) travel as the NumPy array behind them.
+    """
+
+    types = (memoryview,)
+
+    def reduce(self, obj: memoryview, message: Message) -> Any:
+        """Return how to rebuild the view; NotImplemented if NumPy cannot read it either."""
+        block = self.find_block(obj)
+        if block is not None and block.shared:
+            rows = rows_of(obj)
+            of_rows = rows is not None or obj.ndim == 0 or (obj.ndim == 1 and obj.nbytes == 0)
+            if not is_castable(obj) or not of_rows:
+                return _as_array(obj)
+            handle = message.refer(block, obj.nbytes)
+            if handle is not None:
+                return rebuild_view, _place(obj, block, handle, rows)
+            block = None
+        if not _is_made_by_cast(obj):
+            return _as_array(obj)
+        return _reduce_by_value(obj, block, message)
+
+    def share(self, obj: Any, mode: Mode) -> memoryview:
+        """Return a writable view of a shared copy of any object with a buffer."""
+        view: Any = memoryview(obj)
+        if not _is_made_by_cast(view):
+            return memoryview(share(_array_of(view), mode=mode))
+        block = allocate(view.nbytes, mode)
+        _copy(view, block.buffer)
+        shared: memoryview = block.buffer.cast(view.format, view.shape)
+        return shared
+
+    def find_block(self, obj: memoryview) -> Block | None:
+        """Return the block below the view, also through arrays that it is a view of."""
+        return find_block(bottom_of(obj))
+
+
+def _reduce_by_value(view: memoryview, block: Block | None, message: Message) -> Any:
+    if view.nbytes >= message.inline_limit and view.nbytes > 0:
+        if block is not None and view.c_contiguous:
+            handle = message.refer(block, view.nbytes)
+            if handle is not None:
+                return rebuild_view, _place(view, block, handle, rows_of(view))
+        taken = message.allocate(view.nbytes)
+        if taken is not None:
+            memory, handle = taken
+            _copy(view, memory)
+            return rebuild_view, (handle, 0, view.format, view.shape, 1, view.readonly)
+    return rebuild_inline, (view.tobytes(), view.format, view.shape, view.readonly)
+
+
+def _place(view: Any, block: Block, handle: bytes, rows: Rows | None) -> tuple[Any, ...]:
+    offset = address_of(view) - block.address if view.nbytes else 0
+    step = 1 if rows is None else rows.step
+    if rows is not None and step < 0:
+        # Named by its lowest row, as a slice is.
+        offset += (view.shape[0] - 1) * step * rows.size
+    return handle, offset, view.format, view.shape, step, view.readonly
+
+
+def _is_made_by_cast(view: memoryview) -> bool:
+    """Return whether a gapless copy of the view can be made by ``cast`` alone."""
+    if not is_castable(view) or view.suboffsets:
+        return False
+    if view.nbytes == 0:
+        return view.ndim == 1
+    return view.c_contiguous or not view.f_contiguous
+
+
+def _copy(view: Any, memory: memoryview) -> None:
+    if view.nbytes == 0:
+        return
+    if view.c_contiguous:
+        memory[:] = view.cast("B")
+    elif view.ndim == 1:
+        memory.cast(view.format)[:] = view
+    else:
+        memory[:] = view.tobytes()
+
+
+def _as_array(view: memoryview) -> Any:
+    """Leave the view to the reducer of NumPy's arrays."""
+    try:
+        return memoryview, (_array_of(view),)
+    except NotShareableError:
+        # Ordinary pickling then says what it says of all memoryviews.
+        return NotImplemented
+
+
+def _array_of(view: memoryview) -> Any:
+    import numpy as np
+
+    try:
+        return np.asarray(view)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise NotShareableError(
+            f"A memoryview of format {view.format!r} cannot be shared: NumPy does not know "
+            f"the format ({error}). Cast it to bytes first: view.cast('B').",
+            type_name="builtins.memoryview",
+            reason=f"format {view.format!r} is not known to NumPy",
+        ) from error

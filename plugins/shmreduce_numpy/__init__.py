@@ -1,0 +1,37 @@
+"""NumPy arrays travel by shared memory, and are born in it.
+
+Imports only public names of :mod:`shmreduce`, and NumPy when the first array
+turns up. This module answers the hooks. ``reducer`` and ``factory`` are what
+the core gets; ``reduction`` and ``rebuild`` are the sending and the receiving
+side of a message, ``sharing`` makes shared arrays, ``blocks`` relates arrays to
+memory, ``dtypes`` and ``classes`` say what can travel and how.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmreduce import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shmreduce import ArrayFactory, Reducer
+
+__all__ = ["shmreduce_array_factory", "shmreduce_reducers"]
+
+
+@hookimpl
+def shmreduce_reducers() -> Iterable[Reducer]:
+    """Provide the reducer of ``numpy.ndarray`` and its subclasses."""
+    from shmreduce_numpy.reducer import NumpyReducer
+
+    return [NumpyReducer()]
+
+
+@hookimpl
+def shmreduce_array_factory() -> ArrayFactory:
+    """Provide the maker of shared NumPy arrays."""
+    from shmreduce_numpy.factory import NumpyArrayFactory
+
+    return NumpyArrayFactory()

@@ -1,0 +1,107 @@
+"""Relates arrays to blocks: which block an array lies in, and arrays over a block.
+
+May import public names of :mod:`shmreduce`, and NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+import shmreduce
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shmreduce import Block
+
+__all__ = ["array_over", "bytes_covered", "find_block_of", "offset_in", "root_of"]
+
+# as_strided() leaves an object of a class without public name between its
+# result and the array it was given.
+_strided: Any = as_strided(np.zeros(1))
+_STRIDED_BASE = type(_strided.base)
+
+
+def find_block_of(array: np.ndarray[Any, Any]) -> Block | None:
+    """Return the block that the array's memory lies in, shared or by value, or None.
+
+    Found for every view that NumPy derives, and through memoryviews of arrays.
+    Memory that came by way of another library (DLPack, say) is not recognised.
+    """
+    bottom: Any = array.base
+    while bottom is not None:
+        if isinstance(bottom, np.ndarray) or type(bottom) is _STRIDED_BASE:
+            bottom = bottom.base
+        elif isinstance(bottom, memoryview) and isinstance(bottom.obj, np.ndarray):
+            bottom = bottom.obj
+        else:
+            return shmreduce.find_block(bottom)
+    return None
+
+
+def offset_in(block: Block, array: np.ndarray[Any, Any]) -> int:
+    """Return how far from the start of ``block`` the array's first element is, in bytes."""
+    address: int = array.__array_interface__["data"][0]
+    return address - block.address
+
+
+def bytes_covered(array: np.ndarray[Any, Any]) -> int:
+    """Return how many bytes of its block the array's elements take up at most.
+
+    Elements of a broadcast array lie on top of each other; those of a slice
+    leave gaps. The smaller of what the elements take and what they span is an
+    upper bound for both.
+
+    Examples
+    --------
+    >>> bytes_covered(np.broadcast_to(np.zeros(3), (1000, 3)))
+    24
+    >>> bytes_covered(np.zeros(1000)[::10])
+    800
+    """
+    if array.size == 0:
+        return 0
+    span: int = array.itemsize + sum(
+        (length - 1) * abs(stride)
+        for length, stride in zip(array.shape, array.strides, strict=True)
+    )
+    nbytes: int = array.nbytes
+    return min(nbytes, span)
+
+
+def root_of(block: Block) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of ``block`` as an array; read-only if the block is.
+
+    What is derived from it keeps the block alive. ``frombuffer`` and not
+    ``ndarray(buffer=)``: the latter forgets that a buffer was read-only, and
+    would let anybody set ``flags.writeable``.
+    """
+    return np.frombuffer(block.buffer, np.uint8)
+
+
+def array_over(
+    block: Block,
+    shape: Sequence[int],
+    dtype: Any,
+    *,
+    offset: int = 0,
+    strides: Sequence[int] | None = None,
+    order: Any = "C",
+    cls: type[np.ndarray[Any, Any]] = np.ndarray,
+) -> Any:
+    """Return an array of class ``cls`` over a part of ``block``, which it keeps alive.
+
+    As NumPy does for a new array, ``__array_finalize__`` is called with None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the array would reach beyond the block.
+    """
+    # Not cls(...): the constructor of a subclass takes what it likes.
+    return np.ndarray.__new__(
+        cls, shape, dtype, buffer=root_of(block), offset=offset, strides=strides, order=order
+    )

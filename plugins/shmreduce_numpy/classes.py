@@ -1,0 +1,61 @@
+"""How arrays of a class may be pickled: as NumPy would, or as the class says.
+
+May import NumPy.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy import ma
+
+__all__ = ["Protocol", "protocol_of"]
+
+
+class Protocol(enum.Enum):
+    """Whose pickle methods a class has."""
+
+    ARRAY = "those of numpy.ndarray"
+    MASKED = "those of numpy.ma.MaskedArray"
+    OWN = "some of its own"
+
+
+_METHODS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+
+# Weak: classes may be made and dropped at run time.
+_known: WeakKeyDictionary[type, Protocol] = WeakKeyDictionary()
+
+
+def protocol_of(cls: type[np.ndarray[Any, Any]]) -> Protocol:
+    """Return whose pickle methods ``cls`` inherits.
+
+    A class with a method of its own stores more than array and class, in a
+    form that only it knows.
+
+    Examples
+    --------
+    >>> protocol_of(np.recarray)
+    <Protocol.ARRAY: 'those of numpy.ndarray'>
+    >>> class Tagged(np.ndarray):
+    ...     def __reduce__(self):
+    ...         return super().__reduce__()
+    >>> protocol_of(Tagged)
+    <Protocol.OWN: 'some of its own'>
+    """
+    known = _known.get(cls)
+    if known is None:
+        if _methods_of(cls) == _methods_of(np.ndarray):
+            known = Protocol.ARRAY
+        elif issubclass(cls, ma.MaskedArray) and _methods_of(cls) == _methods_of(ma.MaskedArray):
+            known = Protocol.MASKED
+        else:
+            known = Protocol.OWN
+        _known[cls] = known
+    return known
+
+
+def _methods_of(cls: type) -> list[Any]:
+    return [getattr(cls, name, None) for name in _METHODS]

@@ -1,0 +1,145 @@
+"""The receiving side: functions that messages name to rebuild arrays.
+
+May import public names of :mod:`shmreduce`, NumPy, and ``blocks`` of this
+plugin. The functions' names and parameters are what is written in messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy import ma
+
+from shmreduce import Block, InvalidHandleError, import_block
+from shmreduce_numpy.blocks import array_over
+
+__all__ = [
+    "rebuild_bytes",
+    "rebuild_copy",
+    "rebuild_masked",
+    "rebuild_read_only",
+    "rebuild_view",
+    "rebuild_view_like",
+    "take_attributes",
+]
+
+
+def rebuild_view(
+    handle: bytes,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: Any,
+    writeable: bool,
+    cls: type[np.ndarray[Any, Any]] = np.ndarray,
+) -> Any:
+    """Return an array over the part of a block that the sender's array lay in.
+
+    Raises
+    ------
+    ShmreduceError
+        As :func:`shmreduce.import_block`; an InvalidHandleError if the array
+        would reach beyond its block.
+    """
+    block = import_block(handle)
+    array = _lay_over(block, shape, dtype, offset=offset, strides=strides, cls=cls)
+    if not writeable:
+        array.flags.writeable = False
+    return array
+
+
+def rebuild_view_like(
+    template: np.ndarray[Any, Any],
+    handle: bytes,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: Any,
+    writeable: bool,
+) -> Any:
+    """Return what :func:`rebuild_view` does, of the template's class and attributes."""
+    array = rebuild_view(handle, offset, shape, strides, dtype, writeable, type(template))
+    take_attributes(array, template)
+    return array
+
+
+def rebuild_copy(
+    handle: bytes,
+    shape: tuple[int, ...],
+    order: str,
+    dtype: Any,
+    writeable: bool,
+    cls: type[np.ndarray[Any, Any]] = np.ndarray,
+) -> Any:
+    """Return an array over a whole block that was filled for this message.
+
+    Raises
+    ------
+    ShmreduceError
+        As :func:`rebuild_view`.
+    """
+    array = _lay_over(import_block(handle), shape, dtype, order=order, cls=cls)
+    if not writeable:
+        array.flags.writeable = False
+    return array
+
+
+def rebuild_read_only(
+    data: bytes,
+    shape: tuple[int, ...],
+    order: Any,
+    dtype: Any,
+    cls: type[np.ndarray[Any, Any]],
+) -> Any:
+    """Return a read-only array over bytes that came in the message itself."""
+    return np.ndarray.__new__(cls, shape, dtype, buffer=data, order=order)
+
+
+def rebuild_masked(
+    cls: type[ma.MaskedArray[Any, Any]],
+    data: np.ndarray[Any, Any],
+    mask: np.ndarray[Any, Any] | None,
+    fill_value: Any,
+    hardmask: bool,
+) -> Any:
+    """Return a masked array over ``data`` and ``mask``, neither of which is copied."""
+    # keep_mask=False: otherwise a structured array gets a new mask, made from
+    # an empty one and this one.
+    return ma.MaskedArray.__new__(
+        cls,
+        data,
+        mask=ma.nomask if mask is None else mask,
+        keep_mask=False,
+        fill_value=fill_value,
+        hard_mask=hardmask,
+    )
+
+
+def rebuild_bytes(handle: bytes) -> bytes:
+    """Return the contents of a block."""
+    return bytes(import_block(handle).buffer)
+
+
+def take_attributes(array: np.ndarray[Any, Any], template: np.ndarray[Any, Any]) -> None:
+    """Give ``array`` the attributes that views of ``template`` have.
+
+    By ``__array_finalize__``, NumPy's protocol for it:
+    https://numpy.org/doc/stable/user/basics.subclassing.html
+    """
+    # A class may set it to None for "nothing to do".
+    finalize: Any = array.__array_finalize__
+    if finalize is not None:
+        finalize(template)
+
+
+def _lay_over(block: Block, shape: tuple[int, ...], dtype: Any, **layout: Any) -> Any:
+    try:
+        return array_over(block, shape, dtype, **layout)
+    except (TypeError, ValueError) as error:
+        reason = f"an array of shape {shape} and dtype {dtype} does not fit: {error}"
+        raise InvalidHandleError(
+            f"The message names {block.nbytes} bytes of shared memory, but {reason}. "
+            "It was damaged, or made by another version of shmreduce.",
+            reason=reason,
+        ) from error

@@ -1,0 +1,53 @@
+"""The reducer of NumPy arrays, as the registry holds it: without NumPy.
+
+May import public names of :mod:`shmreduce`; the rest of the plugin only inside
+functions, since it imports NumPy.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shmreduce import Reducer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shmreduce import Block, Message, Mode
+
+__all__ = ["NumpyReducer"]
+
+
+class NumpyReducer(Reducer):
+    """Lets arrays, and arrays of subclasses, travel by shared memory.
+
+    Arrays with Python objects inside, small arrays, and what the subclass's
+    own pickle methods do beyond the bytes are left to ordinary pickling.
+    """
+
+    types = ("numpy.ndarray",)
+    subclasses = True
+
+    @cached_property
+    def _reduce_array(self) -> Callable[[Any, Message], Any]:
+        # Looked up once: an import statement for each small array would show.
+        from shmreduce_numpy.reduction import reduce_array
+
+        return reduce_array
+
+    def reduce(self, obj: Any, message: Message) -> Any:
+        """See :func:`shmreduce_numpy.reduction.reduce_array`."""
+        return self._reduce_array(obj, message)
+
+    def share(self, obj: Any, mode: Mode) -> Any:
+        """See :func:`shmreduce_numpy.sharing.share_array`."""
+        from shmreduce_numpy.sharing import share_array
+
+        return share_array(obj, mode)
+
+    def find_block(self, obj: Any) -> Block | None:
+        """See :func:`shmreduce_numpy.blocks.find_block_of`."""
+        from shmreduce_numpy.blocks import find_block_of
+
+        return find_block_of(obj)

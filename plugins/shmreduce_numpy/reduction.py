@@ -1,0 +1,194 @@
+"""The sending side: what an array turns into in a message.
+
+May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
+``classes``, ``dtypes`` and ``rebuild`` of this plugin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ma
+
+from shmreduce_numpy import rebuild
+from shmreduce_numpy.blocks import bytes_covered, find_block_of, offset_in
+from shmreduce_numpy.classes import Protocol, protocol_of
+from shmreduce_numpy.dtypes import describe_dtype
+
+if TYPE_CHECKING:
+    from shmreduce import Block, Message
+
+__all__ = ["reduce_array"]
+
+
+def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
+    """Return how to rebuild ``array`` at the receiver, as ``__reduce__`` would.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        An array of any class and layout; it is left as it is.
+    message : Message
+        Where blocks are taken from and referred to.
+
+    Returns
+    -------
+    tuple or NotImplemented
+        A shared array goes as a reference to its block, whatever its layout.
+        Other arrays are copied into a block of the message. Small ones, and
+        those with Python objects inside, are left to ordinary pickling, except
+        that read-only arrays stay read-only.
+    """
+    cls = type(array)
+    if cls is np.ndarray:
+        if array.base is None and array.nbytes < message.inline_limit and array.flags.writeable:
+            return NotImplemented
+        protocol = Protocol.ARRAY
+    else:
+        protocol = protocol_of(cls)
+    if array.dtype.hasobject:
+        return NotImplemented
+    if protocol is Protocol.MASKED:
+        return _reduce_masked(array)
+    block = find_block_of(array)
+    if block is not None and block.shared:
+        handle = message.refer(block, bytes_covered(array))
+        if handle is not None:
+            template = None if protocol is Protocol.ARRAY else _without_data(array)
+            return _reference(array, block, handle, template)
+        # Only a copy will do: a receiver's cow pages are its own.
+        block = None
+    if protocol is Protocol.OWN:
+        return _reduce_by_own_method(array, message)
+    return _reduce_by_value(array, block, message)
+
+
+def _reference(
+    array: np.ndarray[Any, Any],
+    block: Block,
+    handle: bytes,
+    template: np.ndarray[Any, Any] | None = None,
+) -> Any:
+    arguments = (
+        handle,
+        offset_in(block, array),
+        array.shape,
+        array.strides,
+        describe_dtype(array.dtype),
+        array.flags.writeable,
+    )
+    if template is not None:
+        return rebuild.rebuild_view_like, (template, *arguments)
+    if type(array) is np.ndarray:
+        return rebuild.rebuild_view, arguments
+    return rebuild.rebuild_view, (*arguments, type(array))
+
+
+def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: Message) -> Any:
+    if array.nbytes < message.inline_limit or array.nbytes == 0:
+        return _reduce_inline(array)
+    flags = array.flags
+    # Pickling would make a gapless array of any other.
+    if block is not None and (flags.c_contiguous or flags.f_contiguous):
+        handle = message.refer(block, array.nbytes)
+        if handle is not None:
+            return _reference(array, block, handle)
+    taken = message.allocate(array.nbytes)
+    if taken is None:
+        return _reduce_inline(array)
+    memory, handle = taken
+    order = _order_of(array)
+    _copy(array, memory, order)
+    arguments = (handle, array.shape, order, describe_dtype(array.dtype), flags.writeable)
+    if type(array) is np.ndarray:
+        return rebuild.rebuild_copy, arguments
+    return rebuild.rebuild_copy, (*arguments, type(array))
+
+
+def _reduce_inline(array: np.ndarray[Any, Any]) -> Any:
+    if array.flags.writeable:
+        return NotImplemented
+    # Up to protocol 4 ordinary pickling makes a writeable array of it.
+    order = _order_of(array)
+    plain = np.ndarray.view(array, np.ndarray)
+    return rebuild.rebuild_read_only, (
+        plain.tobytes(order),
+        array.shape,
+        order,
+        describe_dtype(array.dtype),
+        type(array),
+    )
+
+
+def _order_of(array: np.ndarray[Any, Any]) -> Any:
+    """Return the layout, C or F, that ordinary pickling would give the array."""
+    flags = array.flags
+    return "F" if flags.f_contiguous and not flags.c_contiguous else "C"
+
+
+def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
+    # A plain view: a subclass may redefine what copying means.
+    source = np.ndarray.view(array, np.ndarray)
+    if source.dtype.names is not None:
+        # Opaque elements: field by field is slow and leaves the gaps between
+        # fields with what the memory held before, perhaps of another array.
+        source = source.view(f"V{source.itemsize}")
+    target = np.ndarray(source.shape, source.dtype, buffer=memory, order=order)
+    np.copyto(target, source, casting="no")
+
+
+def _reduce_masked(array: Any) -> Any:
+    """Send data and mask as arrays of their own, each as its memory asks for."""
+    mask = ma.getmask(array)
+    return rebuild.rebuild_masked, (
+        type(array),
+        np.ndarray.view(array, array.baseclass),
+        None if mask is ma.nomask else mask,
+        # As NumPy pickles it: None, unlike the public fill_value, leaves the
+        # default to follow the dtype.
+        array._fill_value,
+        array.hardmask,
+    )
+
+
+def _without_data(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an empty array with the attributes that a view of ``array`` would have."""
+    empty = np.ndarray.__new__(type(array), (0,), array.dtype)
+    rebuild.take_attributes(empty, array)
+    return empty
+
+
+def _reduce_by_own_method(array: np.ndarray[Any, Any], message: Message) -> Any:
+    """Let the class pickle itself, but carry the bytes of the array in a block.
+
+    Bytes are values: it makes no difference to the class where they travelled.
+    """
+    if array.nbytes < message.inline_limit or array.nbytes == 0:
+        return NotImplemented
+    reduced = array.__reduce_ex__(4)
+    if not isinstance(reduced, tuple):
+        return reduced
+    return _move_bytes(reduced, message)
+
+
+def _move_bytes(value: Any, message: Message) -> Any:
+    if type(value) is tuple:
+        return tuple(_move_bytes(item, message) for item in value)
+    if type(value) is bytes and len(value) >= message.inline_limit:
+        taken = message.allocate(len(value))
+        if taken is not None:
+            memory, handle = taken
+            memory[:] = value
+            return _BytesInBlock(handle)
+    return value
+
+
+class _BytesInBlock:
+    """Pickles as what becomes ``bytes`` again at the receiver."""
+
+    def __init__(self, handle: bytes) -> None:
+        self._handle = handle
+
+    def __reduce__(self) -> Any:
+        return rebuild.rebuild_bytes, (self._handle,)

@@ -1,0 +1,146 @@
+"""Makes shared arrays: new ones, and copies of others.
+
+May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
+``classes`` and ``rebuild`` of this plugin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ma
+
+from shmreduce import NotShareableError, allocate
+from shmreduce_numpy.blocks import array_over, root_of
+from shmreduce_numpy.classes import Protocol, protocol_of
+from shmreduce_numpy.rebuild import rebuild_masked, take_attributes
+
+if TYPE_CHECKING:
+    from shmreduce import Mode
+
+__all__ = ["array_like", "fill", "new_array", "share_array"]
+
+
+def new_array(shape: Any, dtype: Any, order: str, mode: Mode, *, zeroed: bool = False) -> Any:
+    """Return an array in a shared block of its own, all bytes zero or uninitialised.
+
+    Raises
+    ------
+    NotShareableError
+        If the dtype has Python objects inside.
+    TypeError, ValueError
+        As ``numpy.empty`` for an impossible shape, dtype or order.
+    """
+    # NumPy settles what it means, without memory: "S" is S1, a subarray dtype
+    # adds dimensions, and shape may be a number.
+    settled = np.empty((0,), dtype)
+    _refuse_objects(settled.dtype)
+    outline = np.broadcast_to(np.empty((), settled.dtype), shape).shape + settled.shape[1:]
+    if order not in ("C", "F"):
+        raise ValueError(f"order must be 'C' or 'F', not {order!r}")
+    return _new(outline, settled.dtype, order, mode, zeroed=zeroed)
+
+
+def array_like(obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
+    """Return a plain shared array with the contents of ``obj``.
+
+    Raises
+    ------
+    NotShareableError
+        If the dtype has Python objects inside.
+    """
+    source = np.asarray(obj, dtype)
+    _refuse_objects(source.dtype)
+    array = _new(source.shape, source.dtype, _settle_order(source, order), mode)
+    _copy(array, source)
+    return array
+
+
+def share_array(array: np.ndarray[Any, Any], mode: Mode) -> Any:
+    """Return a shared copy of ``array``: same class, dtype, shape and order.
+
+    A copy of a masked array has a mask of full size, shared as well, so that
+    everybody sees what is masked.
+
+    Raises
+    ------
+    NotShareableError
+        If the dtype has Python objects inside.
+    """
+    _refuse_objects(array.dtype)
+    protocol = protocol_of(type(array))
+    if protocol is Protocol.MASKED:
+        return _share_masked(array, mode)
+    plain = np.ndarray.view(array, np.ndarray)
+    order = _settle_order(plain, "K")
+    shared = _new(plain.shape, plain.dtype, order, mode, type(array))
+    _copy(np.ndarray.view(shared, np.ndarray), plain)
+    if type(array) is not np.ndarray:
+        take_attributes(shared, array)
+    return shared
+
+
+def fill(array: np.ndarray[Any, Any], value: Any) -> None:
+    """Set all elements to ``value``, as ``numpy.full`` does."""
+    np.copyto(array, value, casting="unsafe")
+
+
+def _share_masked(array: Any, mode: Mode) -> Any:
+    return rebuild_masked(
+        type(array),
+        share_array(np.ndarray.view(array, array.baseclass), mode),
+        share_array(ma.getmaskarray(array), mode),
+        array._fill_value,  # the public one would fix a default for good
+        array.hardmask,
+    )
+
+
+def _new(
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    order: str,
+    mode: Mode,
+    cls: type[np.ndarray[Any, Any]] = np.ndarray,
+    *,
+    zeroed: bool = False,
+) -> Any:
+    nbytes = dtype.itemsize
+    for length in shape:
+        nbytes *= length
+    block = allocate(nbytes, mode)
+    if zeroed:
+        root_of(block).fill(0)
+    return array_over(block, shape, dtype, order=order, cls=cls)
+
+
+def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+    np.copyto(_opaque(target), _opaque(source), casting="no")
+
+
+def _opaque(array: np.ndarray[Any, Any]) -> Any:
+    """Return a view in which gaps between fields are bytes like others.
+
+    They would keep what the memory held before, perhaps of another array.
+    """
+    return array if array.dtype.names is None else array.view(f"V{array.itemsize}")
+
+
+def _settle_order(array: np.ndarray[Any, Any], order: str) -> str:
+    """Return C or F for what NumPy calls the orders K and A."""
+    if order in ("K", "A"):
+        return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    if order not in ("C", "F"):
+        raise ValueError(f"order must be 'C', 'F', 'A' or 'K', not {order!r}")
+    return order
+
+
+def _refuse_objects(dtype: np.dtype[Any]) -> None:
+    if dtype.hasobject:
+        raise NotShareableError(
+            f"Arrays of dtype {dtype} cannot be shared: their elements are Python objects, "
+            "which live in one process. Convert to a dtype with a fixed size, such as "
+            "'U10' for text or float64 for numbers.",
+            type_name="numpy.ndarray",
+            reason=f"dtype {dtype} has Python objects inside",
+        )
