@@ -82,7 +82,7 @@ class Settings:
     """
 
     strategy: str | None = None
-    inline_limit: int = 32 * KIBIBYTE
+    inline_limit: int = 128 * KIBIBYTE
     budget: int | None = None
     idle_seconds: float = 5.0
     idle_keep: int = 128 * MEBIBYTE

@@ -13,7 +13,7 @@ holes (fallocate(2)); cold runs merge and are carved again at any size.
 The fast path takes a block off a stack, one atomic list operation, without a
 lock. Carving, cooling and growing hold ``Heap.lock``; a call that re-enters in
 the thread that holds it (from a signal handler or a finalizer) gets
-:class:`HeapBusy` instead of a deadlock.
+:class:`HeapBusyError` instead of a deadlock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import SegmentFile, SharingStrategy
     from shmreduce.memory.family import Family
 
-__all__ = ["Heap", "HeapBusy", "OwnedSegment", "headroom", "size_class"]
+__all__ = ["Heap", "HeapBusyError", "OwnedSegment", "headroom", "size_class"]
 
 _FIRST_SEGMENT = 4 << 20
 _LARGEST_STEP = 1 << 30
@@ -56,7 +56,7 @@ _SLAB = 256 << 10
 _REAP_SECONDS = 1.0
 
 
-class HeapBusy(Exception):
+class HeapBusyError(Exception):
     """The calling thread is inside the heap already."""
 
 
@@ -198,7 +198,7 @@ class Heap:
         ------
         OutOfSharedMemoryError, BudgetExceededError
             If there is no room. Nothing is taken.
-        HeapBusy
+        HeapBusyError
             On re-entry in a thread that is inside the heap.
         """
         size = size_class(nbytes, whole_pages=whole_pages or self._whole_pages)
@@ -271,7 +271,7 @@ class Heap:
         """Hold the heap's lock; yield whether it was got."""
         me = threading.get_ident()
         if self._inside == me:
-            raise HeapBusy
+            raise HeapBusyError
         got = False
         try:
             got = self.lock.acquire(blocking=wait)

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from shmreduce.memory.heap import Heap, HeapBusy
+from shmreduce.memory.heap import Heap, HeapBusyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +107,6 @@ class IdleReturn:
                     heap.reap()
                     if time.monotonic() - heap.last_used >= seconds:
                         heap.cool(keep)
-        except HeapBusy:
+        except HeapBusyError:
             return True
         return heap.reserved_bytes > keep

@@ -21,7 +21,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory.blocks import Block, Record, owner_record
 from shmreduce.memory.handle import MARK, Handle
-from shmreduce.memory.heap import HeapBusy, OwnedSegment
+from shmreduce.memory.heap import HeapBusyError, OwnedSegment
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.runtime import Runtime, current
@@ -94,7 +94,7 @@ class Message:
         heap = runtime.heap(BY_VALUE)
         try:
             segment, block = heap.allocate(nbytes)
-        except HeapBusy:
+        except HeapBusyError:
             return None
         except OutOfSharedMemoryError:
             if get_settings().on_exhausted == "pickle":
@@ -241,7 +241,7 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
     heap = runtime.heap(SHARED)
     try:
         segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
-    except HeapBusy:
+    except HeapBusyError:
         # This thread was interrupted inside that heap, by a signal handler say.
         heap = runtime.spare_heap(SHARED)
         segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")

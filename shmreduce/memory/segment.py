@@ -382,6 +382,8 @@ class Segment:
         Owner only, and only without views of its own. Afterwards every handle
         of the old generation is stale.
         """
+        if self.heads[block]:
+            return False
         mark = object()
         try:
             if not self.try_lock_block(block, mark):
