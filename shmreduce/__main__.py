@@ -1,0 +1,10 @@
+"""``python -m shmreduce`` is the command ``shmreduce``."""
+
+from __future__ import annotations
+
+import sys
+
+from shmreduce.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The command line: ``shmreduce`` and ``python -m shmreduce``.
+
+Highest layer, together with ``bench`` and ``demo``, which know nothing of it.
+This module picks the command; each command has a module of its own, which
+imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import shmreduce
+from shmreduce.cli import bench, collecting, demo, doctor, listing, plugins
+from shmreduce.errors import ShmreduceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+EXIT_ERROR = 2
+"""Exit status when a command could not do its work; argparse uses the same."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The command and its options; ``sys.argv[1:]`` by default.
+
+    Returns
+    -------
+    int
+        0: done, nothing to complain about. 1: done, and something was found
+        that should be mended. 2: a :class:`ShmreduceError`, named in one line
+        on standard error, or a wrong option. 130: interrupted.
+
+    Examples
+    --------
+    >>> main(["--version"])
+    Traceback (most recent call last):
+        ...
+    SystemExit: 0
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except ShmreduceError as error:
+        print(f"shmreduce {options.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader (`head`, say) has left. Python would complain once more
+        # when it flushes at exit; see the note at the end of signal's docs.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shmreduce", description="Arrays travel through multiprocessing by shared memory."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"shmreduce {shmreduce.__version__}"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (demo, plugins, listing, collecting, doctor, bench):
+        module.add_command(commands)
+    return parser

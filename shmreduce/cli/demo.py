@@ -1,0 +1,198 @@
+"""``shmreduce demo``: a pool filters images; a table compares and says what is left."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.cli.text import Table, print_json, size_text, time_text
+from shmreduce.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from shmreduce.demo.comparison import Outcome, Plan, Started
+    from shmreduce.fresh_process import FreshProcess
+
+__all__ = ["add_command"]
+
+_SYSTEM_TITLES = {
+    "plain": "plain multiprocessing",
+    "by value": "shmreduce",
+    "shared": "shmreduce, shared images",
+}
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add this command and its options to the parser."""
+    parser = commands.add_parser(
+        "demo",
+        help="filter images in a pool of processes, beside plain multiprocessing",
+        description=(
+            "Filter images in a pool of processes: with plain multiprocessing, after "
+            "shmreduce.install(), and with images that were shared before. The three take "
+            "turns and must give the same results."
+        ),
+    )
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE.npy",
+        help="a stack of images, or one image (default: photographs in scikit-image)",
+    )
+    parser.add_argument(
+        "--filter", choices=("gaussian", "median", "sobel"), default="gaussian", help="the work"
+    )
+    parser.add_argument(
+        "--side",
+        type=_positive,
+        default=1536,
+        metavar="PIXELS",
+        help="size to which scikit-image's images are enlarged (default: %(default)s)",
+    )
+    parser.add_argument("--workers", type=_positive, default=_cpus(), help="default: %(default)s")
+    parser.add_argument(
+        "--repeat", type=_positive, default=3, help="rounds of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--start-method",
+        choices=multiprocessing.get_all_start_methods(),
+        default="spawn",
+        help="default: %(default)s",
+    )
+    parser.add_argument("--strategy", help="sharing strategy (default: the usual choice)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from shmreduce.demo.comparison import Plan, serve
+    from shmreduce.fresh_process import FreshProcess
+    from shmreduce.memory.inspection import list_segments
+
+    plan = Plan(
+        filter_name=options.filter,
+        workers=options.workers,
+        repeat=options.repeat,
+        side=options.side,
+        input_file=_existing(options.input),
+        start_method=options.start_method,
+        strategy=options.strategy,
+    )
+    before = {segment.token for segment in list_segments()}
+    with FreshProcess("demo", serve, plan) as process:
+        started: Started = process.receive()
+        if not options.json:
+            print(_introduction(started, plan), flush=True)
+        outcomes = _follow(process, started, plan)
+        process.finish()
+        processes_left = process.processes_left()
+        segments_left = [each for each in list_segments() if each.token not in before]
+    left = {
+        "processes": processes_left,
+        "segments": len(segments_left),
+        "leases": sum(each.messages + each.holds for each in segments_left),
+    }
+    if options.json:
+        print_json(_as_json(started, outcomes, left))
+    else:
+        _print(outcomes, left)
+    return 1 if any(left.values()) else 0
+
+
+def _follow(process: FreshProcess, started: Started, plan: Plan) -> list[Outcome]:
+    """Draw the progress bar until the outcomes come."""
+    from shmreduce.demo.comparison import SYSTEMS, Step
+    from shmreduce.extras import import_extra
+
+    tqdm = import_extra("tqdm", extra="cli").tqdm
+    total = started.images * plan.repeat * len(SYSTEMS)
+    with tqdm(total=total, unit="image", desc="filtering", leave=False) as bar:
+        while isinstance(message := process.receive(), Step):
+            bar.update()
+    outcomes: list[Outcome] = message
+    return outcomes
+
+
+def _introduction(started: Started, plan: Plan) -> str:
+    source = (
+        f"from {plan.input_file}"
+        if plan.input_file
+        else f"of scikit-image, enlarged by tiling to {plan.side} x {plan.side} pixels of "
+        "float32 in three channels, so that moving them takes time"
+    )
+    return (
+        f"{started.images} images {source}: {size_text(started.image_bytes)}.\n"
+        f"{plan.filter_name} filter, {plan.workers} workers ({started.start_method}), strategy "
+        f"{started.strategy}, {plan.repeat} rounds in turn with plain multiprocessing."
+    )
+
+
+def _print(outcomes: list[Outcome], left: dict[str, int]) -> None:
+    plain = next(outcome for outcome in outcomes if outcome.system == "plain")
+    rounds = len(plain.seconds)
+    table = Table(
+        f"One round (median of {rounds})",
+        ("", *(_SYSTEM_TITLES[each.system] for each in outcomes)),
+    )
+    table.add("bytes that travelled", *(size_text(each.travelled / rounds) for each in outcomes))
+    table.add("through pipes", *(_size_or_unknown(each.piped, rounds) for each in outcomes))
+    table.add("copied into shared memory", *(size_text(each.copied / rounds) for each in outcomes))
+    table.add("time", *(time_text(median(each.seconds)) for each in outcomes))
+    table.add("of it, not filtering", *(time_text(_transport_seconds(each)) for each in outcomes))
+    table.add(
+        "times faster",
+        *(f"{median(plain.seconds) / median(each.seconds):.2f}" for each in outcomes),
+    )
+    table.print()
+    print("All results are equal to those of plain multiprocessing.")
+    print("Left behind: " + ", ".join(f"{count} {what}" for what, count in left.items()) + ".")
+
+
+def _transport_seconds(outcome: Outcome) -> float:
+    """Median time of a round beyond what the filter alone takes on all processors."""
+    parallel = min(outcome.workers, _cpus())
+    return median(
+        max(0.0, whole - filtering / parallel)
+        for whole, filtering in zip(outcome.seconds, outcome.filter_seconds, strict=True)
+    )
+
+
+def _size_or_unknown(total: int | None, rounds: int) -> str:
+    return "unknown" if total is None else size_text(total / rounds)
+
+
+def _as_json(started: Started, outcomes: list[Outcome], left: dict[str, int]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        **asdict(started),
+        "systems": [asdict(outcome) for outcome in outcomes],
+        "results_equal": True,
+        "left": left,
+    }
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _existing(path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        raise ConfigurationError(
+            f"cannot use {path} as the demo's input: there is no such file",
+            setting="--input",
+            value=str(path),
+        )
+    return path

@@ -1,0 +1,264 @@
+"""Runs the same work on plain multiprocessing and on shmreduce, in turn.
+
+Everything happens in one fresh process, see :func:`serve`, so that the caller
+can look at what is left when that process has ended.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shmreduce.demo.filters import apply_filter
+from shmreduce.demo.images import load_file, load_images
+from shmreduce.errors import ShmreduceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import BaseContext
+    from multiprocessing.pool import Pool
+
+    import numpy as np
+
+    import shmreduce
+
+    Image = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = ["SYSTEMS", "Outcome", "Plan", "Started", "Step", "WrongResultError", "serve"]
+
+SystemName = Literal["plain", "by value", "shared"]
+SYSTEMS: tuple[SystemName, ...] = ("plain", "by value", "shared")
+"""Plain multiprocessing; after install(); after install() with shared images."""
+
+
+class WrongResultError(ShmreduceError):
+    """A system's filtered image differs from plain multiprocessing's.
+
+    Fields: ``system``, ``image`` (its number).
+    """
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Parameters
+    ----------
+    filter_name : str
+        A key of :data:`shmreduce.demo.filters.FILTERS`.
+    workers : int
+        Processes in each pool.
+    repeat : int
+        Rounds; each runs every system once.
+    side : int
+        Width and height of the shipped images after enlarging, in pixels.
+    input_file : path or None
+        Images to use instead of the shipped ones.
+    start_method : str
+        Of the pools' workers.
+    strategy : str or None
+        None for the default.
+    """
+
+    filter_name: str = "gaussian"
+    workers: int = 2
+    repeat: int = 3
+    side: int = 1536
+    input_file: Path | None = None
+    start_method: str = "spawn"
+    strategy: str | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """First message of :func:`serve`: what is going to be done."""
+
+    images: int
+    image_bytes: int
+    strategy: str
+    start_method: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more image is done."""
+
+
+@dataclass
+class Outcome:
+    """Last message of :func:`serve`, one for each system.
+
+    Parameters
+    ----------
+    system : str
+        One of :data:`SYSTEMS`.
+    workers : int
+        Processes in its pool.
+    seconds : list of float
+        Time of each round, from handing the images to the pool to the last result.
+    filter_seconds : list of float
+        Of each round, the time that the workers spent filtering, all together.
+    travelled : int
+        Bytes of arrays that went to workers and back, all rounds.
+    copied : int
+        Of these, the bytes that were copied into shared memory, once each.
+    piped : int or None
+        Bytes that this process wrote to and read from pipes, all rounds; None
+        where the system does not count them.
+    """
+
+    system: SystemName
+    workers: int
+    seconds: list[float] = field(default_factory=list)
+    filter_seconds: list[float] = field(default_factory=list)
+    travelled: int = 0
+    copied: int = 0
+    piped: int | None = 0
+
+
+def serve(connection: Connection, plan: Plan) -> None:
+    """Run the comparison; send ``Started``, a ``Step`` per image, ``Outcome``s.
+
+    The target of a :class:`shmreduce.fresh_process.FreshProcess`.
+
+    Raises
+    ------
+    WrongResultError
+        If a result differs from plain multiprocessing's.
+    """
+    import shmreduce
+
+    images = load_file(plan.input_file) if plan.input_file else load_images(plan.side)
+    context = multiprocessing.get_context(plan.start_method)
+
+    def install() -> AbstractContextManager[shmreduce.Installation]:
+        return shmreduce.install(strategy=plan.strategy)
+
+    with install():
+        strategy = shmreduce.get_sharing_strategy()
+    connection.send(
+        Started(
+            images=len(images),
+            image_bytes=sum(image.nbytes for image in images),
+            strategy=strategy,
+            start_method=plan.start_method,
+        )
+    )
+    with ExitStack() as pools:
+        systems = _start_systems(pools, context, plan, images, install)
+        expected: list[Image] = []
+        for _ in range(plan.repeat):
+            for system in systems:
+                results = system.run(plan.filter_name, lambda: connection.send(Step()))
+                expected = expected or results
+                _check(system.outcome.system, results, expected)
+                # Before the next system is timed, not while.
+                del results
+        connection.send([system.outcome for system in systems])
+
+
+class _System:
+    """One pool and the images as that pool's owner would send them."""
+
+    def __init__(
+        self,
+        name: SystemName,
+        workers: int,
+        pool: Pool,
+        images: Sequence[Image],
+        installed: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.outcome = Outcome(name, workers)
+        self._pool = pool
+        self._images = images
+        self._installed = installed
+
+    def run(self, filter_name: str, step: Callable[[], None]) -> list[Image]:
+        """Filter every image once and return the results in order."""
+        results: list[Image | None] = [None] * len(self._images)
+        filter_seconds = 0.0
+        with self._installed():
+            piped = _piped()
+            started = time.perf_counter()
+            tasks = ((filter_name, number, image) for number, image in enumerate(self._images))
+            for number, filtered, seconds in self._pool.imap_unordered(apply_filter, tasks):
+                results[number] = filtered
+                filter_seconds += seconds
+                step()
+            self.outcome.seconds.append(time.perf_counter() - started)
+            self._count(results, piped, _piped())
+        self.outcome.filter_seconds.append(filter_seconds)
+        return [result for result in results if result is not None]
+
+    def _count(
+        self, results: Sequence[Image | None], before: int | None, after: int | None
+    ) -> None:
+        outcome = self.outcome
+        sent = sum(image.nbytes for image in self._images)
+        returned = sum(result.nbytes for result in results if result is not None)
+        outcome.travelled += sent + returned
+        if outcome.system != "plain":
+            outcome.copied += returned if outcome.system == "shared" else sent + returned
+        if before is None or after is None or outcome.piped is None:
+            outcome.piped = None
+        else:
+            outcome.piped += after - before
+
+
+def _start_systems(
+    pools: ExitStack,
+    context: BaseContext,
+    plan: Plan,
+    images: Sequence[Image],
+    install: Callable[[], AbstractContextManager[object]],
+) -> list[_System]:
+    """Start a pool for each system, the plain one where nothing is installed."""
+    import shmreduce
+
+    systems = []
+    for name in SYSTEMS:
+        installed = nullcontext if name == "plain" else install
+        with installed():
+            pool = pools.enter_context(context.Pool(plan.workers))
+            # Nobody is timed while a worker still imports.
+            pool.map(apply_filter, [(plan.filter_name, 0, _trial(images[0]))] * plan.workers, 1)
+            ours = [shmreduce.share(image) for image in images] if name == "shared" else images
+        systems.append(_System(name, plan.workers, pool, ours, installed))
+    return systems
+
+
+def _trial(image: Image) -> Image:
+    return image[:8, :8].copy()
+
+
+def _check(system: SystemName, results: Sequence[Image], expected: Sequence[Image]) -> None:
+    import numpy as np
+
+    for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        if not np.array_equal(result, wanted):
+            raise WrongResultError(
+                f"image {number} as filtered by the system {system!r} differs from what plain "
+                "multiprocessing gives: this is a bug of shmreduce, please report it",
+                system=system,
+                image=number,
+            )
+
+
+def _piped() -> int | None:
+    """Return the bytes that this process has read and written so far.
+
+    While images are filtered that is what goes through the pool's pipes
+    (proc_pid_io(5)); a few bytes of progress messages among it.
+    """
+    try:
+        text = Path("/proc/self/io").read_text()
+    except OSError:
+        return None
+    counters = dict(line.split(": ") for line in text.splitlines())
+    return int(counters["rchar"]) + int(counters["wchar"])

@@ -1,0 +1,53 @@
+"""Packages that only the command line needs, imported when they are used.
+
+May import :mod:`shmreduce.errors` only.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from shmreduce.errors import ShmreduceError
+
+__all__ = ["MissingExtraError", "import_extra"]
+
+
+class MissingExtraError(ShmreduceError, ImportError):
+    """A package of an optional extra is not installed.
+
+    Fields: ``package`` (what could not be imported), ``extra`` (what installs it).
+    """
+
+
+def import_extra(module: str, *, extra: str) -> Any:
+    """Import ``module``, or say which extra of shmreduce installs it.
+
+    Parameters
+    ----------
+    module : str
+        Dotted name of the module.
+    extra : str
+        The extra of the distribution that brings it.
+
+    Raises
+    ------
+    MissingExtraError
+        If the module, or something that it imports, is not installed.
+
+    Examples
+    --------
+    >>> import_extra("no_such_package", extra="cli")
+    Traceback (most recent call last):
+        ...
+    shmreduce.extras.MissingExtraError: no_such_package is not installed: ...
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = error.name or module
+        raise MissingExtraError(
+            f"{package} is not installed: run `pip install 'shmreduce[{extra}]'`",
+            package=package,
+            extra=extra,
+        ) from error

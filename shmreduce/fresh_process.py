@@ -1,0 +1,220 @@
+"""Runs a function in a fresh interpreter and talks to it, never waiting forever.
+
+The demo and the benchmarks put each thing that they compare into a process of
+its own, so that an ``install()`` here does not change what is measured there.
+May import :mod:`shmreduce.errors` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from shmreduce.errors import ShmreduceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from types import TracebackType
+
+__all__ = ["FreshProcess", "RunFailedError", "fail"]
+
+
+class RunFailedError(ShmreduceError):
+    """A process of a demo or benchmark run died, failed or stopped answering.
+
+    Fields: ``process`` (its name), ``reason``.
+    """
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a process sends instead of an answer when it cannot go on."""
+
+    error: ShmreduceError | None
+    text: str
+
+
+def fail(connection: Connection, reason: str) -> None:
+    """Tell the starter of this process that the run cannot go on.
+
+    May be called from any thread as long as no other one is sending.
+    """
+    connection.send(_Failure(None, reason))
+
+
+class FreshProcess:
+    """A spawned process that runs ``target(connection, *arguments)``.
+
+    A context manager. On leaving it, the process, and every process that it
+    started, is gone: they form a process group of their own.
+
+    Parameters
+    ----------
+    name : str
+        For messages to people.
+    target : callable
+        Importable by name. ``connection`` is its end of a pipe; an exception
+        that it raises is raised by :meth:`receive` here.
+    *arguments
+        Picklable.
+    patience : float
+        Seconds that :meth:`receive` waits for one message.
+
+    Examples
+    --------
+    >>> from multiprocessing.connection import Connection
+    >>> with FreshProcess("sender", Connection.send, "hello") as process:
+    ...     process.receive()
+    'hello'
+    """
+
+    def __init__(
+        self, name: str, target: Callable[..., object], *arguments: Any, patience: float = 120.0
+    ) -> None:
+        context = get_context("spawn")
+        self._name = name
+        self._patience = patience
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(theirs, target, arguments), name=name)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's number, which is also that of its process group."""
+        pid = self._process.pid
+        if pid is None:
+            raise self._failed("it was not started")
+        return pid
+
+    def send(self, message: Any) -> None:
+        """Send a message to the process's end of the pipe."""
+        try:
+            self._connection.send(message)
+        except BrokenPipeError as error:
+            raise self._failed(self._end()) from error
+
+    def receive(self) -> Any:
+        """Return the next message of the process.
+
+        Raises
+        ------
+        RunFailedError
+            If it died, failed, or was silent for ``patience`` seconds.
+        ShmreduceError
+            The one that the process raised.
+        """
+        ready = wait([self._connection, self._process.sentinel], timeout=self._patience)
+        if not ready:
+            raise self._failed(f"no answer within {self._patience:g} s")
+        if not self._connection.poll():
+            raise self._failed(self._end())
+        try:
+            message = self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._failed(self._end()) from error
+        if isinstance(message, _Failure):
+            raise message.error or self._failed(message.text)
+        return message
+
+    def finish(self) -> None:
+        """Wait until the process has ended by itself.
+
+        Raises
+        ------
+        RunFailedError
+            If it did not end within ``patience`` seconds, or ended badly.
+        """
+        self._process.join(self._patience)
+        if self._process.exitcode != 0:
+            raise self._failed(self._end())
+
+    def processes_left(self, patience: float = 5.0) -> int:
+        """Count the processes of its group that still run.
+
+        Helpers such as multiprocessing's fork server notice the end of those
+        they serve and end a moment later: ``patience`` is how many seconds
+        they get.
+        """
+        deadline = time.monotonic() + patience
+        while (left := _count_group(self.pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Closing our end ends a target that waits for requests.
+        self._connection.close()
+        if kind is None:
+            self._process.join(self._patience)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._process.close()
+
+    def _end(self) -> str:
+        self._process.join(5)
+        code = self._process.exitcode
+        if code is None:
+            return "it closed its end of the pipe"
+        if code < 0:
+            return f"it was killed by {signal.Signals(-code).name}"
+        return f"it ended with exit status {code} before it answered"
+
+    def _failed(self, reason: str) -> RunFailedError:
+        return RunFailedError(
+            f"the process {self._name!r} failed: {reason}", process=self._name, reason=reason
+        )
+
+
+def _run(
+    connection: Connection, target: Callable[..., object], arguments: tuple[Any, ...]
+) -> None:
+    # Everything started from here can be ended by one call, see FreshProcess.
+    os.setpgid(0, 0)
+    try:
+        target(connection, *arguments)
+    except (KeyboardInterrupt, BrokenPipeError, EOFError):
+        # The starter has left; there is nobody to report to.
+        return
+    except ShmreduceError as error:
+        connection.send(_Failure(error, str(error)))
+    except Exception:
+        connection.send(_Failure(None, traceback.format_exc()))
+
+
+def _count_group(group: int) -> int:
+    """Count a process group's members; those that have ended and wait for their parent do not."""
+    stats = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        # Gone meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stats.append((folder / "stat").read_text())
+    if not stats:
+        # No /proc: the kernel only says whether there is any, its own parent's
+        # unread status included.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, 0)
+            return 1
+        return 0
+    # pid (name) state parent group; the name may hold anything (proc_pid_stat(5)).
+    fields = [text.rpartition(")")[2].split()[:3] for text in stats]
+    return sum(state != "Z" and int(its) == group for state, _, its in fields)
