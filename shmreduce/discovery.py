@@ -268,6 +268,7 @@ class Plugins:
             plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error
         except (Exception, SystemExit) as error:
             self._withdraw(plugin)
+            plugin.reducers, plugin.strategies, plugin.array_factory = [], [], None
             plugin.status, plugin.reason = "broken", f"{type(error).__name__}: {error}"
 
     def _ask(self, plugin: _Plugin) -> None:
@@ -464,6 +465,18 @@ def unregister_reducer(reducer: Reducer) -> None:
     ------
     ReducerError
         If this instance is not registered.
+
+    Examples
+    --------
+    >>> from shmreduce import Reducer, unregister_reducer
+    >>> class Plain(Reducer):
+    ...     types = ("mypackage.Signal",)
+    ...     def reduce(self, obj, message):
+    ...         return NotImplemented
+    >>> unregister_reducer(Plain())
+    Traceback (most recent call last):
+        ...
+    shmreduce.errors.ReducerError: reducer ...Plain is not registered: ...
     """
     with _process.lock:
         _process.registry.unregister(reducer)

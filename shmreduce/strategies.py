@@ -134,6 +134,13 @@ def set_sharing_strategy(new_strategy: str) -> None:
     ------
     UnknownStrategyError, StrategyUnusableError
         As :func:`choose_strategy`. Nothing is changed then.
+
+    Examples
+    --------
+    >>> set_sharing_strategy("teleport")
+    Traceback (most recent call last):
+        ...
+    shmreduce.errors.UnknownStrategyError: there is no sharing strategy 'teleport'; usable here: ...
     """
     choose_strategy(new_strategy)
     set_settings(get_settings().changed(strategy=new_strategy))

@@ -1,0 +1,1 @@
+"""Tests of shmreduce: real processes, bounded waits, warnings are errors."""

@@ -1,0 +1,1 @@
+"""What the source code itself must hold to."""

@@ -1,0 +1,186 @@
+"""Who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import shmreduce
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CORE = Path(shmreduce.__file__).parent
+PLUGINS = {
+    name: Path(__import__(name).__file__ or "").parent
+    for name in (
+        "shmreduce_numpy",
+        "shmreduce_memoryview",
+        "shmreduce_fd",
+        "shmreduce_filesystem",
+    )
+}
+
+LAYERS = [
+    {"errors"},
+    {"contracts"},
+    {"settings"},
+    {"hookspecs", "registry"},
+    {"discovery"},
+    {"strategies"},
+    {"memory"},
+    {"remote", "arrays"},
+    {"forking"},
+]
+"""Lowest first. What is not named here stands above all of these."""
+MEMORY_LAYERS = [
+    {"locks", "mapping", "handle"},
+    {"layout"},
+    {"segment"},
+    {"ledger", "sweep"},
+    {"family"},
+    {"heap"},
+    {"attachments"},
+    {"blocks"},
+    {"idle"},
+    {"runtime"},
+    {"message"},
+    {"inspection"},
+]
+
+
+class Imports(ast.NodeVisitor):
+    """Collects what a module imports when it runs, inside functions too."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.found: list[tuple[str, str | None]] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for statement in node.orelse:
+                self.visit(statement)
+            return
+        self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found += [(alias.name, None) for alias in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.level == 0, "imports are absolute here"
+        self.found += [(node.module or "", alias.name) for alias in node.names]
+
+
+def modules(folder: Path, package: str) -> Iterator[tuple[str, Path]]:
+    """Yield the dotted name and the file of every module of a package."""
+    for path in sorted(folder.rglob("*.py")):
+        parts = [package, *path.relative_to(folder).with_suffix("").parts]
+        yield ".".join(parts).removesuffix(".__init__"), path
+
+
+def imports_of(path: Path, package: str) -> list[tuple[str, str | None]]:
+    """Return (module, name or None) of every import in a file."""
+    visitor = Imports(package)
+    visitor.visit(ast.parse(path.read_text()))
+    return visitor.found
+
+
+def submodules_imported(path: Path) -> set[str]:
+    """Return the modules of shmreduce that a file imports, as ``memory.heap``."""
+    found = set()
+    known = {name for name, _ in modules(CORE, "shmreduce")}
+    for module, name in imports_of(path, "shmreduce"):
+        if module.split(".")[0] != "shmreduce":
+            continue
+        full = f"{module}.{name}" if name and f"{module}.{name}" in known else module
+        found.add(full.removeprefix("shmreduce").removeprefix("."))
+    return found
+
+
+def layer_of(part: str, layers: list[set[str]]) -> int:
+    """Return a module's layer; above all if it is not named."""
+    for number, layer in enumerate(layers):
+        if part in layer:
+            return number
+    return len(layers)
+
+
+CORE_MODULES = dict(modules(CORE, "shmreduce"))
+
+
+@pytest.mark.parametrize("module", CORE_MODULES)
+def test_lower_layers_do_not_import_higher_ones(module: str) -> None:
+    """A module imports only from layers below its own, or from its own package."""
+    part = module.removeprefix("shmreduce").removeprefix(".").split(".")[0]
+    if not part:
+        assert submodules_imported(CORE_MODULES[module]) == set()
+        return
+    own = layer_of(part, LAYERS)
+    for imported in submodules_imported(CORE_MODULES[module]):
+        other = imported.split(".")[0]
+        if other != part and own < len(LAYERS):
+            assert other, f"{module} imports shmreduce itself, not the module that it needs"
+            assert layer_of(other, LAYERS) < own, f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize(
+    "module", [each for each in CORE_MODULES if each.startswith("shmreduce.memory.")]
+)
+def test_memory_is_layered_too(module: str) -> None:
+    """Inside the memory package, too, lower modules do not import higher ones."""
+    own = layer_of(module.split(".")[2], MEMORY_LAYERS)
+    assert own < len(MEMORY_LAYERS), f"{module} is in no layer"
+    for imported in submodules_imported(CORE_MODULES[module]):
+        if imported.startswith("memory."):
+            other = layer_of(imported.split(".")[1], MEMORY_LAYERS)
+            assert other < own, f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("module", CORE_MODULES)
+def test_core_knows_no_array_library_and_no_plugin(module: str) -> None:
+    """The layers of the core import neither numpy nor any plugin."""
+    part = module.removeprefix("shmreduce").removeprefix(".").split(".")[0]
+    roots = {name.split(".")[0] for name, _ in imports_of(CORE_MODULES[module], "shmreduce")}
+    assert not roots & set(PLUGINS)
+    if not part or layer_of(part, LAYERS) < len(LAYERS):
+        assert not roots & {"numpy", "torch", "pandas", "scipy"}
+
+
+@pytest.mark.parametrize("module", CORE_MODULES)
+def test_each_task_has_one_place(module: str) -> None:
+    """Entry points are read in discovery only, ForkingPickler is changed in forking only."""
+    tree = ast.parse(CORE_MODULES[module].read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if module != "shmreduce.discovery":
+        assert "entry_points" not in names
+    part = module.split(".")[1:2]
+    if part and layer_of(part[0], LAYERS) < len(LAYERS) and module != "shmreduce.forking":
+        assert "ForkingPickler" not in names
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_plugins_use_public_names_only(plugin: str) -> None:
+    """A shipped plugin imports nothing of shmreduce but names of ``__all__``."""
+    for module, path in modules(PLUGINS[plugin], plugin):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                root = node.module.split(".")[0]
+                if root == "shmreduce":
+                    assert node.module == "shmreduce", f"{module} imports {node.module}"
+                    names = {alias.name for alias in node.names}
+                    assert names <= set(shmreduce.__all__), f"{module} imports {names}"
+                elif root.startswith("shmreduce_"):
+                    assert root == plugin, f"{module} imports another plugin"
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    assert not alias.name.startswith("shmreduce."), f"{module}: {alias.name}"
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "shmreduce"
+            ):
+                assert node.attr in shmreduce.__all__, f"{module} uses shmreduce.{node.attr}"

@@ -1,0 +1,148 @@
+"""The public interface: complete, documented, and quick to import."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pluggy
+import pytest
+
+import shmreduce
+from shmreduce import errors, hookspecs
+
+FUNCTIONS = {
+    "allocate",
+    "array",
+    "empty",
+    "find_block",
+    "full",
+    "get_all_sharing_strategies",
+    "get_settings",
+    "get_sharing_strategy",
+    "import_block",
+    "install",
+    "is_shared",
+    "ones",
+    "open_process_descriptor",
+    "register_reducer",
+    "set_sharing_strategy",
+    "share",
+    "uninstall",
+    "unregister_reducer",
+    "zeros",
+}
+CLASSES = {
+    "ArrayFactory",
+    "Block",
+    "Installation",
+    "Message",
+    "Reducer",
+    "SegmentFile",
+    "Settings",
+    "SharingStrategy",
+}
+OTHERS = {"Mode", "__version__", "hookimpl"}
+
+
+def in_fresh_interpreter(program: str) -> str:
+    """Return what a program prints that a new interpreter runs."""
+    return subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def test_public_names_are_exactly_these() -> None:
+    """``__all__`` is sorted and holds the documented names and all errors."""
+    assert sorted(shmreduce.__all__) == sorted(FUNCTIONS | CLASSES | OTHERS | set(errors.__all__))
+    assert len(set(shmreduce.__all__)) == len(shmreduce.__all__)
+
+
+@pytest.mark.parametrize("name", shmreduce.__all__)
+def test_each_public_name_can_be_had(name: str) -> None:
+    """Every name of ``__all__`` is importable and listed by ``dir``."""
+    assert getattr(shmreduce, name) is not None
+    assert name in dir(shmreduce)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    """The imports for type checkers and the lazy ones name the same modules."""
+    tree = ast.parse(Path(shmreduce.__file__).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    declared = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lazy = dict.fromkeys(errors.__all__, "shmreduce.errors") | shmreduce._MODULE_OF
+    assert declared == lazy
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    """A name that does not exist is an AttributeError, as for any module."""
+    with pytest.raises(AttributeError, match="has no attribute 'instal'"):
+        shmreduce.instal  # noqa: B018
+
+
+def test_import_brings_nothing_along() -> None:
+    """``import shmreduce`` imports no other module but ``__future__``."""
+    new = in_fresh_interpreter(
+        "import sys; before = set(sys.modules); import shmreduce; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    assert set(new.split()) <= {"shmreduce", "__future__"}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS | CLASSES | {"hookimpl"}))
+def test_no_public_name_imports_numpy(name: str) -> None:
+    """To import a public name, and to install, numpy is not needed."""
+    loaded = in_fresh_interpreter(f"import sys, shmreduce; shmreduce.{name}; print(*sys.modules)")
+    assert "numpy" not in loaded.split()
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS | CLASSES | set(errors.__all__)))
+def test_each_public_name_is_documented(name: str) -> None:
+    """Every public function and class has a docstring of its own."""
+    documentation = getattr(shmreduce, name).__doc__
+    assert documentation
+    assert len(documentation.splitlines()[0]) > 15
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS - {"get_settings"}))
+def test_each_function_has_an_example(name: str) -> None:
+    """Every public function shows an example, which the tests execute."""
+    documentation = getattr(shmreduce, name).__doc__
+    assert doctest.DocTestParser().get_examples(documentation)
+
+
+def hooks() -> list[str]:
+    """Return the names of all hook specifications."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return [name for name in vars(manager.hook) if name.startswith("shmreduce_")]
+
+
+def test_hooks_are_exactly_these() -> None:
+    """There are three hooks."""
+    assert sorted(hooks()) == [
+        "shmreduce_array_factory",
+        "shmreduce_reducers",
+        "shmreduce_strategies",
+    ]
+
+
+@pytest.mark.parametrize("hook", hooks())
+def test_each_hook_is_annotated_and_shows_an_example(hook: str) -> None:
+    """Every hook says what it returns, in its annotation and by an example."""
+    function = getattr(hookspecs, hook)
+    assert inspect.signature(function).return_annotation is not inspect.Signature.empty
+    assert "Returns\n" in function.__doc__
+    assert any(
+        "hookimpl" in example.source
+        for example in doctest.DocTestParser().get_examples(function.__doc__)
+    )

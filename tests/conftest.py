@@ -1,0 +1,142 @@
+"""The fixtures that all tests share."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+import shmreduce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import BaseContext
+    from multiprocessing.process import BaseProcess
+
+START_METHODS = ("fork", "forkserver", "spawn")
+STRATEGIES = ("file_descriptor", "file_system")
+PATIENCE = 30.0
+"""Seconds that a test waits for a child before it fails."""
+
+
+def _answer(connection: Connection, function: Callable[..., Any], arguments: Any) -> None:
+    try:
+        answer = (True, function(*arguments))
+    except Exception as error:
+        answer = (False, error)
+    connection.send(answer)
+    # The answer may refer to memory of this process: stay until it is read.
+    connection.poll(PATIENCE)
+    connection.close()
+
+
+class Children:
+    """Starts child processes and sees to it that none survives the test.
+
+    Attributes
+    ----------
+    method, strategy : str
+        The start method and the sharing strategy of this run.
+    context : multiprocessing context
+        Of that start method.
+    """
+
+    def __init__(self, method: str, strategy: str) -> None:
+        self.method = method
+        self.strategy = strategy
+        self.context: BaseContext = multiprocessing.get_context(method)
+        self.started: list[BaseProcess] = []
+
+    def start(self, function: Callable[..., object], *arguments: Any) -> BaseProcess:
+        """Start a child that calls ``function(*arguments)``."""
+        process: BaseProcess = self.context.Process(  # type: ignore[attr-defined]
+            target=function, args=arguments
+        )
+        process.start()
+        self.started.append(process)
+        return process
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what ``function(*arguments)`` returns in a child, or raise what it raises."""
+        ours, theirs = self.context.Pipe()
+        process = self.start(_answer, theirs, function, arguments)
+        theirs.close()
+        if not ours.poll(PATIENCE):
+            pytest.fail(f"the child did not answer within {PATIENCE} s")
+        try:
+            succeeded, answer = ours.recv()
+        except EOFError:
+            process.join(PATIENCE)
+            pytest.fail(f"the child died with exit code {process.exitcode}")
+        ours.send("read")
+        ours.close()
+        self.join(process)
+        if not succeeded:
+            raise answer
+        return answer
+
+    def join(self, *processes: BaseProcess) -> None:
+        """Wait for children, all that were started if none is named."""
+        for process in processes or self.started:
+            process.join(PATIENCE)
+            assert process.exitcode is not None, f"{process} did not end within {PATIENCE} s"
+
+    def close(self) -> None:
+        """Fail if a child is left, having killed it."""
+        # Reaps those that have ended.
+        multiprocessing.active_children()
+        survivors = []
+        for process in self.started:
+            if process.is_alive():
+                process.join(1.0)
+        for process in [each for each in descendants() if each.is_running()]:
+            survivors.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            process.kill()
+        for process in self.started:
+            process.join(PATIENCE)
+        assert not survivors, f"processes survived the test: {survivors}"
+
+
+def descendants() -> list[psutil.Process]:
+    """Return all processes below this one but the standard library's servants."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+            ended = process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            continue
+        is_server = "multiprocessing.forkserver" in command and _is_child_of_this(process)
+        if not ended and not is_server and "resource_tracker" not in command:
+            found.append(process)
+    return found
+
+
+def _is_child_of_this(process: psutil.Process) -> bool:
+    # Children of the fork server have its command line too.
+    return bool(process.ppid() == psutil.Process().pid)
+
+
+@pytest.fixture(
+    params=[(method, strategy) for method in START_METHODS for strategy in STRATEGIES],
+    ids="-".join,
+)
+def children(request: pytest.FixtureRequest) -> Iterator[Children]:
+    """Child processes of each start method, with each strategy installed."""
+    method, strategy = request.param
+    with shmreduce.install(strategy=strategy):
+        helper = Children(method, strategy)
+        try:
+            yield helper
+        finally:
+            helper.close()
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled_afterwards() -> Iterator[None]:
+    """Leave no installation to the next test."""
+    yield
+    shmreduce.uninstall()

@@ -1,0 +1,1 @@
+"""The registry, settings, discovery of plugins and choice of strategy."""

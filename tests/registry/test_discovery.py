@@ -1,0 +1,364 @@
+"""Finding plugins, loading them, and telling what became of each."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from importlib.metadata import distributions
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shmreduce import (
+    PluginError,
+    Reducer,
+    ReducerConflictError,
+    ReducerError,
+    Settings,
+    ShmreduceWarning,
+    StrategyConflictError,
+    register_reducer,
+    unregister_reducer,
+)
+from shmreduce.discovery import (
+    Plugins,
+    get_registry,
+    plugin_report,
+    registered_by_hand,
+    take_over_reducers,
+)
+from shmreduce.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from shmreduce.discovery import PluginReport
+
+REDUCER = """
+    from shmreduce import Reducer, hookimpl
+
+    class TheReducer(Reducer):
+        types = ("{claimed}",)
+
+        def reduce(self, obj, message):
+            return NotImplemented
+
+    @hookimpl
+    def shmreduce_reducers():
+        return [TheReducer()]
+"""
+STRATEGY = """
+    from shmreduce import SharingStrategy, hookimpl
+
+    class TheStrategy(SharingStrategy):
+        name = "{name}"
+
+        def unusable_reason(self):
+            return "it is for tests"
+
+        def create(self, size, token):
+            raise NotImplementedError
+
+        locator = open = create
+
+    @hookimpl
+    def shmreduce_strategies():
+        return [TheStrategy()]
+"""
+
+
+class Installer:
+    """Writes distributions with plugins into a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.modules: list[str] = []
+
+    def install(
+        self, name: str, source: str, *, distribution: str | None = None, module: str | None = None
+    ) -> None:
+        """Install one distribution with one plugin."""
+        module = module or f"plugin_module_{name}"
+        distribution = distribution or f"dist-of-{name}"
+        self.modules.append(module)
+        (self.folder / f"{module}.py").write_text(textwrap.dedent(source))
+        metadata = self.folder / f"{distribution.replace('-', '_')}-1.5.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n"
+        )
+        (metadata / "entry_points.txt").write_text(f"[shmreduce]\n{name} = {module}\n")
+
+    def plugins(self, *, twice: bool = False) -> Plugins:
+        """Return the plugins that are installed in the folder."""
+        found = [
+            entry_point
+            for distribution in distributions(path=[str(self.folder)])
+            for entry_point in distribution.entry_points
+        ]
+        return Plugins(Registry(), found * 2 if twice else found)
+
+
+@pytest.fixture
+def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Installer]:
+    """An empty folder to install plugins into."""
+    monkeypatch.syspath_prepend(tmp_path)
+    installer = Installer(tmp_path)
+    yield installer
+    for module in installer.modules:
+        sys.modules.pop(module, None)
+
+
+def report_of(plugins: Plugins, name: str) -> PluginReport:
+    """Return the report on one plugin."""
+    [report] = [each for each in plugins.reports() if each.name == name]
+    return report
+
+
+def test_shipped_plugins_are_found() -> None:
+    """The four shipped plugins come in through entry points and are loaded."""
+    status = {report.name: report.status for report in plugin_report()}
+    shipped = ("file_descriptor", "file_system", "memoryview", "numpy")
+    assert {name: status.get(name) for name in shipped} == dict.fromkeys(shipped, "loaded")
+
+
+def test_report_tells_where_a_plugin_came_from(installer: Installer) -> None:
+    """The report names distribution, version, file and what is provided."""
+    installer.install("one", REDUCER.format(claimed="decimal.Decimal"))
+    plugins = installer.plugins()
+    plugins.synchronise(Settings())
+    report = report_of(plugins, "one")
+    assert (report.distribution, report.version) == ("dist-of-one", "1.5")
+    assert report.path == str(installer.folder / "plugin_module_one.py")
+    assert report.reducers == ("decimal.Decimal",)
+    assert (report.status, report.reason) == ("loaded", "")
+
+
+def test_plugins_come_sorted_and_once(installer: Installer) -> None:
+    """An entry point that is found twice counts once, and the order is that of the names."""
+    for name in ("zulu", "alpha", "mike"):
+        installer.install(name, REDUCER.format(claimed=f"package.{name}"))
+    plugins = installer.plugins(twice=True)
+    plugins.synchronise(Settings())
+    assert [report.name for report in plugins.reports()] == ["alpha", "mike", "zulu"]
+    assert {report.status for report in plugins.reports()} == {"loaded"}
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
+        ("import a_module_that_is_not_there", "ModuleNotFoundError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducer():\n    return []",
+            "unknown hook 'shmreduce_reducer'",
+        ),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducers(x):\n    return []",
+            "Argument(s) {'x'}",
+        ),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducers():\n    return [3]",
+            "3 is no Reducer",
+        ),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducers():\n    return 3",
+            "TypeError",
+        ),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_strategies():\n  return [3]",
+            "3 is no SharingStrategy",
+        ),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_array_factory():\n  1 / 0",
+            "ZeroDivisionError",
+        ),
+    ],
+)
+def test_broken_plugin_takes_nobody_down(installer: Installer, source: str, reason: str) -> None:
+    """A broken plugin is reported with its distribution and reason; the others work."""
+    installer.install("broken", source)
+    installer.install("after", REDUCER.format(claimed="package.after"))
+    installer.install("zulu", REDUCER.format(claimed="package.zulu"))
+    plugins = installer.plugins()
+    with pytest.warns(ShmreduceWarning, match="'broken' of distribution dist-of-broken 1.5"):
+        plugins.synchronise(Settings())
+    report = report_of(plugins, "broken")
+    assert report.status == "broken"
+    assert reason in report.reason
+    assert len(plugins.registry.reducers()) == 2
+
+
+def test_broken_plugin_is_warned_about_once(installer: Installer) -> None:
+    """Later synchronisations, with other settings too, are silent."""
+    installer.install("broken", "raise RuntimeError('no luck')")
+    plugins = installer.plugins()
+    with pytest.warns(ShmreduceWarning):
+        plugins.synchronise(Settings())
+    plugins.synchronise(Settings())
+    plugins.synchronise(Settings(blocked=("other",)))
+    assert plugins.warned() == ("broken",)
+
+
+def test_half_broken_plugin_leaves_nothing(installer: Installer) -> None:
+    """If one of a plugin's reducers is bad, none of them stays registered."""
+    source = REDUCER.format(claimed="package.Good")
+    installer.install("half", source.replace("[TheReducer()]", "[TheReducer(), 3]"))
+    plugins = installer.plugins()
+    with pytest.warns(ShmreduceWarning):
+        plugins.synchronise(Settings())
+    assert plugins.registry.reducers() == []
+
+
+def test_blocking_takes_out_and_brings_back(installer: Installer) -> None:
+    """A plugin that is blocked later loses its claims; unblocked it has them again."""
+    installer.install("one", REDUCER.format(claimed="decimal.Decimal"))
+    installer.install("two", STRATEGY.format(name="two"))
+    plugins = installer.plugins()
+    plugins.synchronise(Settings())
+    [claim] = plugins.registry.reducers()
+    plugins.synchronise(Settings(blocked=("one", "two")))
+    assert plugins.registry.reducers() == []
+    assert not plugins.registry.strategies()
+    assert report_of(plugins, "one").status == "blocked"
+    assert "SHMREDUCE_BLOCK" in report_of(plugins, "one").reason
+    plugins.synchronise(Settings())
+    assert plugins.registry.reducers()[0].reducer is claim.reducer
+
+
+def test_blocked_plugin_is_not_imported(installer: Installer) -> None:
+    """Blocking keeps a plugin's code from running at all."""
+    installer.install("one", "raise RuntimeError('it ran')")
+    plugins = installer.plugins()
+    plugins.synchronise(Settings(blocked=("one",)))
+    assert "plugin_module_one" not in sys.modules
+
+
+def test_autoload_can_be_switched_off(installer: Installer) -> None:
+    """With autoload off only the plugins that are named are loaded."""
+    installer.install("one", REDUCER.format(claimed="package.One"))
+    installer.install("two", REDUCER.format(claimed="package.Two"))
+    plugins = installer.plugins()
+    plugins.synchronise(Settings(autoload=False, plugins=("two",)))
+    assert report_of(plugins, "one").status == "not loaded"
+    assert report_of(plugins, "two").status == "loaded"
+    assert "plugin_module_one" not in sys.modules
+
+
+def test_naming_a_plugin_that_is_not_there_is_an_error(installer: Installer) -> None:
+    """A misspelt plugin name is an error that lists the installed ones."""
+    installer.install("one", REDUCER.format(claimed="package.One"))
+    with pytest.raises(PluginError, match=r"no plugin 'oen'; installed are \['one'\]"):
+        installer.plugins().synchronise(Settings(plugins=("oen",)))
+
+
+def test_conflict_names_both_plugins(installer: Installer) -> None:
+    """Two plugins that claim one type are an error naming both distributions."""
+    installer.install("one", REDUCER.format(claimed="package.Same"))
+    installer.install("two", REDUCER.format(claimed="package.Same"))
+    installer.install("third", REDUCER.format(claimed="package.Other"))
+    plugins = installer.plugins()
+    for _ in range(2):
+        with pytest.raises(ReducerConflictError, match=r"package\.Same") as caught:
+            plugins.synchronise(Settings())
+        assert "dist-of-one 1.5" in str(caught.value)
+        assert "dist-of-two 1.5" in str(caught.value)
+    assert report_of(plugins, "third").status == "loaded"
+    plugins.synchronise(Settings(blocked=("one",)))
+    assert report_of(plugins, "two").status == "loaded"
+
+
+def test_strategy_conflict_names_both_plugins(installer: Installer) -> None:
+    """Two plugins with a strategy of one name are an error naming both distributions."""
+    installer.install("one", STRATEGY.format(name="same"))
+    installer.install("two", STRATEGY.format(name="same"))
+    with pytest.raises(StrategyConflictError, match="'same'") as caught:
+        installer.plugins().synchronise(Settings())
+    assert "dist-of-one 1.5" in str(caught.value)
+    assert "dist-of-two 1.5" in str(caught.value)
+
+
+def test_one_plugin_name_for_two_distributions(installer: Installer) -> None:
+    """Of two plugins of one name the second is reported, with the first's distribution."""
+    installer.install("same", REDUCER.format(claimed="package.A"), module="module_a")
+    installer.install(
+        "same", REDUCER.format(claimed="package.B"), module="module_b", distribution="other-dist"
+    )
+    plugins = installer.plugins()
+    with pytest.warns(ShmreduceWarning, match="its name is taken by plugin 'same'"):
+        plugins.synchronise(Settings())
+    assert sorted(report.status for report in plugins.reports()) == ["broken", "loaded"]
+
+
+def test_array_factory_of_the_first_name(installer: Installer) -> None:
+    """Among several array factories that of the first plugin name is taken."""
+    source = """
+        from shmreduce import hookimpl
+
+        @hookimpl
+        def shmreduce_array_factory():
+            return "{name}"
+    """
+    for name in ("beta", "alpha"):
+        installer.install(name, source.format(name=name))
+    plugins = installer.plugins()
+    plugins.synchronise(Settings())
+    factory: object = plugins.array_factory()
+    assert factory == "alpha"
+    assert report_of(plugins, "beta").array_factory
+
+
+class Signal:
+    """A type of the tests' own."""
+
+
+class SignalReducer(Reducer):
+    types: Any = (Signal,)
+
+    def reduce(self, obj: Any, message: Any) -> Any:
+        return NotImplemented
+
+
+@pytest.fixture
+def by_hand() -> Iterator[Callable[[Reducer], None]]:
+    """Registers reducers and unregisters what is left at the end."""
+    before = registered_by_hand()
+    yield register_reducer
+    for reducer in registered_by_hand():
+        if reducer not in before:
+            unregister_reducer(reducer)
+
+
+def test_registration_by_hand(by_hand: Callable[[Reducer], None]) -> None:
+    """A reducer can be registered without a plugin, and its origin is the calling line."""
+    reducer = SignalReducer()
+    by_hand(reducer)
+    by_hand(reducer)
+    claim = get_registry().find(Signal)
+    assert claim is not None
+    assert claim.reducer is reducer
+    assert claim.origin.startswith(f"registered in {__file__}, line ")
+    unregister_reducer(reducer)
+    assert get_registry().find(Signal) is None
+    with pytest.raises(ReducerError):
+        unregister_reducer(reducer)
+
+
+def test_registering_a_second_instance_is_a_conflict(by_hand: Callable[[Reducer], None]) -> None:
+    """Another reducer for the same type is an error, although of the same class."""
+    by_hand(SignalReducer())
+    with pytest.raises(ReducerConflictError):
+        by_hand(SignalReducer())
+
+
+def test_reducers_of_the_parent_make_way(by_hand: Callable[[Reducer], None]) -> None:
+    """What the parent handed down and what the child registers itself are one registration."""
+    first, second = SignalReducer(), SignalReducer()
+    take_over_reducers([first])
+    by_hand(second)
+    take_over_reducers([SignalReducer()])
+    claim = get_registry().find(Signal)
+    assert claim is not None
+    assert claim.reducer is second
