@@ -1,7 +1,7 @@
 """The segments that this process has open, by token.
 
-May import errors, contracts, strategies, ``layout``, ``segment``, ``family`` and
-``handle``.
+May import errors, contracts, strategies, ``layout``, ``segment``, ``sweep``,
+``family`` and ``handle``.
 
 A segment is opened once, mapped once, and kept: opening costs far more than
 claiming a lease. It is given back when nothing of it is in use and its owner
@@ -26,6 +26,7 @@ from shmreduce.errors import (
 from shmreduce.memory.family import Family, Letter, reopen
 from shmreduce.memory.layout import Layout
 from shmreduce.memory.segment import MESSAGE, Segment, check_file
+from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ class Attachments:
             segment = Segment.adopt(SegmentFile(again, None), handle.token, strategy)
             segment.orphan = True
         self._publish(segment)
+        sweep(strategy)
 
     def _gone(self, handle: Handle) -> AttachError:
         try:

@@ -25,7 +25,7 @@ import threading
 import time
 from bisect import insort
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
 from shmreduce.memory import locks
@@ -41,12 +41,12 @@ from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil, punch_hole
 from shmreduce.memory.segment import Segment, reserve_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from shmreduce.contracts import SegmentFile, SharingStrategy
     from shmreduce.memory.family import Family
 
-__all__ = ["Heap", "HeapBusyError", "OwnedSegment", "headroom", "size_class"]
+__all__ = ["Heap", "HeapBusyError", "HeapHost", "OwnedSegment", "headroom", "size_class"]
 
 _FIRST_SEGMENT = 4 << 20
 _LARGEST_STEP = 1 << 30
@@ -141,6 +141,31 @@ class OwnedSegment(Segment):
         self.spare.append(block)
 
 
+class HeapHost(Protocol):
+    """What a heap needs of the process that it belongs to."""
+
+    @property
+    def family(self) -> Family:
+        """Where reservations are booked."""
+
+    @property
+    def boot(self) -> bytes:
+        """Identity of this boot of this host, 16 bytes."""
+
+    @property
+    def directory(self) -> dict[bytes, Segment]:
+        """Where segments are listed by token while they exist."""
+
+    def budget(self) -> int:
+        """Return how many bytes the family may reserve."""
+
+    def give_up(self) -> None:
+        """End messages that nobody is going to read."""
+
+    def on_growth(self, heap: Heap) -> None:
+        """Take note that more memory was reserved."""
+
+
 class Heap:
     """Blocks of one kind that this process made.
 
@@ -150,27 +175,15 @@ class Heap:
         ``BY_VALUE`` or ``SHARED``.
     strategy : SharingStrategy
         Makes the segments.
-    family : Family
-        Where reservations are booked.
-    budget : callable
-        Returns the family's budget in bytes.
-    boot : bytes
-        Identity of this boot of this host, 16 bytes.
-    directory : dict
-        Where segments are listed by token while they exist.
-    on_growth : callable
-        Called after more memory was reserved.
+    host : HeapHost
+        The process's state.
     """
 
     def __init__(
         self,
         kind: int,
         strategy: SharingStrategy,
-        family: Family,
-        budget: Callable[[], int],
-        boot: bytes,
-        directory: dict[bytes, Segment],
-        on_growth: Callable[[Heap], None],
+        host: HeapHost,
     ) -> None:
         self.kind = kind
         self.strategy = strategy
@@ -178,11 +191,7 @@ class Heap:
         self.warm: dict[int, list[tuple[OwnedSegment, int]]] = {}
         self.lock = threading.Lock()
         self._inside: int | None = None
-        self._family = family
-        self._budget = budget
-        self._boot = boot
-        self._directory = directory
-        self._on_growth = on_growth
+        self._host = host
         self._whole_pages = kind == BY_VALUE
         self._next_segment = _FIRST_SEGMENT
         self._reaped = self.last_used = time.monotonic()
@@ -207,7 +216,7 @@ class Heap:
         if found is None:
             with self.exclusive():
                 found = self._take_warm(size) or self._make_room(size)
-            self._on_growth(self)
+            self._host.on_growth(self)
         segment, block = found
         # Before it counts as out, so that reap() in another thread, which sees
         # neither views nor leases yet, leaves it alone.
@@ -345,7 +354,7 @@ class Heap:
         return segment, blocks[0]
 
     def _book(self, segment: OwnedSegment, nbytes: int) -> None:
-        self._family.reserve(nbytes, self._budget())
+        self._host.family.reserve(nbytes, self._host.budget())
         segment.reserved += nbytes
 
     def _reserve(self, segment: OwnedSegment, offset: int, size: int) -> None:
@@ -380,7 +389,7 @@ class Heap:
             # Address space or file size may be limited: ask for just enough.
             segment = self._create(size)
         self._next_segment = min(max(2 * wanted, _FIRST_SEGMENT), _LARGEST_STEP)
-        self._directory[segment.token] = segment
+        self._host.directory[segment.token] = segment
         self.segments.append(segment)
         return segment
 
@@ -392,8 +401,8 @@ class Heap:
         header = SegmentHeader(
             self.kind,
             token,
-            self._boot,
-            self._family.identity,
+            self._host.boot,
+            self._host.family.identity,
             os.getpid(),
             time.time_ns(),
             size,
@@ -419,7 +428,7 @@ class Heap:
             os.pwrite(file.fd, header.pack(), 0)
             segment = OwnedSegment(file, header, self.strategy)
             try:
-                self._family.reserve(layout.slot_words, self._budget())
+                self._host.family.reserve(layout.slot_words, self._host.budget())
             except BaseException:
                 segment.close()
                 raise
@@ -435,6 +444,7 @@ class Heap:
     def reap(self) -> None:
         """End the leases of killed processes, wherever blocks are out."""
         self._reaped = time.monotonic()
+        self._host.give_up()
         for segment in list(self.segments):
             for block in list(segment.out):
                 if segment.heads[block]:
@@ -480,12 +490,12 @@ class Heap:
                 continue
             # Out of sight first: a call that has pinned it just before is seen
             # by the second look.
-            self._directory.pop(segment.token, None)
+            self._host.directory.pop(segment.token, None)
             if segment.holds or segment.pins:
-                self._directory[segment.token] = segment
+                self._host.directory[segment.token] = segment
             else:
                 self.segments.remove(segment)
-                self._family.reserve(-segment.reserved, self._budget())
+                self._host.family.reserve(-segment.reserved, self._host.budget())
                 segment.close()
                 self._unlink(segment)
         if not self.segments:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import time
+import weakref
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING
 
 from shmreduce.errors import (
@@ -25,7 +28,7 @@ from shmreduce.memory.heap import HeapBusyError, OwnedSegment
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.runtime import Runtime, current
-from shmreduce.memory.segment import NONCE_MASK, Segment
+from shmreduce.memory.segment import NONCE_MASK, Segment, Sent
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
@@ -157,8 +160,13 @@ class Message:
 
     def commit(self) -> None:
         """Keep what was given out: the message is complete."""
-        for segment, _, _, slot, nonce, _ in self._taken:
-            segment.sent(slot, nonce)
+        if not self._taken:
+            return
+        child = get_spawning_popen()
+        reference = None if child is None else weakref.ref(child)
+        now = time.monotonic()
+        for segment, block, generation, slot, nonce, _ in self._taken:
+            segment.sent(Sent(slot, nonce, block, generation, now, reference))
         self._taken.clear()
 
     def rollback(self) -> None:
@@ -291,6 +299,15 @@ def import_block(handle: bytes) -> Block:
         claimed then: the handle can be tried again.
     StaleHandleError, AlreadyLoadedError
         If the block was released, or the by-value message loaded, before.
+
+    Examples
+    --------
+    >>> message = Message()
+    >>> view, handle = message.allocate(5)
+    >>> view[:] = b"hello"
+    >>> message.commit()
+    >>> bytes(import_block(handle).buffer)
+    b'hello'
     """
     what = Handle.unpack(handle)
     runtime = current()

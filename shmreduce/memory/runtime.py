@@ -25,6 +25,7 @@ from shmreduce.settings import Settings, get_settings
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
+    from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.segment import Segment
 
 __all__ = ["Runtime", "configure", "current", "inheritance"]
@@ -50,6 +51,8 @@ class Runtime:
         self.attachments: Attachments = Attachments(self._get_family, lineage)
         self.idle_return = IdleReturn(self.live, lambda: self.heaps, _idle_limits)
         self._heaps: dict[tuple[int, str, bool], Heap] = {}
+        self.strategies: set[SharingStrategy] = set()
+        """Strategies that were in force here, whose leftovers are swept at the end."""
         self._parent_family = parent.known_family if parent is not None else None
         self._family: Family | None = None
 
@@ -94,19 +97,35 @@ class Runtime:
         heap = self._heaps.get(key)
         if heap is None:
             sweep(strategy)
-            made = Heap(
-                kind,
-                strategy,
-                self.family,
-                _budget,
-                self.attachments.boot,
-                self.attachments.directory,
-                self._on_growth,
-            )
+            made = Heap(kind, strategy, self)
             heap = self._heaps.setdefault(key, made)
         return heap
 
-    def _on_growth(self, heap: Heap) -> None:
+    # What heaps ask for
+
+    @property
+    def boot(self) -> bytes:
+        """Identity of this boot of this host."""
+        return self.attachments.boot
+
+    @property
+    def directory(self) -> dict[bytes, Segment]:
+        """Open segments by token."""
+        return self.attachments.directory
+
+    def budget(self) -> int:
+        """Return the family's budget in bytes."""
+        budget = get_settings().budget
+        return self.family.budget if budget is None else budget
+
+    def give_up(self) -> None:
+        """End messages that nobody is going to read."""
+        timeout = get_settings().message_timeout
+        for segment in list(self.directory.values()):
+            segment.give_up(timeout)
+
+    def on_growth(self, heap: Heap) -> None:
+        """Have somebody look after a heap that holds more than it may keep idle."""
         if heap.reserved_bytes > get_settings().idle_keep:
             self.idle_return.start()
 
@@ -123,12 +142,13 @@ class Runtime:
         self.live.settle()
         alone = self._family is None or self._family.alone()
         for segment in list(self.attachments.directory.values()):
-            unread = segment.unread()
+            unread = [(sent.slot, sent.nonce) for sent in segment.unread()]
             if unread and not alone:
                 self._post(segment, unread)
         for heap in self.heaps:
             heap.leave()
-            sweep(heap.strategy)
+        for strategy in {heap.strategy for heap in self.heaps} | self.strategies:
+            sweep(strategy)
         self.live.current = False
 
     def _post(self, segment: Segment, unread: list[tuple[int, int]]) -> None:
@@ -143,11 +163,6 @@ class Runtime:
 def _default_budget() -> int:
     room = headroom()
     return _BUDGET_UNKNOWN if room is None else int(room * _BUDGET_SHARE)
-
-
-def _budget() -> int:
-    budget = get_settings().budget
-    return current().family.budget if budget is None else budget
 
 
 def _idle_limits() -> tuple[float, int]:
@@ -181,7 +196,9 @@ def configure(settings: Settings) -> None:
     The settings themselves are read where they matter, when they matter.
     """
     del settings
-    _ = current().family
+    runtime = current()
+    runtime.strategies.add(current_strategy())
+    _ = runtime.family
 
 
 def _leave() -> None:

@@ -26,7 +26,9 @@ import os
 import stat
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import (
     AlreadyLoadedError,
@@ -52,11 +54,20 @@ from shmreduce.memory.layout import (
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil
 
 if TYPE_CHECKING:
+    import weakref
     from types import TracebackType
 
     from shmreduce.contracts import SegmentFile, SharingStrategy
 
-__all__ = ["LOCK_PATIENCE", "MESSAGE", "NONCE_MASK", "Segment", "reserve_pages"]
+__all__ = [
+    "LOCK_PATIENCE",
+    "MESSAGE",
+    "NONCE_MASK",
+    "Segment",
+    "Sent",
+    "check_file",
+    "reserve_pages",
+]
 
 MESSAGE = 1 << 62
 NONCE_MASK = MESSAGE - 1
@@ -71,6 +82,33 @@ LOCK_PATIENCE = 30.0
 _WORTH_A_RESCAN = 64
 
 _PRUNE_FROM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One message that this process sent.
+
+    ``child`` refers to the Popen of the child for whose start it was pickled,
+    ``when`` is in monotonic seconds.
+    """
+
+    slot: int
+    nonce: int
+    block: int
+    generation: int
+    when: float
+    child: weakref.ref[Any] | None
+
+    def lost(self, now: float, timeout: float | None) -> bool:
+        """Return whether nobody can be expected to read the message any more."""
+        if timeout is not None and now - self.when > timeout:
+            return True
+        if self.child is None:
+            return False
+        child = self.child()
+        # multiprocessing keeps the Popen until the child has been waited for.
+        sentinel = None if child is None else getattr(child, "sentinel", None)
+        return child is None or (sentinel is not None and bool(wait([sentinel], 0)))
 
 
 class Segment:
@@ -120,8 +158,8 @@ class Segment:
         """Lease slots by which this process holds blocks."""
         self.pins: dict[object, None] = {}
         """Calls under way that need the segment to stay open."""
-        self.outbox: deque[tuple[int, int]] = deque()
-        """Slot and nonce of messages sent by this process; read ones are pruned."""
+        self.outbox: deque[Sent] = deque()
+        """Messages sent by this process; read ones are pruned."""
         self._prune_at = _PRUNE_FROM
         self.orphan = False
         """Whether the segment was found in the mailbox: nobody allocates from it."""
@@ -178,25 +216,32 @@ class Segment:
             return False
         return not self.outbox or not self.unread()
 
-    def sent(self, slot: int, nonce: int) -> None:
+    def sent(self, message: Sent) -> None:
         """Remember a message that was sent by this process."""
-        self.outbox.append((slot, nonce))
+        self.outbox.append(message)
         if len(self.outbox) > self._prune_at:
             self._prune_at = max(_PRUNE_FROM, 2 * len(self.unread()))
 
-    def unread(self) -> list[tuple[int, int]]:
-        """Return slot and nonce of this process's messages that nobody has read."""
+    def unread(self) -> list[Sent]:
+        """Return this process's messages that nobody has read."""
         found = []
         # Item by item, since other threads send meanwhile.
         for _ in range(len(self.outbox)):
             try:
-                slot, nonce = sent = self.outbox.popleft()
+                sent = self.outbox.popleft()
             except IndexError:
                 break
-            if self.words[slot] == MESSAGE | nonce:
+            if self.words[sent.slot] == MESSAGE | sent.nonce:
                 self.outbox.append(sent)
                 found.append(sent)
         return found
+
+    def give_up(self, timeout: float | None) -> None:
+        """End this process's messages that nobody is going to read."""
+        now = time.monotonic()
+        for sent in self.unread():
+            if sent.lost(now, timeout):
+                self.consume(sent.block, sent.generation, sent.slot, sent.nonce)
 
     def close(self) -> None:
         """Give the descriptor back. The caller has no views and no leases left."""
