@@ -13,6 +13,8 @@ queue and tried again by :meth:`LiveBlocks.settle`.
 
 from __future__ import annotations
 
+import _thread
+import time
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from shmreduce.contracts import Mode
     from shmreduce.memory.ledger import ForkLedger
     from shmreduce.memory.segment import Segment
+
+_CUTTING_SECONDS = 0.05
 
 __all__ = ["Block", "LiveBlocks", "Record"]
 
@@ -42,6 +46,7 @@ class Record:
     __slots__ = (
         "birth",
         "block",
+        "cutting",
         "death",
         "generation",
         "heap",
@@ -82,6 +87,8 @@ class Record:
         self.heap = heap
         self.private = private
         self.in_place = False
+        self.cutting = _thread.allocate_lock()
+        """Taken for good by the one thread that makes the pages private."""
         self.birth = self.death = live.ledger.forks
 
     @property
@@ -205,7 +212,8 @@ class LiveBlocks:
         instant for whoever is given a lease on it. The hold must last as long
         as the views: unwritten pages are still the block's.
         """
-        if record.private:
+        # Covering twice would throw away what was written in between.
+        if record.private or not record.cutting.acquire(blocking=False):
             return False
         segment, block = record.segment, record.block
         try:
@@ -214,6 +222,7 @@ class LiveBlocks:
             )
         except SegmentError:
             # vm.max_map_count is reached; the caller copies instead.
+            record.cutting.release()
             return False
         record.private = record.in_place = True
         return True
@@ -291,14 +300,21 @@ class LiveBlocks:
         references = list(self._roots.values())
         for reference in references:
             record = reference.record
-            if record.slot is not None and not record.shared and not record.private:
-                self.make_private(record)
+            if record.slot is not None and not record.shared and not self.make_private(record):
+                _await_private(record)
         self.ledger.before_fork(guarded=bool(references))
 
     def in_child(self) -> LiveBlocks:
         """Retire the inherited table and return the child's own."""
         self.current = False
         return LiveBlocks(self.ledger.after_fork_in_child(), inherited=self)
+
+
+def _await_private(record: Record) -> None:
+    """Let another thread finish what it began; not for ever, it may be this very thread."""
+    deadline = time.monotonic() + _CUTTING_SECONDS
+    while not record.private and record.cutting.locked() and time.monotonic() < deadline:
+        time.sleep(0)
 
 
 def _root_died(reference: RootReference) -> None:
