@@ -26,7 +26,7 @@ _DIRECTORY_VARIABLE = "SHMREDUCE_DIRECTORY"
 _SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (files are exclusive, 0600, unguessable)
 
 _NAME = re.compile(r"shmreduce-([0-9]+)-([0-9]+)-([0-9a-z]+)", re.ASCII)
-_LOCATOR = re.compile(r"(?:([0-9]+):([0-9]+):)?(/[^\0]*)", re.ASCII)
+_LOCATOR = re.compile(r"(?:([0-9]+):([0-9]+):)?(/[^\0]+)?", re.ASCII)
 
 
 class FileSystemStrategy(SharingStrategy):
@@ -116,9 +116,10 @@ class FileSystemStrategy(SharingStrategy):
         """Return ``"PID:FD:PATH"``.
 
         The path is what counts. The calling process's descriptor is there for
-        a file whose name has been removed while this process still holds it.
+        a file whose name has been removed while this process still holds it;
+        if it never knew the name, the path is left out.
         """
-        return f"{os.getpid()}:{file.fd}:{file.name}"
+        return f"{os.getpid()}:{file.fd}:{file.name or ''}"
 
     def open(self, locator: str) -> SegmentFile:
         """Open a segment by path, else through the process that sent the locator.
@@ -138,15 +139,15 @@ class FileSystemStrategy(SharingStrategy):
             ``FileNotFoundError`` if the file is gone and no process holds it;
             ``PermissionError`` if it is not a private regular file.
         """
-        pid, process_fd, path = _parse(locator)
+        holder, path = _parse(locator)
         try:
             fd = _open_path(path)
         except FileNotFoundError:
-            if pid is None or process_fd is None:
+            if holder is None:
                 raise
-            fd = open_process_descriptor(pid, process_fd)
+            fd = open_process_descriptor(*holder)
         try:
-            _check_owner(fd, path)
+            _check_owner(fd, path or locator)
         except BaseException:
             os.close(fd)
             raise
@@ -198,10 +199,14 @@ def _directory() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _parse(locator: str) -> tuple[int | None, int | None, str]:
+def _parse(locator: str) -> tuple[tuple[int, int] | None, str | None]:
+    """Return process and descriptor, and path; either may be missing, not both."""
     match = _LOCATOR.fullmatch(locator)
-    if match is None:
+    if match is None or not locator:
         raise _not_a_segment(locator, "it is not of the form PID:FD:PATH")
+    holder = None if match[1] is None else (int(match[1]), int(match[2]))
+    if match[3] is None:
+        return holder, None
     path = Path(match[3])
     # A forged handle must not make this process open a file of its choice.
     if path.parent != _directory():
@@ -212,12 +217,12 @@ def _parse(locator: str) -> tuple[int | None, int | None, str]:
         )
     if _NAME.fullmatch(path.name) is None:
         raise _not_a_segment(str(path), "it is not named like a segment")
-    if match[1] is None:
-        return None, None, str(path)
-    return int(match[1]), int(match[2]), str(path)
+    return holder, str(path)
 
 
-def _open_path(path: str) -> int:
+def _open_path(path: str | None) -> int:
+    if path is None:
+        raise FileNotFoundError(errno.ENOENT, "the segment has no name")
     # O_NONBLOCK: whoever put a FIFO there must not be able to hang us.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
