@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         0: done, nothing to complain about. 1: done, and something was found
-        that should be mended. 2: a :class:`ShmreduceError`, named in one line
-        on standard error, or a wrong option. 130: interrupted.
+        that should be mended. 2: a wrong option, or a :class:`ShmreduceError` or
+        an error of the system, told on standard error. 130: interrupted.
 
     Examples
     --------
@@ -52,9 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         sys.stdout.flush()
-    except ShmreduceError as error:
-        print(f"shmreduce {options.command}: {error}", file=sys.stderr)
-        return EXIT_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -62,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # when it flushes at exit; see the note at the end of signal's docs.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except (ShmreduceError, OSError) as error:
+        print(f"shmreduce {options.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
     return status
 
 

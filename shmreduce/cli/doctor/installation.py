@@ -1,0 +1,95 @@
+"""Checks of shmreduce itself: settings, plugins, strategies, leftovers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmreduce.cli.doctor.findings import Finding, Machine
+from shmreduce.cli.plugins import find_plugins, is_usable
+from shmreduce.errors import ConfigurationError, StrategyUnusableError, UnknownStrategyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["leftovers", "plugins", "settings", "strategies"]
+
+
+def settings(_machine: Machine) -> Finding:
+    """Read the settings from the environment."""
+    from shmreduce.settings import Settings, get_settings
+
+    try:
+        found = get_settings()
+    except ConfigurationError as error:
+        return Finding("settings", "problem", str(error), "mend or unset the variable")
+    changed = [
+        f"{name}={value!r}"
+        for name, value in vars(found).items()
+        if getattr(Settings(), name) != value
+    ]
+    return Finding("settings", "ok", ", ".join(changed) or "all as they come")
+
+
+def plugins(_machine: Machine) -> Finding:
+    """Look for plugins that should work and do not."""
+    reports = find_plugins()
+    broken = [report for report in reports if not is_usable(report)]
+    if not broken:
+        return Finding(
+            "plugins", "ok", ", ".join(f"{each.name} {each.status}" for each in reports)
+        )
+    return Finding(
+        "plugins",
+        "problem",
+        "; ".join(f"{each.name} of {each.distribution}: {each.reason}" for each in broken),
+        "mend or uninstall the distribution, or block the plugin: "
+        f"SHMREDUCE_BLOCK={','.join(each.name for each in broken)}",
+    )
+
+
+def strategies(_machine: Machine) -> Iterator[Finding]:
+    """Try every sharing strategy that there is."""
+    from shmreduce.discovery import get_registry
+    from shmreduce.strategies import DEFAULT_ORDER, current_strategy
+
+    reasons = {
+        name: claim.strategy.unusable_reason()
+        for name, claim in sorted(get_registry().strategies().items())
+    }
+    default = next((name for name in DEFAULT_ORDER if reasons.get(name, "missing") is None), None)
+    try:
+        chosen = current_strategy().name
+    except (StrategyUnusableError, UnknownStrategyError) as error:
+        yield Finding(
+            "chosen strategy", "problem", str(error), "name one that works: SHMREDUCE_STRATEGY"
+        )
+    else:
+        yield Finding("chosen strategy", "ok", chosen)
+    for name, reason in reasons.items():
+        title = f"strategy {name}"
+        if reason is None:
+            yield Finding(title, "ok", "works")
+        else:
+            other = f"use {default} meanwhile" if default else "mend what it names"
+            yield Finding(title, "warning", reason, other)
+
+
+def leftovers(_machine: Machine) -> Finding:
+    """Look for named segments whose owners were killed."""
+    from shmreduce.memory.inspection import leftovers as find_leftovers
+
+    title = "left by killed processes"
+    try:
+        names = find_leftovers()
+    except OSError as error:
+        return Finding(
+            title, "warning", f"cannot be listed: {error}", "see the strategies that use names"
+        )
+    if not names:
+        return Finding(title, "ok", "nothing")
+    return Finding(
+        title,
+        "warning",
+        f"{len(names)} named segments, such as {names[0]}",
+        "remove them with `shmreduce gc`",
+    )

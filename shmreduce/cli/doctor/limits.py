@@ -1,0 +1,200 @@
+"""Checks of how much memory, address space and descriptors there are."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import TYPE_CHECKING
+
+from shmreduce.cli.doctor.findings import Finding, Machine
+from shmreduce.cli.text import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "address_space",
+    "available_memory",
+    "cgroup_memory",
+    "mappings",
+    "open_files",
+    "overcommit",
+    "shared_memory_directory",
+]
+
+_FEW_FILES = 64
+_FEW_MAPPINGS = 1024
+_SMALL_DIRECTORY = 64 << 20
+_LITTLE_MEMORY = 512 << 20
+
+
+def open_files(machine: Machine) -> Finding:
+    """Look at RLIMIT_NOFILE: a process needs some 32 descriptors for segments."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        in_use = len(list(machine.path("/proc/self/fd").iterdir()))
+    except OSError:
+        in_use = 0
+    value = f"{_limit_text(soft)} (hard limit {_limit_text(hard)}), {in_use} in use here"
+    if soft == resource.RLIM_INFINITY or soft - in_use >= _FEW_FILES:
+        return Finding("open files", "ok", value)
+    return Finding(
+        "open files",
+        "problem" if soft - in_use < _FEW_FILES // 2 else "warning",
+        value,
+        "raise it with `ulimit -n 1024` before starting, or LimitNOFILE= in a systemd unit",
+    )
+
+
+def mappings(machine: Machine) -> Finding:
+    """Look at vm.max_map_count: a process needs some 64 mappings, and more for cow arrays."""
+    most = machine.number("/proc/sys/vm/max_map_count")
+    if most is None:
+        return Finding("memory mappings", "ok", "no limit known")
+    in_use = len((machine.text("/proc/self/maps") or "").splitlines())
+    value = f"{most} for a process, {in_use} in use here"
+    if most - in_use >= _FEW_MAPPINGS:
+        return Finding("memory mappings", "ok", value)
+    return Finding(
+        "memory mappings", "warning", value, "raise it with `sysctl -w vm.max_map_count=65530`"
+    )
+
+
+def shared_memory_directory(machine: Machine) -> Finding:
+    """Look at the directory of named segments; memfds are not bound by its size."""
+    name = os.environ.get("SHMREDUCE_DIRECTORY") or "/dev/shm"  # noqa: S108 - only looked at
+    try:
+        status = os.statvfs(machine.path(name))
+    except OSError as error:
+        return Finding(
+            "directory of named segments",
+            "warning",
+            f"{name}: {error.strerror}",
+            "mount a tmpfs there, or set SHMREDUCE_DIRECTORY; only the file_system strategy "
+            "needs it",
+        )
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    value = f"{name}: {size_text(free)} free of {size_text(size)}"
+    if free > _SMALL_DIRECTORY:
+        return Finding("directory of named segments", "ok", value)
+    return Finding(
+        "directory of named segments",
+        "warning",
+        value,
+        "use the file_descriptor strategy, which needs no room there, or make it larger: "
+        "`docker run --shm-size=2g`, an emptyDir volume with medium Memory in Kubernetes, "
+        f"`mount -o remount,size=50% {name}` elsewhere",
+    )
+
+
+def available_memory(machine: Machine) -> Finding:
+    """Look at MemAvailable, which bounds all shared memory of the machine."""
+    available, total = machine.memory("MemAvailable"), machine.memory("MemTotal")
+    if available is None or total is None:
+        return Finding("available memory", "ok", "not told by this system")
+    value = f"{size_text(available)} of {size_text(total)}"
+    if available >= _LITTLE_MEMORY:
+        return Finding("available memory", "ok", value)
+    return Finding(
+        "available memory",
+        "warning",
+        value,
+        "end other programs, or bound what shmreduce takes: SHMREDUCE_BUDGET=256M",
+    )
+
+
+def cgroup_memory(machine: Machine) -> Finding:
+    """Look at the memory limit of the cgroup and of those above it: shared memory counts."""
+    limits = sorted(_cgroup_limits(machine))
+    if not limits:
+        return Finding("cgroup memory limit", "ok", "none")
+    headroom, limit, folder = limits[0]
+    value = f"{size_text(limit)} in {folder}, {size_text(headroom)} left"
+    if headroom >= _LITTLE_MEMORY:
+        return Finding("cgroup memory limit", "ok", value)
+    return Finding(
+        "cgroup memory limit",
+        "warning",
+        value,
+        "raise it (`docker run --memory`, resources.limits.memory, MemoryMax=), or bound what "
+        "shmreduce takes: SHMREDUCE_BUDGET=256M",
+    )
+
+
+def address_space(machine: Machine) -> Finding:
+    """Look at RLIMIT_AS: segments are mapped whole, used or not."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("address space", "ok", "unlimited")
+    total = machine.memory("MemTotal") or 0
+    if soft >= 2 * total:
+        return Finding("address space", "ok", size_text(soft))
+    return Finding(
+        "address space",
+        "warning",
+        f"{size_text(soft)}, the machine has {size_text(total)} of memory",
+        "lift it with `ulimit -v unlimited`, and limit memory by a cgroup instead",
+    )
+
+
+def overcommit(machine: Machine) -> Finding:
+    """Look at vm.overcommit_memory: mode 2 refuses private copies of large blocks."""
+    mode = machine.number("/proc/sys/vm/overcommit_memory")
+    if mode != 2:
+        return Finding("overcommit", "ok", "not strict")
+    return Finding(
+        "overcommit",
+        "warning",
+        "strict (vm.overcommit_memory=2): mapping may fail although memory is free",
+        "raise vm.overcommit_ratio, or `sysctl -w vm.overcommit_memory=0`",
+    )
+
+
+def _cgroup_limits(machine: Machine) -> Iterator[tuple[int, int, str]]:
+    """Yield headroom, limit and name of every limited cgroup that this process is in.
+
+    Version 2 puts one line ``0::/path`` into /proc/self/cgroup, version 1 a line
+    for each controller (cgroups(7)). Pages of files can be dropped, so they do
+    not count as used.
+    """
+    for line in (machine.text("/proc/self/cgroup") or "").splitlines():
+        _number, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _limits_upwards(
+                machine, "/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            yield from _limits_upwards(
+                machine,
+                "/sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+
+
+def _limits_upwards(
+    machine: Machine, mount: str, path: str, limit: str, usage: str, droppable: str
+) -> Iterator[tuple[int, int, str]]:
+    total = machine.memory("MemTotal")
+    parts = [part for part in path.split("/") if part]
+    for length in range(len(parts), -1, -1):
+        folder = "/".join([mount, *parts[:length]])
+        most, used = machine.number(f"{folder}/{limit}"), machine.number(f"{folder}/{usage}")
+        # Version 1 says "no limit" by a number that no machine reaches.
+        if most is None or used is None or (total is not None and most >= total):
+            continue
+        yield max(0, most - used + _statistic(machine, folder, droppable)), most, folder
+
+
+def _statistic(machine: Machine, folder: str, key: str) -> int:
+    for line in (machine.text(f"{folder}/memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _limit_text(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
