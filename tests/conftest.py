@@ -13,7 +13,6 @@ import shmreduce
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
-    from multiprocessing.context import BaseContext
     from multiprocessing.process import BaseProcess
 
 START_METHODS = ("fork", "forkserver", "spawn")
@@ -47,14 +46,12 @@ class Children:
     def __init__(self, method: str, strategy: str) -> None:
         self.method = method
         self.strategy = strategy
-        self.context: BaseContext = multiprocessing.get_context(method)
+        self.context: Any = multiprocessing.get_context(method)
         self.started: list[BaseProcess] = []
 
     def start(self, function: Callable[..., object], *arguments: Any) -> BaseProcess:
         """Start a child that calls ``function(*arguments)``."""
-        process: BaseProcess = self.context.Process(  # type: ignore[attr-defined]
-            target=function, args=arguments
-        )
+        process: BaseProcess = self.context.Process(target=function, args=arguments)
         process.start()
         self.started.append(process)
         return process

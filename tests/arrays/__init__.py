@@ -1,0 +1,1 @@
+"""Arrays born shared."""

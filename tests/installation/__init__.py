@@ -1,0 +1,1 @@
+"""Installation into multiprocessing, in this process and in children."""
