@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing.managers
 import pickle
+
+# Registers reducers of its own when it is imported: not to be seen as ours.
+from multiprocessing import managers  # noqa: F401
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -66,10 +68,6 @@ def reducer() -> Iterator[SignalReducer]:
     shmreduce.register_reducer(reducer)
     yield reducer
     shmreduce.unregister_reducer(reducer)
-
-
-# Registers reducers of its own when it is imported: not to be seen as ours.
-assert multiprocessing.managers
 
 
 def snapshot() -> tuple[dict[str, Any], dict[Any, Any], dict[str, Any], Settings]:
