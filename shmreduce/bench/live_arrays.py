@@ -1,0 +1,106 @@
+"""Many shared arrays alive at once: how many descriptors and mappings they take.
+
+Measured under a low limit of open files, as the default limits of containers
+and desktops are low compared with the number of arrays that programs hold.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.bench.measurements import Measurement, Unit
+from shmreduce.fresh_process import FreshProcess, RunFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.queues import SimpleQueue
+
+    from shmreduce.bench.systems import System
+
+__all__ = ["DESCRIPTOR_LIMIT", "measure_live_arrays"]
+
+DESCRIPTOR_LIMIT = 256
+"""RLIMIT_NOFILE of sender and receiver."""
+
+_ARRAY_BYTES = 4096
+_BATCH = 1000
+
+
+def measure_live_arrays(workload: str, systems: Sequence[System], count: int) -> list[Measurement]:
+    """Share ``count`` arrays of 4 KiB, send them all, and count while both sides hold them."""
+    measurements = []
+    for system in systems:
+        with FreshProcess(system.name, _serve, system, count) as process:
+            found: dict[str, tuple[Unit, float]] = process.receive()
+        measurements += [
+            Measurement(workload, system.name, row, unit, [value])
+            for row, (unit, value) in found.items()
+        ]
+    return measurements
+
+
+def _serve(connection: Connection, system: System, count: int) -> None:
+    import numpy as np
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTOR_LIMIT, DESCRIPTOR_LIMIT))
+    system.prepare_parent()
+    context = get_context("spawn")
+    there: SimpleQueue[Any] = context.SimpleQueue()
+    answer, theirs = context.Pipe(duplex=False)
+    receiver = context.Process(target=_receive, args=(system, there, theirs, count), daemon=True)
+    receiver.start()
+    theirs.close()
+
+    started = time.perf_counter()
+    source = np.empty(_ARRAY_BYTES // 8)
+    arrays = []
+    for number in range(count):
+        source[:] = number
+        arrays.append(system.shared(source.copy()))
+    shared = time.perf_counter()
+    for first in range(0, count, _BATCH):
+        there.put(arrays[first : first + _BATCH])
+    # The receiver's end of the pipe closes if it dies.
+    checksum, descriptors, mappings = answer.recv()
+    sent = time.perf_counter()
+    if checksum != sum(range(count)):
+        raise RunFailedError(
+            f"{system.name} delivered other values than were sent",
+            process=system.name,
+            reason="wrong values",
+        )
+    connection.send(
+        {
+            "descriptors, sender": ("count", _descriptors()),
+            "descriptors, receiver": ("count", descriptors),
+            "mappings, sender": ("count", _mappings()),
+            "mappings, receiver": ("count", mappings),
+            "time to share one": ("s", (shared - started) / count),
+            "time to send one": ("s", (sent - shared) / count),
+        }
+    )
+
+
+def _receive(system: System, there: SimpleQueue[Any], answer: Connection, count: int) -> None:
+    system.prepare_worker()
+    arrays: list[Any] = []
+    while len(arrays) < count:
+        arrays += there.get()
+    checksum = sum(int(system.values(array)[-1]) for array in arrays)
+    answer.send((checksum, _descriptors(), _mappings()))
+
+
+def _descriptors() -> int:
+    # One of them is the one that lists the folder.
+    return len(list(Path("/proc/self/fd").iterdir())) - 1
+
+
+def _mappings() -> int:
+    """Count this process's mappings of shared memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("/memfd:" in line or "/dev/shm/" in line for line in lines)  # noqa: S108
