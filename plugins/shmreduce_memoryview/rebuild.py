@@ -12,7 +12,7 @@ from typing import Any
 
 from shmreduce import InvalidHandleError, import_block
 
-__all__ = ["rebuild_inline", "rebuild_view"]
+__all__ = ["cast", "rebuild_inline", "rebuild_view"]
 
 
 def rebuild_view(
@@ -51,7 +51,7 @@ def rebuild_view(
             "It was damaged, or made by another version of shmreduce.",
             reason=reason,
         )
-    view = _cast(block.buffer[offset:end], element, span)
+    view = cast(block.buffer[offset:end], element, span)
     if step != 1:
         view = view[::step]
     return view.toreadonly() if readonly else view
@@ -61,9 +61,10 @@ def rebuild_inline(
     data: bytes, element: str, shape: tuple[int, ...], readonly: bool
 ) -> memoryview:
     """Return a view of bytes that came in the message itself."""
-    return _cast(memoryview(data if readonly else bytearray(data)), element, shape)
+    return cast(memoryview(data if readonly else bytearray(data)), element, shape)
 
 
-def _cast(data: memoryview, element: Any, shape: tuple[int, ...]) -> memoryview:
+def cast(data: memoryview, element: Any, shape: tuple[int, ...]) -> memoryview:
+    """Return the view that ``data.cast`` makes, also for one dimension of length 0."""
     # cast() refuses a shape with zeros, and needs none for one dimension.
     return data.cast(element) if len(shape) == 1 else data.cast(element, shape)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce import NotShareableError, Reducer, allocate, find_block, share
 from shmreduce_memoryview.layout import Rows, address_of, bottom_of, is_castable, rows_of
-from shmreduce_memoryview.rebuild import rebuild_inline, rebuild_view
+from shmreduce_memoryview.rebuild import cast, rebuild_inline, rebuild_view
 
 if TYPE_CHECKING:
     from shmreduce import Block, Message, Mode
@@ -52,8 +52,7 @@ class MemoryviewReducer(Reducer):
             return memoryview(share(_array_of(view), mode=mode))
         block = allocate(view.nbytes, mode)
         _copy(view, block.buffer)
-        shared: memoryview = block.buffer.cast(view.format, view.shape)
-        return shared
+        return cast(block.buffer, view.format, view.shape)
 
     def find_block(self, obj: memoryview) -> Block | None:
         """Return the block below the view, also through arrays that it is a view of."""

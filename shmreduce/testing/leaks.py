@@ -1,0 +1,171 @@
+"""What this process holds of shared memory, and what of it is there too long.
+
+May import public names of :mod:`shmreduce` and
+:mod:`shmreduce.memory.inspection`.
+
+Memory that is kept warm for the next array is no leak. A leak is what somebody
+forgot: an array that is still referenced, a message that nobody read, a block
+that another process still holds, a descriptor, a file.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import shmreduce
+from shmreduce.memory.inspection import leftovers, list_segments, process_state
+
+__all__ = ["Census", "find_leaks", "take_census"]
+
+_FORK_LEDGER = "/memfd:shmreduce-forks"
+
+_PAUSE = 0.01
+"""Seconds between two looks at what other processes may be about to give back."""
+
+
+@dataclass(frozen=True)
+class Census:
+    """What one process holds at one moment.
+
+    Parameters
+    ----------
+    arrays : int
+        Blocks of which there are views here.
+    unread : int
+        Messages sent from here that nobody has read.
+    out : int
+        Blocks made here that are in use, here or elsewhere.
+    descriptors : dict
+        What each open descriptor leads to, apart from those of segments that
+        the core keeps open, and of the standard library's own servers.
+    segments : frozenset of str
+        Segments made here that the core no longer knows, by token.
+    leftovers : frozenset of str
+        Names that killed processes left.
+    """
+
+    arrays: int
+    unread: int
+    out: int
+    descriptors: dict[int, str]
+    segments: frozenset[str]
+    leftovers: frozenset[str]
+
+
+def take_census() -> Census:
+    """Return what this process holds now, garbage taken out.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> before = take_census()
+    >>> block = shmreduce.allocate(8)
+    >>> take_census().arrays - before.arrays
+    1
+    """
+    # What the core opens once and keeps is open before the first look.
+    shmreduce.allocate(1)
+    gc.collect()
+    state = process_state()
+    kept = set(state.segments.values()) | _standard_library_descriptors()
+    descriptors = {fd: target for fd, target in _descriptors().items() if fd not in kept}
+    # The core opens one at the first fork that needs it. A second is a leak.
+    ledgers = [fd for fd, target in descriptors.items() if target.startswith(_FORK_LEDGER)]
+    if ledgers:
+        del descriptors[min(ledgers)]
+    made_here = {each.token for each in list_segments() if each.owner == os.getpid()}
+    return Census(
+        arrays=state.arrays,
+        unread=state.unread,
+        out=state.out,
+        descriptors=descriptors,
+        segments=frozenset(made_here - set(state.segments)),
+        leftovers=frozenset(leftovers()),
+    )
+
+
+def find_leaks(before: Census, patience: float = 5.0) -> list[str]:
+    """Return one line for each thing that is held now and was not held before.
+
+    Parameters
+    ----------
+    before : Census
+        What was held at the start.
+    patience : float
+        Seconds to wait for other processes to give back what they hold.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> before = take_census()
+    >>> forgotten = shmreduce.allocate(8)
+    >>> find_leaks(before, patience=0)[0]
+    '1 block of shared memory still has views in this process'
+    >>> del forgotten
+    >>> find_leaks(before)
+    []
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        leaks = _compare(before, take_census())
+        if not leaks or time.monotonic() >= deadline:
+            return leaks
+        time.sleep(_PAUSE)
+
+
+def _compare(before: Census, now: Census) -> list[str]:
+    leaks = []
+    if now.arrays > before.arrays:
+        count = _count(now.arrays - before.arrays, "block")
+        leaks.append(f"{count} of shared memory still has views in this process")
+    if now.unread > before.unread:
+        count = _count(now.unread - before.unread, "message")
+        leaks.append(f"{count} sent from this process nobody has read")
+    held_elsewhere = (now.out - now.arrays) - (before.out - before.arrays)
+    if held_elsewhere > 0 and now.unread <= before.unread:
+        count = _count(held_elsewhere, "block")
+        leaks.append(f"{count} of this process's memory is held by another process")
+    leaks += [
+        f"descriptor {fd} is still open: {target}"
+        for fd, target in sorted(now.descriptors.items())
+        if before.descriptors.get(fd) != target
+    ]
+    leaks += [
+        f"segment {token}, made here, exists but is not in use"
+        for token in sorted(now.segments - before.segments)
+    ]
+    leaks += [
+        f"{name} was left by a process that was killed"
+        for name in sorted(now.leftovers - before.leftovers)
+    ]
+    return leaks
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _descriptors() -> dict[int, str]:
+    """Return what each open descriptor of this process leads to."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            found[int(link.name)] = str(link.readlink())
+        except FileNotFoundError:
+            # The one that listed the folder.
+            continue
+    return found
+
+
+def _standard_library_descriptors() -> set[int]:
+    """Return descriptors that multiprocessing opens on first use and keeps."""
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    server = multiprocessing.forkserver._forkserver
+    kept = (getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None))
+    return {fd for fd in kept if fd is not None}

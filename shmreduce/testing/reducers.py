@@ -1,0 +1,304 @@
+"""The contract suite for reducers.
+
+May import public names of :mod:`shmreduce`, ``leaks`` and ``processes`` of this
+package, and pytest.
+"""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.connection import Client, Listener
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import shmreduce
+from shmreduce.testing.leaks import find_leaks, take_census
+from shmreduce.testing.processes import OtherProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ReducerContract"]
+
+_SIZES = [0, 64, 4096, 1 << 20]
+_LARGE = 1 << 20
+
+
+class ReducerContract:
+    """What every reducer must do; derive a test class and say how to make objects.
+
+    The reducer must be registered: by an installed plugin, or by
+    :func:`shmreduce.register_reducer` at the top of the test module, where a
+    child process runs it too. The test module must be importable by name.
+
+    Attributes
+    ----------
+    shareable : bool
+        Whether ``shmreduce.share`` takes the objects. If False the suite
+        checks that it says so.
+    picklable : bool
+        Whether ordinary pickling can handle the objects: that is what they
+        fall back to on connections to other hosts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> class TestArrays(ReducerContract):
+    ...     def make(self, nbytes):
+    ...         return np.arange(nbytes // 8, dtype=float)
+    ...     def equal(self, first, second):
+    ...         return np.array_equal(first, second)
+    ...     def write(self, obj):
+    ...         obj += 1
+    """
+
+    shareable: bool = True
+    picklable: bool = True
+
+    def make(self, nbytes: int) -> Any:
+        """Return a new object of about ``nbytes`` bytes; for 0 the smallest there is.
+
+        Objects of one size are equal to each other.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} must define make()")
+
+    def equal(self, first: Any, second: Any) -> bool:
+        """Return whether two objects have the same contents."""
+        return bool(first == second)
+
+    def write(self, obj: Any) -> None:
+        """Change a large object in place, so that it is equal to its old self no more."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define write()")
+
+    @pytest.fixture(autouse=True)
+    def _installed_and_nothing_left(self) -> Iterator[None]:
+        with shmreduce.install():
+            before = take_census()
+            yield
+            leaks = find_leaks(before)
+            assert not leaks, f"left behind: {leaks}"
+
+    # By value
+
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    def test_round_trip(self, nbytes: int) -> None:
+        """What is unpickled is of the same class and equal to what was pickled."""
+        original = self.make(nbytes)
+        received = _round_trip(original)
+        assert type(received) is type(original)
+        assert self.equal(received, original)
+
+    @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+    def test_round_trip_through_another_process(self, start_method: str) -> None:
+        """Objects come back equal from children of every start method."""
+        with OtherProcess(start_method) as other:
+            for nbytes in _SIZES:
+                original = self.make(nbytes)
+                received = other.ask(_echo, original)
+                assert type(received) is type(original)
+                assert self.equal(received, original)
+
+    def test_large_objects_leave_the_message(self) -> None:
+        """A large object's bytes are not in the message but in shared memory."""
+        message = bytes(ForkingPickler.dumps(self.make(_LARGE)))
+        assert len(message) < _LARGE // 16
+        assert self.equal(ForkingPickler.loads(message), self.make(_LARGE))
+
+    def test_the_message_holds_the_moment_of_pickling(self) -> None:
+        """What the sender writes after sending does not show at the receiver."""
+        original = self.make(_LARGE)
+        message = ForkingPickler.dumps(original)
+        self.write(original)
+        assert self.equal(ForkingPickler.loads(message), self.make(_LARGE))
+
+    def test_what_is_received_is_independent(self) -> None:
+        """What the receiver writes does not show at the sender."""
+        original = self.make(_LARGE)
+        self.write(_round_trip(original))
+        assert self.equal(original, self.make(_LARGE))
+
+    def test_what_is_passed_on_is_independent(self) -> None:
+        """A received object can be sent on, and changed, like one made here."""
+        received = _round_trip(self.make(_LARGE))
+        message = ForkingPickler.dumps(received)
+        self.write(received)
+        passed_on = ForkingPickler.loads(message)
+        assert self.equal(passed_on, self.make(_LARGE))
+        self.write(passed_on)
+        assert self.equal(passed_on, received)
+
+    def test_inside_containers(self) -> None:
+        """Objects keep identity inside containers, as with pickling."""
+        original = self.make(_LARGE)
+        first, second = _round_trip([original, {"again": (original,)}])
+        assert second["again"][0] is first
+        assert self.equal(first, original)
+
+    # Failures
+
+    def test_what_cannot_be_pickled_leaves_nothing(self) -> None:
+        """If the rest of a message cannot be pickled the object's memory is given back."""
+        with pytest.raises(_PickledOnPurposeError):
+            ForkingPickler.dumps([self.make(_LARGE), _Unpicklable()])
+
+    def test_what_cannot_be_unpickled_leaves_nothing(self) -> None:
+        """If the rest of a message cannot be unpickled the object's memory is given back."""
+        message = ForkingPickler.dumps([_FailsWhenLoaded(), self.make(_LARGE)])
+        with pytest.raises(_PickledOnPurposeError):
+            ForkingPickler.loads(message)
+        message = ForkingPickler.dumps([self.make(_LARGE), _FailsWhenLoaded()])
+        with pytest.raises(_PickledOnPurposeError):
+            ForkingPickler.loads(message)
+
+    def test_loaded_twice(self) -> None:
+        """The second load of one message gives the same contents, or a ShmreduceError."""
+        message = ForkingPickler.dumps(self.make(_LARGE))
+        first = ForkingPickler.loads(message)
+        try:
+            second = ForkingPickler.loads(message)
+        except shmreduce.ShmreduceError:
+            second = self.make(_LARGE)
+        assert self.equal(second, self.make(_LARGE))
+        self.write(first)
+        assert self.equal(second, self.make(_LARGE))
+
+    def test_over_tcp(self) -> None:
+        """On a connection to another host objects travel by ordinary pickling."""
+        if not self.picklable:
+            return
+        original = self.make(_LARGE)
+        received = _send_over_tcp(original)
+        assert type(received) is type(original)
+        assert self.equal(received, original)
+
+    # Shared
+
+    def test_share_copies(self) -> None:
+        """A shared copy is equal and of the same class; the original stays as it is."""
+        original = self.make(_LARGE)
+        if not self.shareable:
+            with pytest.raises(shmreduce.NotShareableError):
+                shmreduce.share(original)
+            return
+        assert not shmreduce.is_shared(original)
+        shared = shmreduce.share(original)
+        assert shmreduce.is_shared(shared)
+        assert type(shared) is type(original)
+        assert self.equal(shared, original)
+        self.write(shared)
+        assert self.equal(original, self.make(_LARGE))
+
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    def test_shared_objects_stay_shared(self, nbytes: int) -> None:
+        """Whatever its size, a shared object is shared where it arrives."""
+        if not self.shareable:
+            return
+        shared = shmreduce.share(self.make(nbytes))
+        received = _round_trip(shared)
+        assert shmreduce.is_shared(received)
+        assert self.equal(received, shared)
+
+    @pytest.mark.parametrize("start_method", ["fork", "spawn"])
+    def test_writes_to_shared_objects_show_everywhere(self, start_method: str) -> None:
+        """Both sides see what the other writes."""
+        if not self.shareable:
+            return
+        shared = shmreduce.share(self.make(_LARGE))
+        expected = self.make(_LARGE)
+        self.write(expected)
+        with OtherProcess(start_method) as other:
+            other.ask(_write, type(self), shared)
+            assert self.equal(shared, expected)
+            returned = other.ask(_echo, shared)
+            self.write(shared)
+            assert self.equal(returned, shared)
+
+    def test_read_only_sharing(self) -> None:
+        """A receiver cannot write to what was shared as ``ro``."""
+        if not self.shareable:
+            return
+        shared = shmreduce.share(self.make(_LARGE), mode="ro")
+        with OtherProcess("spawn") as other:
+            assert other.ask(_write_fails, type(self), shared)
+        assert self.equal(shared, self.make(_LARGE))
+
+    def test_copy_on_write_sharing(self) -> None:
+        """What a receiver writes to what was shared as ``cow`` is its own."""
+        if not self.shareable:
+            return
+        shared = shmreduce.share(self.make(_LARGE), mode="cow")
+        with OtherProcess("spawn") as other:
+            changed = other.ask(_write, type(self), shared)
+        assert self.equal(shared, self.make(_LARGE))
+        assert not self.equal(changed, shared)
+
+    def test_shared_objects_over_tcp(self) -> None:
+        """Shared objects too travel by ordinary pickling to other hosts."""
+        if not (self.shareable and self.picklable):
+            return
+        shared = shmreduce.share(self.make(_LARGE))
+        received = _send_over_tcp(shared)
+        assert not shmreduce.is_shared(received)
+        assert self.equal(received, shared)
+
+
+def _round_trip(obj: Any) -> Any:
+    return ForkingPickler.loads(ForkingPickler.dumps(obj))
+
+
+def _send_over_tcp(obj: Any) -> Any:
+    """Send an object to this very process, but by a connection that may cross hosts."""
+    received: list[Any] = []
+
+    def serve() -> None:
+        with listener.accept() as connection:
+            received.append(connection.recv())
+
+    with Listener(("localhost", 0), authkey=b"contract") as listener:
+        server = threading.Thread(target=serve)
+        server.start()
+        with Client(listener.address, authkey=b"contract") as connection:
+            connection.send(obj)
+            server.join(30)
+    assert received, "the connection broke"
+    return received[0]
+
+
+class _PickledOnPurposeError(Exception):
+    """Raised by objects that were made to fail."""
+
+
+class _Unpicklable:
+    def __reduce__(self) -> Any:
+        raise _PickledOnPurposeError("cannot be pickled")
+
+
+class _FailsWhenLoaded:
+    def __reduce__(self) -> Any:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise _PickledOnPurposeError("cannot be unpickled")
+
+
+# Run in other processes
+
+
+def _echo(obj: Any) -> Any:
+    return obj
+
+
+def _write(contract: type[ReducerContract], obj: Any) -> Any:
+    contract().write(obj)
+    return obj
+
+
+def _write_fails(contract: type[ReducerContract], obj: Any) -> bool:
+    try:
+        contract().write(obj)
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,294 @@
+"""The contract suite for sharing strategies.
+
+May import public names of :mod:`shmreduce`, ``leaks`` and ``processes`` of this
+package, and pytest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import secrets
+import stat
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shmreduce.testing.leaks import find_leaks, take_census
+from shmreduce.testing.processes import OtherProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shmreduce import SegmentFile, SharingStrategy
+
+__all__ = ["StrategyContract"]
+
+_PAGE = mmap.PAGESIZE
+
+
+class StrategyContract:
+    """What every sharing strategy must do; derive a test class and say how to make one.
+
+    Everything but :meth:`make_strategy` is done by the suite. It looks at
+    files and descriptors, and does not need the strategy to be installed.
+
+    Examples
+    --------
+    >>> from shmreduce_fd.strategy import FileDescriptorStrategy
+    >>> class TestFileDescriptorStrategy(StrategyContract):
+    ...     def make_strategy(self):
+    ...         return FileDescriptorStrategy()
+    """
+
+    def make_strategy(self) -> SharingStrategy:
+        """Return the strategy to test; another process must be able to unpickle it."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define make_strategy()")
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_left(self) -> Iterator[None]:
+        before = take_census()
+        yield
+        leaks = find_leaks(before)
+        assert not leaks, f"left behind: {leaks}"
+
+    @pytest.fixture
+    def strategy(self) -> SharingStrategy:
+        """Return the strategy if it works on this machine; skip the test if not."""
+        strategy = self.make_strategy()
+        reason = strategy.unusable_reason()
+        if reason is not None:
+            pytest.skip(f"strategy {strategy.name!r} does not work here: {reason}")
+        return strategy
+
+    @pytest.fixture
+    def segment(self, strategy: SharingStrategy) -> Iterator[SegmentFile]:
+        """Make a segment of four pages, and remove it after the test."""
+        file = strategy.create(4 * _PAGE, secrets.token_hex(16))
+        yield file
+        _remove(strategy, file)
+
+    def test_has_a_short_name(self) -> None:
+        """The name is an identifier of at most 32 characters."""
+        name = self.make_strategy().name
+        assert name.isidentifier()
+        assert len(name.encode()) <= 32
+
+    def test_says_whether_it_works_here(self) -> None:
+        """unusable_reason() gives None or a sentence, and makes nothing that stays."""
+        strategy = self.make_strategy()
+        reason = strategy.unusable_reason()
+        assert reason is None or (isinstance(reason, str) and reason)
+
+    @pytest.mark.parametrize("pages", [1, 3, 16384])
+    def test_create_makes_exactly_the_size(self, strategy: SharingStrategy, pages: int) -> None:
+        """A new file has the size that was asked for."""
+        file = strategy.create(pages * _PAGE, secrets.token_hex(16))
+        try:
+            assert os.fstat(file.fd).st_size == pages * _PAGE
+        finally:
+            _remove(strategy, file)
+
+    def test_create_takes_no_memory_yet(self, strategy: SharingStrategy) -> None:
+        """A new file is sparse: the core reserves memory when it is needed."""
+        file = strategy.create(64 << 20, secrets.token_hex(16))
+        try:
+            assert os.fstat(file.fd).st_blocks * 512 < 1 << 20
+        finally:
+            _remove(strategy, file)
+
+    def test_create_makes_zeros(self, segment: SegmentFile) -> None:
+        """A new file reads as zeros."""
+        assert os.pread(segment.fd, 4 * _PAGE, 0) == bytes(4 * _PAGE)
+
+    @pytest.mark.parametrize("mask", [0, 0o777])
+    def test_create_is_for_the_owner_alone(self, strategy: SharingStrategy, mask: int) -> None:
+        """The mode is 0600 whatever the umask, and the owner is this user."""
+        before = os.umask(mask)
+        try:
+            file = strategy.create(_PAGE, secrets.token_hex(16))
+        finally:
+            os.umask(before)
+        try:
+            status = os.fstat(file.fd)
+            assert stat.S_IMODE(status.st_mode) == 0o600
+            assert status.st_uid == os.geteuid()
+        finally:
+            _remove(strategy, file)
+
+    def test_create_is_exclusive(self, strategy: SharingStrategy) -> None:
+        """A second file of one token is an error or another file, never the first."""
+        token = secrets.token_hex(16)
+        first = strategy.create(_PAGE, token)
+        try:
+            try:
+                second = strategy.create(_PAGE, token)
+            except FileExistsError:
+                return
+            assert os.fstat(first.fd).st_ino != os.fstat(second.fd).st_ino
+            _remove(strategy, second)
+        finally:
+            _remove(strategy, first)
+
+    def test_create_that_fails_leaves_nothing(self, strategy: SharingStrategy) -> None:
+        """If the system refuses the size, neither descriptor nor name stays."""
+        names = set(strategy.names())
+        descriptors = set(Path("/proc/self/fd").iterdir())
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_PAGE, limits[1]))
+        try:
+            with pytest.raises(OSError, match="too large"):
+                strategy.create(2 * _PAGE, secrets.token_hex(16))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert set(strategy.names()) == names
+        assert set(Path("/proc/self/fd").iterdir()) == descriptors
+
+    def test_descriptors_are_closed_on_exec(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """Neither create() nor open() gives a descriptor that programs inherit."""
+        opened = strategy.open(strategy.locator(segment))
+        try:
+            assert not os.get_inheritable(segment.fd)
+            assert not os.get_inheritable(opened.fd)
+        finally:
+            os.close(opened.fd)
+
+    def test_open_finds_the_same_memory(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """What is written through a mapping of one descriptor is read through the other."""
+        opened = strategy.open(strategy.locator(segment))
+        try:
+            with mmap.mmap(segment.fd, _PAGE) as ours, mmap.mmap(opened.fd, _PAGE) as theirs:
+                ours[:5] = b"hello"
+                assert theirs[:5] == b"hello"
+                theirs[:5] = b"world"
+                assert ours[:5] == b"world"
+        finally:
+            os.close(opened.fd)
+
+    def test_open_makes_a_new_description(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """A lock of one descriptor is in the way of the other: they are not duplicates."""
+        opened = strategy.open(strategy.locator(segment))
+        try:
+            _lock_first_byte(segment.fd)
+            with pytest.raises(BlockingIOError):
+                _lock_first_byte(opened.fd)
+        finally:
+            os.close(opened.fd)
+
+    @pytest.mark.parametrize("start_method", ["fork", "spawn"])
+    def test_another_process_can_open_it(
+        self, strategy: SharingStrategy, segment: SegmentFile, start_method: str
+    ) -> None:
+        """A locator leads another process to the same memory."""
+        os.pwrite(segment.fd, b"question", 0)
+        with OtherProcess(start_method) as other:
+            found = other.ask(_exchange, strategy, strategy.locator(segment), b"answer")
+        assert found == b"question"
+        assert os.pread(segment.fd, 6, 0) == b"answer"
+
+    def test_another_process_can_pass_it_on(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """A process that opened a segment makes locators of it that work, too."""
+        with OtherProcess("spawn") as other:
+            locator, descriptor = other.ask(_open_and_keep, strategy, strategy.locator(segment))
+            opened = strategy.open(locator)
+            try:
+                assert os.fstat(opened.fd).st_ino == os.fstat(segment.fd).st_ino
+            finally:
+                os.close(opened.fd)
+                other.ask(os.close, descriptor)
+
+    def test_open_of_what_is_gone(self, strategy: SharingStrategy) -> None:
+        """Once a segment is closed and unlinked its locator is a FileNotFoundError."""
+        file = strategy.create(_PAGE, secrets.token_hex(16))
+        locator = strategy.locator(file)
+        _remove(strategy, file)
+        with pytest.raises(FileNotFoundError):
+            strategy.open(locator)
+
+    def test_open_of_what_a_killed_process_made(self, strategy: SharingStrategy) -> None:
+        """A killed maker's segment is gone, or stays readable until its name is removed."""
+        with OtherProcess("spawn") as other:
+            name, locator = other.ask(_create_and_keep, strategy, secrets.token_hex(16))
+            other.kill()
+            if name is not None:
+                assert name in set(strategy.names())
+                os.close(strategy.open(locator).fd)
+                strategy.unlink(name)
+            with pytest.raises(FileNotFoundError):
+                strategy.open(locator)
+
+    def test_names_are_paths_and_are_listed(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """A name is the file's absolute path, and names() lists it until it is removed."""
+        if segment.name is None:
+            return
+        assert Path(segment.name).is_absolute()
+        assert Path(segment.name).stat().st_ino == os.fstat(segment.fd).st_ino
+        assert segment.name in set(strategy.names())
+        strategy.unlink(segment.name)
+        assert segment.name not in set(strategy.names())
+
+    def test_unlink_again_is_no_error(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """Removing a name that is gone does nothing."""
+        if segment.name is None:
+            return
+        strategy.unlink(segment.name)
+        strategy.unlink(segment.name)
+        assert not Path(segment.name).exists()
+
+    def test_a_segment_outlives_its_name(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """Who has a segment open can use it after its name was removed."""
+        if segment.name is not None:
+            strategy.unlink(segment.name)
+        os.pwrite(segment.fd, b"still here", 0)
+        assert os.pread(segment.fd, 10, 0) == b"still here"
+
+
+def _remove(strategy: SharingStrategy, file: SegmentFile) -> None:
+    os.close(file.fd)
+    if file.name is not None:
+        strategy.unlink(file.name)
+
+
+def _lock_first_byte(fd: int) -> None:
+    # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for these locks).
+    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+
+
+# Run in other processes
+
+
+def _exchange(strategy: SharingStrategy, locator: str, answer: bytes) -> bytes:
+    file = strategy.open(locator)
+    found = os.pread(file.fd, 8, 0)
+    os.pwrite(file.fd, answer, 0)
+    os.close(file.fd)
+    return found
+
+
+def _open_and_keep(strategy: SharingStrategy, locator: str) -> tuple[str, int]:
+    file = strategy.open(locator)
+    return strategy.locator(file), file.fd
+
+
+def _create_and_keep(strategy: SharingStrategy, token: str) -> tuple[str | None, str]:
+    file = strategy.create(_PAGE, token)
+    return file.name, strategy.locator(file)

@@ -1,0 +1,1 @@
+"""The shipped plugins, each against its contract and in every detail."""
