@@ -61,7 +61,7 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.memory import runtime
-from shmreduce.memory.message import Message, discard_message
+from shmreduce.memory.message import Loading, Message, discard_message
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
 from shmreduce.strategies import current_strategy
@@ -454,15 +454,19 @@ class _Patch:
     def _make_loads(self, previous: Callable[..., Any]) -> Callable[..., Any]:
         def loads(data: Any, /, **options: Any) -> Any:
             """Unpickle a message; what it holds is given back if that fails."""
+            loading = Loading()
             try:
                 return previous(data, **options)
             except BaseException as error:
                 if self.active:
                     if _may_pass(error):
+                        loading.undo()
                         error.message_bytes = bytes(data)
                     else:
                         discard_message(data)
                 raise
+            finally:
+                loading.close()
 
         return loads
 

@@ -48,6 +48,7 @@ class Record:
         "block",
         "cutting",
         "death",
+        "ended",
         "generation",
         "heap",
         "in_place",
@@ -87,6 +88,8 @@ class Record:
         self.heap = heap
         self.private = private
         self.in_place = False
+        self.ended = False
+        """Whether the hold was given up already, before the views died."""
         self.cutting = _thread.allocate_lock()
         """Taken for good by the one thread that makes the pages private."""
         self.birth = self.death = live.ledger.forks
@@ -244,6 +247,8 @@ class LiveBlocks:
 
     def _end(self, record: Record) -> bool:
         segment, block = record.segment, record.block
+        if record.ended:
+            return True
         if record.slot is None:
             segment.records.pop(block, None)
             if record.heap is not None and isinstance(segment, OwnedSegment):

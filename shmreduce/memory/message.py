@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import threading
 import time
 import weakref
 from multiprocessing.context import get_spawning_popen
@@ -34,7 +35,7 @@ from shmreduce.settings import get_settings
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
 
-__all__ = ["Message", "allocate", "discard_message", "find_block", "import_block"]
+__all__ = ["Loading", "Message", "allocate", "discard_message", "find_block", "import_block"]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
@@ -50,6 +51,51 @@ def _new_nonces() -> None:
 
 
 os.register_at_fork(after_in_child=_new_nonces)
+
+
+class _LoadingHere(threading.local):
+    """The load that the current thread is in."""
+
+    loading: Loading | None = None
+
+
+_here = _LoadingHere()
+
+
+class Loading:
+    """What one unpickling has claimed so far.
+
+    An error that may pass (no descriptor is free at the moment) can hit the
+    second block of a message. The first is turned back into a message then,
+    so that the whole can be loaded again.
+    """
+
+    __slots__ = ("_claims", "_outer")
+
+    def __init__(self) -> None:
+        # The blocks themselves: unpickling drops the arrays before it raises.
+        self._claims: list[tuple[Block, Handle]] = []
+        self._outer = _here.loading
+        _here.loading = self
+
+    def claimed(self, block: Block, what: Handle) -> None:
+        """Note a claim."""
+        self._claims.append((block, what))
+
+    def undo(self) -> None:
+        """Turn what was claimed back into what it was."""
+        for block, what in self._claims:
+            record = block._record
+            if record.slot is not None:
+                # From here on the death of the views means nothing any more.
+                record.ended = True
+                record.segment.holds.pop(record.slot, None)
+                record.segment.unclaim(record.block, record.slot, what.nonce)
+        self._claims.clear()
+
+    def close(self) -> None:
+        """End the unpickling."""
+        _here.loading = self._outer
 
 
 class Message:
@@ -365,7 +411,7 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
             slot=slot,
             private=private,
         )
-        return runtime.live.expose(record)
+        found = runtime.live.expose(record)
     except SegmentError:
         # No addresses left (ENOMEM): nothing was looked at, the message stays.
         segment.unclaim(what.block, slot, what.nonce)
@@ -373,6 +419,9 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
     except BaseException:
         segment.try_release(what.block, slot)
         raise
+    if _here.loading is not None:
+        _here.loading.claimed(found, what)
+    return found
 
 
 def discard_message(data: bytes | bytearray | memoryview) -> None:
