@@ -162,11 +162,6 @@ class Family:
                 found.append((pid, self._reserved[index]))
         return found
 
-    def alone(self) -> bool:
-        """Return whether no other member, or fork of a member, lives."""
-        first = _LOCK_MEMBER
-        return locks.first_locked(self.fd, first, _MEMBERS) is None
-
     def _alive(self, index: int) -> bool:
         return locks.first_locked(self.fd, _LOCK_MEMBER + index) is not None
 

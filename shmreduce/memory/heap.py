@@ -504,15 +504,20 @@ class Heap:
     def leave(self) -> None:
         """Give back what nobody needs any more, at the process's end.
 
-        Pages of free blocks are freed even though the segment may live on in
-        the mailbox or in importers; names are removed.
+        Names are removed, and the pages of free blocks freed, since the segment
+        may live on in the mailbox or in importers. Nothing here waits: this
+        member's reservation ends with the process.
         """
-        self.collect()
-        with self.exclusive(wait=False) as got:
-            if got:
-                self.cool(0)
         for segment in self.segments:
             self._unlink(segment)
+        self.collect()
+        for stack in list(self.warm.values()):
+            while stack:
+                segment, block = stack.pop()
+                first = page_ceil(segment.offsets[block])
+                last = (segment.offsets[block] + segment.capacities[block]) & -PAGE_SIZE
+                if last > first:
+                    punch_hole(segment.fd, first, last - first)
 
     def _unlink(self, segment: OwnedSegment) -> None:
         if segment.file.name is not None:

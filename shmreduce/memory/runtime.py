@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from multiprocessing import context, reduction, util
 from typing import TYPE_CHECKING, Any
 
+from shmreduce.errors import LeaseTimeoutError, ShmreduceWarning
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import Family, Letter, reopen
@@ -140,10 +142,9 @@ class Runtime:
         """
         self.idle_return.stop()
         self.live.settle()
-        alone = self._family is None or self._family.alone()
         for segment in list(self.attachments.directory.values()):
             unread = [(sent.slot, sent.nonce) for sent in segment.unread()]
-            if unread and not alone:
+            if unread:
                 self._post(segment, unread)
         for heap in self.heaps:
             heap.leave()
@@ -152,12 +153,25 @@ class Runtime:
         self.live.current = False
 
     def _post(self, segment: Segment, unread: list[tuple[int, int]]) -> None:
-        # Another description: the mailbox keeps it, and this one has our locks.
-        fd = reopen(segment.fd)
+        # Also if no other member is known: a forked child, or one that is just
+        # starting, may not have joined yet. The last to go takes it along.
+        letter = Letter(segment.token, unread, complete=True)
         try:
-            self.family.post(Letter(segment.token, unread, complete=True), fd)
-        finally:
-            os.close(fd)
+            # Another description: the mailbox keeps it, and this one has our locks.
+            fd = reopen(segment.fd)
+            try:
+                self.family.post(letter, fd)
+            finally:
+                os.close(fd)
+        except (OSError, LeaseTimeoutError) as error:
+            # The process ends all the same, and its names must go.
+            warnings.warn(
+                f"{len(unread)} messages sent by process {os.getpid()} have not been read and "
+                f"are lost with it, since they could not be handed over: {error}. Read them "
+                "before the sender ends",
+                ShmreduceWarning,
+                stacklevel=2,
+            )
 
 
 def _default_budget() -> int:
