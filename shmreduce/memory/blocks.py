@@ -138,9 +138,7 @@ class Block:
         self.mode: Mode = record.mode
         self.shared = record.shared
         mapping = record.mapping
-        self.address: int = (
-            mapping.address + record.segment.offsets[record.block] - mapping.offset
-        )
+        self.address: int = mapping.address + record.segment.offsets[record.block] - mapping.offset
         view = memoryview(root).cast("B")[: record.nbytes]
         self.buffer: memoryview = view.toreadonly() if read_only or record.read_only else view
 

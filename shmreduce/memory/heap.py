@@ -475,9 +475,7 @@ class Heap:
         offset, size = segment.offsets[block], segment.capacities[block]
         segment.uncarve(block)
         # Whole pages of the merged run: a page may have held several blocks.
-        start, length = next(
-            run for run in segment.cold if run[0] <= offset < run[0] + run[1]
-        )
+        start, length = next(run for run in segment.cold if run[0] <= offset < run[0] + run[1])
         first = max(page_ceil(start), offset & -PAGE_SIZE)
         last = min((start + length) & -PAGE_SIZE, page_ceil(offset + size))
         if last > first:

@@ -172,9 +172,7 @@ class Segment:
         self.importer = self._register()
 
     @classmethod
-    def adopt(
-        cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy
-    ) -> Segment:
+    def adopt(cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy) -> Segment:
         """Check that ``file`` is the segment called ``token`` and open it.
 
         Takes over ``file.fd``, also when it raises.
