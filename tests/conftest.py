@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+pytest_plugins = ["shmreduce.testing.pytest_plugin"]
+
 START_METHODS = ("fork", "forkserver", "spawn")
 STRATEGIES = ("file_descriptor", "file_system")
 PATIENCE = 30.0
@@ -94,6 +96,7 @@ class Children:
             process.kill()
         for process in self.started:
             process.join(PATIENCE)
+            process.close()
         assert not survivors, f"processes survived the test: {survivors}"
 
 
@@ -117,12 +120,22 @@ def _is_child_of_this(process: psutil.Process) -> bool:
     return bool(process.ppid() == psutil.Process().pid)
 
 
+@pytest.fixture(autouse=True)
+def _uninstalled_afterwards() -> Iterator[None]:
+    """Leave no installation to the next test."""
+    yield
+    shmreduce.uninstall()
+
+
 @pytest.fixture(
     params=[(method, strategy) for method in START_METHODS for strategy in STRATEGIES],
     ids="-".join,
 )
-def children(request: pytest.FixtureRequest) -> Iterator[Children]:
-    """Child processes of each start method, with each strategy installed."""
+def children(request: pytest.FixtureRequest, shmreduce_no_leaks: None) -> Iterator[Children]:
+    """Child processes of each start method, with each strategy installed.
+
+    The test fails if one of them survives it, or if it leaks shared memory.
+    """
     method, strategy = request.param
     with shmreduce.install(strategy=strategy):
         helper = Children(method, strategy)
@@ -130,10 +143,3 @@ def children(request: pytest.FixtureRequest) -> Iterator[Children]:
             yield helper
         finally:
             helper.close()
-
-
-@pytest.fixture(autouse=True)
-def _uninstalled_afterwards() -> Iterator[None]:
-    """Leave no installation to the next test."""
-    yield
-    shmreduce.uninstall()
