@@ -17,8 +17,8 @@ from shmreduce_numpy.blocks import array_over
 __all__ = [
     "rebuild_bytes",
     "rebuild_copy",
+    "rebuild_inline",
     "rebuild_masked",
-    "rebuild_read_only",
     "rebuild_view",
     "rebuild_view_like",
     "take_attributes",
@@ -29,7 +29,7 @@ def rebuild_view(
     handle: bytes,
     offset: int,
     shape: tuple[int, ...],
-    strides: tuple[int, ...],
+    strides: tuple[int, ...] | None,
     dtype: Any,
     writeable: bool,
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
@@ -54,7 +54,7 @@ def rebuild_view_like(
     handle: bytes,
     offset: int,
     shape: tuple[int, ...],
-    strides: tuple[int, ...],
+    strides: tuple[int, ...] | None,
     dtype: Any,
     writeable: bool,
 ) -> Any:
@@ -85,15 +85,17 @@ def rebuild_copy(
     return array
 
 
-def rebuild_read_only(
+def rebuild_inline(
     data: bytes,
     shape: tuple[int, ...],
     order: Any,
     dtype: Any,
+    writeable: bool,
     cls: type[np.ndarray[Any, Any]],
 ) -> Any:
-    """Return a read-only array over bytes that came in the message itself."""
-    return np.ndarray.__new__(cls, shape, dtype, buffer=data, order=order)
+    """Return an array over bytes that came in the message itself."""
+    buffer = bytearray(data) if writeable else data
+    return np.ndarray.__new__(cls, shape, dtype, buffer=buffer, order=order)
 
 
 def rebuild_masked(
@@ -127,10 +129,7 @@ def take_attributes(array: np.ndarray[Any, Any], template: np.ndarray[Any, Any])
     By ``__array_finalize__``, NumPy's protocol for it:
     https://numpy.org/doc/stable/user/basics.subclassing.html
     """
-    # A class may set it to None for "nothing to do".
-    finalize: Any = array.__array_finalize__
-    if finalize is not None:
-        finalize(template)
+    array.__array_finalize__(template)
 
 
 def _lay_over(block: Block, shape: tuple[int, ...], dtype: Any, **layout: Any) -> Any:

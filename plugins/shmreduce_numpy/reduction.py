@@ -6,6 +6,7 @@ May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
 
 from __future__ import annotations
 
+import copyreg
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,15 +38,24 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     tuple or NotImplemented
         A shared array goes as a reference to its block, whatever its layout.
         Other arrays are copied into a block of the message. Small ones, and
-        those with Python objects inside, are left to ordinary pickling, except
-        that read-only arrays stay read-only.
+        those with Python objects inside, are left to ordinary pickling, unless
+        it would forget that they are read-only, or their byte order.
     """
     cls = type(array)
     if cls is np.ndarray:
-        if array.base is None and array.nbytes < message.inline_limit and array.flags.writeable:
+        # Most arrays by far, so first of all.
+        if (
+            array.base is None
+            and array.nbytes < message.inline_limit
+            and array.flags.writeable
+            and array.dtype.isnative
+        ):
             return NotImplemented
         protocol = Protocol.ARRAY
     else:
+        if cls in copyreg.dispatch_table:
+            # Said to be pickled in another way than its base class.
+            return NotImplemented
         protocol = protocol_of(cls)
     if array.dtype.hasobject:
         return NotImplemented
@@ -70,11 +80,13 @@ def _reference(
     handle: bytes,
     template: np.ndarray[Any, Any] | None = None,
 ) -> Any:
+    # Where an array without bytes points to is anywhere, and NumPy checks it.
+    offset, strides = (offset_in(block, array), array.strides) if array.nbytes else (0, None)
     arguments = (
         handle,
-        offset_in(block, array),
+        offset,
         array.shape,
-        array.strides,
+        strides,
         describe_dtype(array.dtype),
         array.flags.writeable,
     )
@@ -107,16 +119,18 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
 
 
 def _reduce_inline(array: np.ndarray[Any, Any]) -> Any:
-    if array.flags.writeable:
+    # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
+    # ones, and native ones of those in the other byte order.
+    if array.flags.writeable and array.dtype.isnative:
         return NotImplemented
-    # Up to protocol 4 ordinary pickling makes a writeable array of it.
     order = _order_of(array)
     plain = np.ndarray.view(array, np.ndarray)
-    return rebuild.rebuild_read_only, (
+    return rebuild.rebuild_inline, (
         plain.tobytes(order),
         array.shape,
         order,
         describe_dtype(array.dtype),
+        array.flags.writeable,
         type(array),
     )
 

@@ -1,0 +1,330 @@
+"""Subclasses of ndarray keep their class, and their own way of being pickled."""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+from numpy import ma
+
+import shmreduce
+from shmreduce_numpy.classes import Protocol, protocol_of
+from tests.plugins.messages import loads, message_of, round_trip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+Array = np.ndarray[Any, Any]
+
+SMALL, LARGE = 6, 100_000
+SIZES = pytest.mark.parametrize("count", [SMALL, LARGE])
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> Iterator[None]:
+    with shmreduce.install():
+        yield
+
+
+class Plain(np.ndarray):
+    """Adds nothing to what is pickled."""
+
+
+class Finalized(np.ndarray):
+    """Has an attribute that views inherit, and pickling drops."""
+
+    unit: str | None
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.unit = getattr(obj, "unit", None)
+
+
+class Documented(np.ndarray):
+    """Pickles an attribute, as NumPy's manual advises."""
+
+    info: str | None
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.info = getattr(obj, "info", None)
+
+    def __reduce__(self) -> Any:
+        function, arguments, state = cast("Any", super().__reduce__())
+        return function, arguments, (*state, self.info)
+
+    def __setstate__(self, state: Any) -> None:
+        self.info = state[-1]
+        super().__setstate__(state[:-1])
+
+
+class Nested(Documented):
+    """Keeps the state of ndarray whole inside its own, as astropy does."""
+
+    def __reduce__(self) -> Any:
+        function, arguments, state = cast("Any", np.ndarray.__reduce__(self))
+        return function, arguments, (state, {"info": self.info})
+
+    def __setstate__(self, state: Any) -> None:
+        np.ndarray.__setstate__(self, state[0])
+        self.info = state[1]["info"]
+
+
+class Strict(np.ndarray):
+    """Redefines what copying and viewing mean, and is not made by its constructor."""
+
+    def __new__(cls) -> Any:
+        raise TypeError("made by other means")
+
+    def view(self, *arguments: Any, **options: Any) -> Any:
+        raise TypeError("no views")
+
+    def __array_function__(self, *arguments: Any, **options: Any) -> Any:
+        raise TypeError("no functions")
+
+
+@SIZES
+@pytest.mark.parametrize("cls", [Plain, np.matrix])
+def test_class_is_kept(cls: Any, count: int) -> None:
+    """An array of a subclass arrives as one, contents and all."""
+    original = np.arange(count, dtype=float).reshape(2, -1).view(cls)
+    received = round_trip(original)
+    assert type(received) is cls
+    assert np.array_equal(np.asarray(received), np.asarray(original))
+
+
+@SIZES
+def test_recarray(count: int) -> None:
+    """A recarray arrives with its fields as attributes."""
+    original = np.zeros(count, [("x", "f8"), ("y", "i4")]).view(np.recarray)
+    original.x = np.arange(count)
+    received = round_trip(original)
+    assert type(received) is np.recarray
+    assert received.dtype == original.dtype
+    assert received.dtype.type is np.record
+    assert np.array_equal(received.x, original.x)
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@SIZES
+def test_memmap(tmp_path: Path, count: int, mode: Any) -> None:
+    """A memmap arrives as with ordinary pickling: its class, no file, a copy."""
+    path = tmp_path / "data"
+    np.arange(count, dtype=float).tofile(path)
+    original = np.memmap(path, float, mode)
+    received = round_trip(original)
+    assert type(received) is np.memmap
+    assert received.filename is None
+    assert np.array_equal(received, original)
+    assert received.flags.writeable == original.flags.writeable
+
+
+@SIZES
+def test_attributes_are_what_pickling_makes_them(count: int) -> None:
+    """Attributes that ordinary pickling drops are dropped, whatever the size.
+
+    They may be what cannot be pickled (an open file, a window).
+    """
+    original = np.arange(count, dtype=float).view(Finalized)
+    original.unit = "m"
+    pickled = pickle.loads(pickle.dumps(original))
+    received = round_trip(original)
+    assert type(received) is Finalized
+    assert received.unit == pickled.unit is None
+    assert np.array_equal(received, original)
+
+
+@SIZES
+@pytest.mark.parametrize("cls", [Documented, Nested])
+def test_pickle_methods_are_honoured(cls: Any, count: int) -> None:
+    """What a class stores by methods of its own arrives."""
+    original = np.arange(count, dtype=float).view(cls)
+    original.info = "kept"
+    received = round_trip(original)
+    assert type(received) is cls
+    assert received.info == "kept"
+    assert np.array_equal(received, original)
+    received[0] = -1
+    assert original[0] == 0
+
+
+@pytest.mark.parametrize("cls", [Documented, Nested])
+def test_bytes_leave_the_message(cls: Any) -> None:
+    """The class stores its bytes, but they travel by shared memory."""
+    assert len(message_of(np.zeros(LARGE).view(cls))) < 1000
+
+
+@SIZES
+def test_nothing_of_the_class_is_called(count: int) -> None:
+    """Constructor, view and functions of the class are not needed to send it."""
+    original = np.ndarray.__new__(Strict, (count,), float)
+    np.ndarray.fill(original, 3)
+    received = round_trip(original)
+    assert type(received) is Strict
+    assert np.ndarray.tolist(received) == [3.0] * count
+
+
+def reduce_registered(array: Array) -> Any:
+    return str, (f"registered, {array.size} elements",)
+
+
+@SIZES
+def test_registered_with_copyreg(count: int) -> None:
+    """How copyreg says a subclass is pickled goes before how its base class is."""
+    copyreg.pickle(Plain, reduce_registered)
+    try:
+        received = round_trip(np.zeros(count).view(Plain))
+    finally:
+        del copyreg.dispatch_table[Plain]
+    assert received == f"registered, {count} elements"
+
+
+def test_protocols_are_told_apart() -> None:
+    """A class has the pickle methods of ndarray, of MaskedArray, or some of its own."""
+    assert protocol_of(Plain) is Protocol.ARRAY
+    assert protocol_of(np.memmap) is Protocol.ARRAY
+    assert protocol_of(ma.MaskedArray) is Protocol.MASKED
+    assert protocol_of(Documented) is Protocol.OWN
+    assert protocol_of(Nested) is Protocol.OWN
+    assert protocol_of(type(ma.masked)) is Protocol.OWN
+
+
+# Shared
+
+
+@pytest.mark.parametrize("cls", [Plain, np.matrix, Finalized, Documented, Nested])
+def test_shared_subclasses(cls: Any) -> None:
+    """Shared arrays of subclasses stay shared, with the attributes that views have."""
+    original = np.zeros((2, 3)).view(cls)
+    if hasattr(cls, "__annotations__"):
+        original.unit = original.info = "kept"
+    shared = shmreduce.share(original)
+    received = round_trip(shared)
+    assert type(shared) is type(received) is cls
+    assert shmreduce.is_shared(received)
+    received[0, 0] = 7
+    assert shared[0, 0] == 7
+    assert original[0, 0] == 0
+    for name in ("info",) if protocol_of(cls) is Protocol.OWN else ():
+        assert getattr(shared, name) == getattr(received, name) == "kept"
+
+
+# Masked arrays
+
+
+def masked(count: int, **options: Any) -> Any:
+    data = np.arange(count, dtype=float)
+    return ma.masked_array(data, mask=data % 3 == 0, **options)
+
+
+def assert_same_masked(received: Any, original: Any) -> None:
+    assert type(received) is type(original)
+    assert received.dtype == original.dtype
+    assert received.baseclass is original.baseclass
+    assert received.hardmask == original.hardmask
+    assert np.array_equal(received.data, original.data)
+    assert np.array_equal(ma.getmaskarray(received), ma.getmaskarray(original))
+    assert (ma.getmask(received) is ma.nomask) == (ma.getmask(original) is ma.nomask)
+    assert received.fill_value == original.fill_value
+
+
+@SIZES
+@pytest.mark.parametrize("options", [{}, {"fill_value": -5.0}, {"hard_mask": True}])
+def test_masked_array(count: int, options: dict[str, Any]) -> None:
+    """Data, mask, fill value and hard mask arrive; both parts are independent."""
+    original = masked(count, **options)
+    received = round_trip(original)
+    assert_same_masked(received, original)
+    received[1] = ma.masked
+    received[2] = -1
+    assert original[1] == 1
+    assert original[2] == 2
+
+
+@SIZES
+def test_masked_array_without_mask(count: int) -> None:
+    """No mask at all is still no mask at all."""
+    assert_same_masked(round_trip(ma.arange(count)), ma.arange(count))
+
+
+def test_default_fill_value_follows_the_dtype() -> None:
+    """A fill value that nobody set is not fixed by sending the array."""
+    received = round_trip(masked(LARGE))
+    assert received.astype(int).fill_value == masked(LARGE).astype(int).fill_value
+
+
+@SIZES
+def test_structured_masked_array(count: int) -> None:
+    """A structured masked array keeps its mask for each field."""
+    original = ma.zeros(count, [("x", "f8"), ("y", "i4")])
+    original["x"][1] = ma.masked
+    received = round_trip(original)
+    assert_same_masked(received, original)
+    assert received.mask["x"][1]
+    assert not received.mask["y"].any()
+
+
+@SIZES
+def test_masked_views(count: int) -> None:
+    """Slices of masked arrays arrive as slices."""
+    original = masked(count)[::-2]
+    assert_same_masked(round_trip(original), original)
+
+
+def test_masked_matrix() -> None:
+    """A masked array of a matrix stays one."""
+    matrix = np.arange(4.0).reshape(2, 2).view(np.matrix)
+    original = ma.masked_array(matrix, mask=np.eye(2, dtype=bool))
+    received = round_trip(original)
+    assert_same_masked(received, original)
+    assert type(received.data) is np.matrix
+
+
+def test_masked_objects_are_pickled() -> None:
+    """A masked array of Python objects goes by ordinary pickling."""
+    mask = np.array([False, True, False])
+    original: Any = ma.masked_array(np.array([1, "two", None], object), mask=mask)
+    received = round_trip(original)
+    assert received.tolist() == original.tolist()
+
+
+def test_the_masked_constant_stays_one() -> None:
+    """There is one numpy.ma.masked in a process."""
+    assert round_trip(ma.masked) is ma.masked
+
+
+def test_shared_masked_array() -> None:
+    """Everybody sees what anybody masks, and writes."""
+    original = masked(SMALL, fill_value=-5.0)
+    shared = shmreduce.share(original)
+    assert_same_masked(shared, original)
+    received = round_trip(shared)
+    assert_same_masked(received, shared)
+    received[1] = ma.masked
+    received[2] = 77
+    assert ma.getmaskarray(shared)[1]
+    assert shared[2] == 77
+    assert original[1] == 1
+    assert shmreduce.is_shared(received)
+
+
+def test_shared_masked_array_that_had_no_mask() -> None:
+    """A shared masked array has a mask of full size, so that masking shows."""
+    shared = shmreduce.share(ma.arange(SMALL))
+    received = loads(message_of(shared))
+    received[1] = ma.masked
+    assert ma.getmaskarray(shared).tolist() == [False, True, False, False, False, False]
+
+
+class MaskedSubclass(ma.MaskedArray):
+    """Adds nothing to what is pickled."""
+
+
+@SIZES
+def test_subclass_of_masked_array(count: int) -> None:
+    """A subclass of MaskedArray keeps its class."""
+    original = masked(count).view(MaskedSubclass)
+    received = round_trip(original)
+    assert_same_masked(received, original)
