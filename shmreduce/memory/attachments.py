@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
+_EXITING = 0x4
+"""Flag of a process that is on its way out (PF_EXITING in linux/sched.h)."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 
@@ -214,14 +216,7 @@ class Attachments:
         sweep(strategy)
 
     def _gone(self, handle: Handle) -> AttachError:
-        try:
-            os.kill(handle.pid, 0)
-            alive = True
-        except ProcessLookupError:
-            alive = False
-        except PermissionError:
-            alive = True
-        if alive:
+        if _is_alive(handle.pid):
             return AttachError(
                 f"process {handle.pid}, which sent the array, does not have segment "
                 f"{handle.token.hex()} open (any more), or lives in another PID namespace. Use "
@@ -290,6 +285,22 @@ class Attachments:
     def tidy_mailbox(self) -> None:
         """Let go of segments in the mailbox whose messages have been read."""
         self._family().tidy(_all_read)
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process lives: not gone, not a zombie, not just being ended.
+
+    A killed process gives up its descriptors some time before it becomes a
+    zombie, and is a zombie until its parent has waited for it. Until then
+    kill(2) finds it. See proc_pid_stat(5).
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may contain anything.
+            state, *numbers = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in (b"Z", b"X") and not int(numbers[5]) & _EXITING
 
 
 def _all_read(letter: Letter, fd: int) -> bool:

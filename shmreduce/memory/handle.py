@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shmreduce.errors import InvalidHandleError
 
@@ -29,8 +28,7 @@ _MODES: tuple[Mode, ...] = ("rw", "ro", "cow")
 _CHECKED_FROM = 19
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """One lease on one block, on its way to somebody.
 
     Parameters
