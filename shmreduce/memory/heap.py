@@ -97,6 +97,31 @@ class OwnedSegment(Segment):
         """Blocks that are not free, and since when (monotonic seconds)."""
         self.reserved = self.layout.slot_words
 
+    def try_free(self, block: int) -> bool:
+        """Raise the generation of a block without leases and views; return whether it was free.
+
+        Afterwards every handle of the old generation is stale, and the block
+        is the caller's to reuse.
+        """
+        if self.heads[block]:
+            return False
+        mark = object()
+        try:
+            if not self.try_lock_block(block, mark):
+                # Somebody is at it; look again at the next collection.
+                self.hints[block] = 1
+                return False
+            # All of it again under the lock. Several threads may find a block
+            # unused; to the slower of them it may be out again by now, in its
+            # next life: that has set `records` before `out`.
+            if block not in self.out or block in self.records or self.heads[block]:
+                return False
+            del self.out[block]
+            self.generations[block] += 1
+        finally:
+            self.unlock_block(block, mark)
+        return True
+
     @property
     def empty(self) -> bool:
         """Whether the segment has no block at all, warm ones included."""
@@ -225,20 +250,8 @@ class Heap:
         return found
 
     def give_back(self, segment: OwnedSegment, block: int) -> bool:
-        """Free a block if its chain is empty; else it waits for :meth:`collect`.
-
-        Only for blocks without a local view.
-        """
-        # Taking it off the list is the right to free it: once only, also when
-        # two threads find it unused together.
-        since = segment.out.pop(block, None)
-        if since is None:
-            return False
+        """Free a block that nobody needs; else it waits for :meth:`collect`."""
         if not segment.try_free(block):
-            segment.out[block] = since
-            if not segment.heads[block]:
-                # Released meanwhile, and that collection passed the block over.
-                segment.hints[block] = 1
             return False
         self._keep_warm(segment, block)
         return True

@@ -419,27 +419,6 @@ class Segment:
             self.unlock_block(block, mark)
         return True
 
-    def try_free(self, block: int) -> bool:
-        """Raise the generation of a block without leases; return whether it was free.
-
-        Owner only, and only without views of its own. Afterwards every handle
-        of the old generation is stale.
-        """
-        if self.heads[block]:
-            return False
-        mark = object()
-        try:
-            if not self.try_lock_block(block, mark):
-                # Somebody is at it; look again at the next collection.
-                self.hints[block] = 1
-                return False
-            if self.heads[block]:
-                return False
-            self.generations[block] += 1
-        finally:
-            self.unlock_block(block, mark)
-        return True
-
     def drop_dead_holders(self, block: int) -> bool:
         """End the holds of killed processes; return whether the chain is empty now."""
         mark = object()
