@@ -92,7 +92,7 @@ class Record:
         """Whether the hold was given up already, before the views died."""
         self.cutting = _thread.allocate_lock()
         """Taken for good by the one thread that makes the pages private."""
-        self.birth = self.death = live.ledger.forks
+        self.birth = self.death = live.ledger.birth
 
     @property
     def read_only(self) -> bool:
@@ -181,6 +181,9 @@ class LiveBlocks:
         else:
             segment.holds[record.slot] = record
         self._roots[id(root)] = reference
+        if self.ledger.pending and not record.shared and record.slot is not None:
+            # Another thread is about to fork and has not seen this one, perhaps.
+            self.make_private(record)
         if record.shared and record.mode != "cow":
             self._shared[segment.token, block] = reference
         return Block(record, root, read_only=read_only)
@@ -299,13 +302,17 @@ class LiveBlocks:
         not see what the parent writes later. So its pages become copy-on-write
         in place: the fork then does what it does with any private page.
         """
+        number = self.ledger.announce()
         # A list first: other threads go on until the fork.
         references = list(self._roots.values())
         for reference in references:
             record = reference.record
             if record.slot is not None and not record.shared and not self.make_private(record):
                 _await_private(record)
-        self.ledger.before_fork(guarded=bool(references))
+        # Other threads may make more before the fork happens. Not by
+        # threading.active_count(), which waits for a lock.
+        guarded = bool(references) or _thread._count() > 0
+        self.ledger.before_fork(number, guarded=guarded)
 
     def in_child(self) -> LiveBlocks:
         """Retire the inherited table and return the child's own."""

@@ -18,6 +18,7 @@ so nothing here waits for a lock.
 from __future__ import annotations
 
 import os
+import threading
 
 from shmreduce.memory import locks
 
@@ -38,33 +39,61 @@ class ForkLedger:
 
     def __init__(self) -> None:
         self.forks = 0
-        """How many forks there were while something was alive."""
+        """How many forks there were, or are about to be."""
+        self.pending: dict[int, None] = {}
+        """Numbers of forks that are about to happen."""
         self._fd = -1
-        self._tokens: list[int] = []
+        self._tokens: dict[int, list[tuple[int, int]]] = {}
         self._unguarded_until = 0
 
-    def before_fork(self, *, guarded: bool) -> None:
+    @property
+    def birth(self) -> int:
+        """The value of :attr:`forks` for something that is born now.
+
+        A thread may make something between the hook of another thread's fork
+        and the fork itself: the child sees it, so it counts as older.
+        """
+        return min(self.pending, default=self.forks + 1) - 1
+
+    def announce(self) -> int:
+        """Number the fork that this thread is about to make.
+
+        To be called before looking at what is alive: what is born later looks
+        at :attr:`pending`.
+        """
+        # No call between the two lines, so no other thread.
+        self.forks += 1
+        number = self.forks
+        self.pending[number] = None
+        return number
+
+    def before_fork(self, number: int, *, guarded: bool) -> None:
         """Make the token that the child is going to inherit, where there is a need."""
         token = -1
-        if not guarded:
-            self._tokens.append(token)
-            return
-        self.forks += 1
-        try:
-            if self._fd == -1:
-                self._fd = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
-            token = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
-            if not locks.try_lock(token, _LOCK_FORK + self.forks):
-                self._unguarded_until = self.forks
-        except OSError:
-            # Out of descriptors, say. What is alive now is then never reused.
-            self._unguarded_until = self.forks
-        # A stack: a signal handler may fork between this hook and the fork.
-        self._tokens.append(token)
+        if guarded:
+            try:
+                if self._fd == -1:
+                    self._fd = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
+                token = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+                if not locks.try_lock(token, _LOCK_FORK + number):
+                    self._unguarded_until = max(self._unguarded_until, number)
+            except OSError:
+                # Out of descriptors, say. What is alive now is then never reused.
+                self._unguarded_until = max(self._unguarded_until, number)
+        # Of this thread, since another may be forking too. A stack, since a
+        # signal handler may fork between this hook and the fork.
+        self._tokens.setdefault(threading.get_ident(), []).append((number, token))
 
     def after_fork_in_parent(self) -> None:
         """Leave the token to the child alone."""
-        token = self._tokens.pop() if self._tokens else -1
+        me = threading.get_ident()
+        stack = self._tokens.get(me)
+        if not stack:
+            return
+        number, token = stack.pop()
+        if not stack:
+            self._tokens.pop(me, None)
+        self.pending.pop(number, None)
         if token != -1:
             os.close(token)
 
@@ -81,8 +110,8 @@ class ForkLedger:
         Parameters
         ----------
         birth, death : int
-            The values of :attr:`forks` when the thing was born and when it died:
-            it was alive at the forks in between.
+            The values of :attr:`birth` when the thing was born, and of
+            :attr:`forks` when it died: it was alive at the forks in between.
         """
         if birth == death:
             return False
