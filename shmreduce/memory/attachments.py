@@ -1,7 +1,7 @@
 """The segments that this process has open, by token.
 
-May import errors, contracts, strategies, ``layout``, ``segment``, ``sweep``,
-``family`` and ``handle``.
+May import errors, contracts, strategies, ``locks``, ``layout``, ``segment``,
+``sweep``, ``family`` and ``handle``.
 
 A segment is opened once, mapped once, and kept: opening costs far more than
 claiming a lease. It is given back when nothing of it is in use and its owner
@@ -23,7 +23,7 @@ from shmreduce.errors import (
     ProducerDied,
     WrongHostError,
 )
-from shmreduce.memory.family import Family, Letter, reopen
+from shmreduce.memory import locks
 from shmreduce.memory.layout import Layout
 from shmreduce.memory.segment import MESSAGE, Segment, check_file
 from shmreduce.memory.sweep import sweep
@@ -32,6 +32,7 @@ from shmreduce.strategies import find_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
 
 __all__ = ["Attachments", "boot_identity", "open_process_descriptor"]
@@ -155,7 +156,7 @@ class Attachments:
         known = self.directory.get(segment.token)
         if known is not None:
             return known
-        return self._adopt(reopen(segment.fd), segment.file.name, segment)
+        return self._adopt(locks.reopen(segment.fd), segment.file.name, segment)
 
     def _pin(self, token: bytes, mark: object) -> Segment | None:
         segment = self.directory.get(token)
@@ -182,7 +183,7 @@ class Attachments:
     def _attach(self, handle: Handle) -> None:
         inherited = self._inherited.get(handle.token)
         if inherited is not None and inherited.fd != -1:
-            self._adopt(reopen(inherited.fd), inherited.file.name, inherited)
+            self._adopt(locks.reopen(inherited.fd), inherited.file.name, inherited)
             return
         self.close_idle(_MOST_IDLE)
         try:
@@ -207,7 +208,7 @@ class Attachments:
             if fd is None:
                 raise self._gone(handle) from error
             try:
-                again = reopen(fd)
+                again = locks.reopen(fd)
             finally:
                 os.close(fd)
             segment = Segment.adopt(SegmentFile(again, None), handle.token, strategy)

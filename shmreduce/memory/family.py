@@ -22,7 +22,9 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
@@ -30,9 +32,9 @@ from shmreduce.memory import locks
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Family", "Letter", "reopen"]
+__all__ = ["Family", "Letter"]
 
 _MEMBERS = 2048
 _SIZE = PAGE_SIZE + 16 * _MEMBERS
@@ -44,11 +46,6 @@ _PATIENCE = 10.0
 _LETTER = struct.Struct("<16s16sI")
 _UNREAD = struct.Struct("<IQ")
 _MOST_UNREAD = 4096
-
-
-def reopen(fd: int) -> int:
-    """Open the same file under a new open file description (proc(5), /proc/self/fd)."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 class Letter:
@@ -107,6 +104,12 @@ class Family:
         self._pids = everything[PAGE_SIZE : PAGE_SIZE + 8 * _MEMBERS].cast("Q")
         self._reserved = everything[PAGE_SIZE + 8 * _MEMBERS : _SIZE].cast("Q")
         self._index = self._join()
+        # For locks held for a moment: a description that forked children close
+        # at once. Otherwise a parent that is killed while it has a lock would
+        # leave it to a child that knows nothing of it.
+        self._lock_fd = locks.reopen(fd)
+        self._threads = threading.RLock()
+        self._depth = {_LOCK_BUDGET: 0, _LOCK_MAILBOX: 0}
 
     @classmethod
     def found(cls, budget: int) -> Family:
@@ -137,7 +140,13 @@ class Family:
         The inherited descriptor stays open: it keeps the parent's entry alive
         as long as the child may keep the parent's memory.
         """
-        return Family(reopen(self.fd), self.mailbox)
+        return Family(locks.reopen(self.fd), self.mailbox)
+
+    def give_up_locks(self) -> None:
+        """Let go of the locks of an inherited membership, in a forked child."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd != -1:
+            os.close(fd)
 
     def _join(self) -> int:
         for index in range(_MEMBERS):
@@ -175,8 +184,7 @@ class Family:
         BudgetExceededError
             If the living members together would then be over ``budget`` bytes.
         """
-        self._lock(_LOCK_BUDGET)
-        try:
+        with self._locked(_LOCK_BUDGET):
             in_use = sum(reserved for _, reserved in self.members())
             if nbytes > 0 and in_use + nbytes > budget:
                 raise BudgetExceededError(
@@ -192,29 +200,35 @@ class Family:
                     strategy=None,
                 )
             self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
-        finally:
-            locks.unlock(self.fd, _LOCK_BUDGET)
 
     @property
     def reserved(self) -> int:
         """Bytes that this process has reserved."""
         return self._reserved[self._index]
 
-    def _lock(self, offset: int) -> None:
+    @contextmanager
+    def _locked(self, offset: int) -> Iterator[None]:
+        """Hold one of the family's locks, which is waited for boundedly."""
         start = time.monotonic()
-        pause = 0.00002
-        while not locks.try_lock(self.fd, offset):
-            waited = time.monotonic() - start
-            if waited > _PATIENCE:
-                raise LeaseTimeoutError(
-                    f"the family's lock stayed taken for {waited:.0f} s; one of its processes is "
-                    "stopped. Continue or kill it and try again",
-                    segment="family",
-                    block=0,
-                    waited=waited,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
+        # The byte lock excludes other processes only. A call from a signal
+        # handler passes both, as part of the call that it interrupted.
+        if not self._threads.acquire(timeout=_PATIENCE):
+            raise _stayed_taken(_PATIENCE)
+        try:
+            self._depth[offset] += 1
+            pause = 0.00002
+            while not locks.try_lock(self._lock_fd, offset):
+                waited = time.monotonic() - start
+                if waited > _PATIENCE:
+                    raise _stayed_taken(waited)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.005)
+            yield
+        finally:
+            self._depth[offset] -= 1
+            if not self._depth[offset]:
+                locks.unlock(self._lock_fd, offset)
+            self._threads.release()
 
     # Mailbox
 
@@ -229,16 +243,12 @@ class Family:
         OSError
             ``EAGAIN`` or ``ETOOMANYREFS`` when the mailbox is full.
         """
-        self._lock(_LOCK_MAILBOX)
-        try:
+        with self._locked(_LOCK_MAILBOX):
             self._send(letter, fd)
-        finally:
-            locks.unlock(self.fd, _LOCK_MAILBOX)
 
     def look_for(self, token: bytes) -> int | None:
         """Return a descriptor of the segment if it is in the mailbox; the caller owns it."""
-        self._lock(_LOCK_MAILBOX)
-        try:
+        with self._locked(_LOCK_MAILBOX):
             found = None
             for letter, fd in self._letters():
                 if letter.token == token and found is None and fd != -1:
@@ -246,8 +256,6 @@ class Family:
                 else:
                     _close(fd)
             return found
-        finally:
-            locks.unlock(self.fd, _LOCK_MAILBOX)
 
     def tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
         """Take out the letters whose messages have all been read.
@@ -257,8 +265,7 @@ class Family:
         is posted before the original is taken, and a process killed in between
         leaves it twice, which does no harm.
         """
-        self._lock(_LOCK_MAILBOX)
-        try:
+        with self._locked(_LOCK_MAILBOX):
             count = 0
             for _, fd in self._letters():
                 _close(fd)
@@ -267,8 +274,6 @@ class Family:
                 first = next(iter(self._letters()), None)
                 if first is None or not self._settle(*first, is_read):
                     return
-        finally:
-            locks.unlock(self.fd, _LOCK_MAILBOX)
 
     def _settle(self, letter: Letter, fd: int, is_read: Callable[[Letter, int], bool]) -> bool:
         """Drop the first letter or move it to the end; return whether that worked."""
@@ -317,6 +322,16 @@ class Family:
             fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
         # Without room for the descriptor (EMFILE) the kernel drops it silently.
         return Letter.unpack(data), fds[0] if fds else -1
+
+
+def _stayed_taken(waited: float) -> LeaseTimeoutError:
+    return LeaseTimeoutError(
+        f"the family's lock stayed taken for {waited:.0f} s; one of its processes is stopped. "
+        "Continue or kill it and try again",
+        segment="family",
+        block=0,
+        waited=waited,
+    )
 
 
 def _close(fd: int) -> None:

@@ -443,7 +443,8 @@ class Heap:
             try:
                 self._host.family.reserve(layout.slot_words, self._host.budget())
             except BaseException:
-                segment.close()
+                # The file itself is closed below, once.
+                segment.give_up_locks()
                 raise
         except BaseException as error:
             _discard_file(self.strategy, file)

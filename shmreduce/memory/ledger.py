@@ -56,7 +56,7 @@ class ForkLedger:
         return min(self.pending, default=self.forks + 1) - 1
 
     def announce(self) -> int:
-        """Number the fork that this thread is about to make.
+        """Give a number to the fork that this thread is about to make.
 
         To be called before looking at what is alive: what is born later looks
         at :attr:`pending`.

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import struct
 
-__all__ = ["first_locked", "supported", "try_lock", "unlock"]
+__all__ = ["first_locked", "reopen", "supported", "try_lock", "unlock"]
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -28,6 +29,11 @@ _CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
 def supported() -> bool:
     """Return whether this platform has locks of open file descriptions."""
     return _SETLK != -1 and struct.calcsize("P") == 8
+
+
+def reopen(fd: int) -> int:
+    """Open the same file under a new open file description (proc(5), /proc/self/fd)."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def try_lock(fd: int, offset: int) -> bool:

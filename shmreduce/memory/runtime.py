@@ -16,9 +16,10 @@ from multiprocessing import context, reduction, util
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import LeaseTimeoutError, ShmreduceWarning
+from shmreduce.memory import locks
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
-from shmreduce.memory.family import Family, Letter, reopen
+from shmreduce.memory.family import Family, Letter
 from shmreduce.memory.heap import Heap, headroom
 from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.ledger import ForkLedger
@@ -57,6 +58,10 @@ class Runtime:
         """Strategies that were in force here, whose leftovers are swept at the end."""
         self._parent_family = parent.known_family if parent is not None else None
         self._family: Family | None = None
+        if self._parent_family is not None:
+            self._parent_family.give_up_locks()
+        for segment in lineage.values():
+            segment.give_up_locks()
 
     @property
     def family(self) -> Family:
@@ -158,7 +163,7 @@ class Runtime:
         letter = Letter(segment.token, unread, complete=True)
         try:
             # Another description: the mailbox keeps it, and this one has our locks.
-            fd = reopen(segment.fd)
+            fd = locks.reopen(segment.fd)
             try:
                 self.family.post(letter, fd)
             finally:
@@ -270,7 +275,7 @@ def _join_family(*descriptors: Any) -> None:
             os.close(number)
         return
     try:
-        own = reopen(file)
+        own = locks.reopen(file)
     finally:
         # The parent's description: with it open here, the parent's membership
         # would outlive the parent.

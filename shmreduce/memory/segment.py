@@ -170,6 +170,10 @@ class Segment:
         self._chunks: dict[int, object] = {}
         self._locator: str | None = None
         self.importer = self._register()
+        # For the blocks' locks alone: a description that forked children close
+        # at once. Otherwise a parent that is killed in the middle of a
+        # transition would leave its lock to a child that knows nothing of it.
+        self.lock_fd = locks.reopen(self.fd)
 
     @classmethod
     def adopt(cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy) -> Segment:
@@ -243,7 +247,14 @@ class Segment:
 
     def close(self) -> None:
         """Give the descriptor back. The caller has no views and no leases left."""
+        self.give_up_locks()
         fd, self.fd = self.fd, -1
+        if fd != -1:
+            os.close(fd)
+
+    def give_up_locks(self) -> None:
+        """Let go of the blocks' locks, also those of a parent in its forked child."""
+        fd, self.lock_fd = self.lock_fd, -1
         if fd != -1:
             os.close(fd)
 
@@ -282,7 +293,7 @@ class Segment:
             return False
         locked = False
         try:
-            locked = locks.try_lock(self.fd, LOCK_BLOCK + block)
+            locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block)
         finally:
             if not locked:
                 self._busy.pop(block, None)
@@ -291,7 +302,7 @@ class Segment:
     def unlock_block(self, block: int, mark: object) -> None:
         """Undo :meth:`try_lock_block`; harmless if ``mark`` does not hold the lock."""
         if self._busy.get(block) is mark:
-            locks.unlock(self.fd, LOCK_BLOCK + block)
+            locks.unlock(self.lock_fd, LOCK_BLOCK + block)
             self._busy.pop(block, None)
 
     def locked(self, block: int) -> _BlockLock:
