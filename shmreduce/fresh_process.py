@@ -83,6 +83,7 @@ class FreshProcess:
         context = get_context("spawn")
         self._name = name
         self._patience = patience
+        self._failed = False
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, target, arguments), name=name)
         self._process.start()
@@ -93,7 +94,7 @@ class FreshProcess:
         """The process's number, which is also that of its process group."""
         pid = self._process.pid
         if pid is None:
-            raise self._failed("it was not started")
+            raise self._failure("it was not started")
         return pid
 
     def send(self, message: Any) -> None:
@@ -101,7 +102,7 @@ class FreshProcess:
         try:
             self._connection.send(message)
         except BrokenPipeError as error:
-            raise self._failed(self._end()) from error
+            raise self._failure(self._end()) from error
 
     def receive(self) -> Any:
         """Return the next message of the process.
@@ -115,15 +116,16 @@ class FreshProcess:
         """
         ready = wait([self._connection, self._process.sentinel], timeout=self._patience)
         if not ready:
-            raise self._failed(f"no answer within {self._patience:g} s")
+            raise self._failure(f"no answer within {self._patience:g} s")
         if not self._connection.poll():
-            raise self._failed(self._end())
+            raise self._failure(self._end())
         try:
             message = self._connection.recv()
         except (EOFError, ConnectionResetError) as error:
-            raise self._failed(self._end()) from error
+            raise self._failure(self._end()) from error
         if isinstance(message, _Failure):
-            raise message.error or self._failed(message.text)
+            self._failed = True
+            raise message.error or self._failure(message.text)
         return message
 
     def finish(self) -> None:
@@ -136,7 +138,7 @@ class FreshProcess:
         """
         self._process.join(self._patience)
         if self._process.exitcode != 0:
-            raise self._failed(self._end())
+            raise self._failure(self._end())
 
     def processes_left(self, patience: float = 5.0) -> int:
         """Count the processes of its group that still run.
@@ -161,7 +163,7 @@ class FreshProcess:
     ) -> None:
         # Closing our end ends a target that waits for requests.
         self._connection.close()
-        if kind is None:
+        if kind is None and not self._failed:
             self._process.join(self._patience)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -179,7 +181,8 @@ class FreshProcess:
             return f"it was killed by {signal.Signals(-code).name}"
         return f"it ended with exit status {code} before it answered"
 
-    def _failed(self, reason: str) -> RunFailedError:
+    def _failure(self, reason: str) -> RunFailedError:
+        self._failed = True
         return RunFailedError(
             f"the process {self._name!r} failed: {reason}", process=self._name, reason=reason
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shmreduce.demo.filters import apply_filter
 from shmreduce.demo.images import load_file, load_images
 from shmreduce.errors import ShmreduceError
+from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +108,8 @@ class Outcome:
     travelled : int
         Bytes of arrays that went to workers and back, all rounds.
     copied : int
-        Of these, the bytes that were copied into shared memory, once each.
+        Of these, the bytes that were copied into shared memory, once each. Shared
+        images are not copied, and small ones go through the pipe.
     piped : int or None
         Bytes that this process wrote to and read from pipes, all rounds; None
         where the system does not count them.
@@ -134,7 +136,6 @@ def serve(connection: Connection, plan: Plan) -> None:
     """
     import shmreduce
 
-    images = load_file(plan.input_file) if plan.input_file else load_images(plan.side)
     context = multiprocessing.get_context(plan.start_method)
 
     def install() -> AbstractContextManager[shmreduce.Installation]:
@@ -142,6 +143,7 @@ def serve(connection: Connection, plan: Plan) -> None:
 
     with install():
         strategy = shmreduce.get_sharing_strategy()
+    images = load_file(plan.input_file) if plan.input_file else load_images(plan.side)
     connection.send(
         Started(
             images=len(images),
@@ -200,11 +202,12 @@ class _System:
         self, results: Sequence[Image | None], before: int | None, after: int | None
     ) -> None:
         outcome = self.outcome
-        sent = sum(image.nbytes for image in self._images)
-        returned = sum(result.nbytes for result in results if result is not None)
-        outcome.travelled += sent + returned
+        returned = [result for result in results if result is not None]
+        outcome.travelled += sum(image.nbytes for image in (*self._images, *returned))
         if outcome.system != "plain":
-            outcome.copied += returned if outcome.system == "shared" else sent + returned
+            by_value = returned if outcome.system == "shared" else (*self._images, *returned)
+            limit = get_settings().inline_limit
+            outcome.copied += sum(image.nbytes for image in by_value if image.nbytes >= limit)
         if before is None or after is None or outcome.piped is None:
             outcome.piped = None
         else:

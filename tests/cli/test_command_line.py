@@ -1,0 +1,130 @@
+"""Picking a command, exit statuses, and errors in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import shmreduce
+from shmreduce import ShmreduceError
+from shmreduce.cli import main, plugins
+from shmreduce.extras import MissingExtraError, import_extra
+from tests.cli.commands import PATIENCE, read_json, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_version_is_that_of_the_package() -> None:
+    """``--version`` prints the package's version and ends well."""
+    assert run("--version").stdout == f"shmreduce {shmreduce.__version__}\n"
+
+
+def test_no_command_is_an_error_that_lists_the_commands() -> None:
+    """Without a command the usage, with every command, goes to standard error."""
+    told = run(status=2).stderr
+    for command in ("demo", "plugins", "ls", "gc", "doctor", "bench"):
+        assert command in run("--help").stdout
+    assert "COMMAND" in told
+
+
+def test_an_error_of_ours_is_told_without_a_traceback() -> None:
+    """An error of the ShmreduceError family is one line on standard error and status 2."""
+    done = run("demo", "--strategy", "no-such-strategy", status=2)
+    assert done.stderr.startswith("shmreduce demo: there is no sharing strategy")
+    assert "file_descriptor" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_the_system_is_told_without_a_traceback(tmp_path: Path) -> None:
+    """An OSError, such as a directory that is missing, is status 2, too."""
+    done = run("ls", status=2, SHMREDUCE_DIRECTORY=str(tmp_path / "missing"))
+    assert done.stderr.startswith("shmreduce ls: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_ends_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends a command without a traceback."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plugins, "find_plugins", interrupt)
+    assert main(["plugins"]) == 130
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """Output into a pipe that nobody reads any more gives no traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shmreduce", "plugins"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    told = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(PATIENCE) == 141
+    assert told == ""
+
+
+def test_a_missing_package_is_told_with_the_extra_that_installs_it() -> None:
+    """What is not installed is named, with the pip command that brings it."""
+    with pytest.raises(MissingExtraError) as caught:
+        import_extra("no_such_package.part", extra="cli")
+    assert (caught.value.package, caught.value.extra) == ("no_such_package", "cli")
+    assert "pip install 'shmreduce[cli]'" in str(caught.value)
+    assert isinstance(caught.value, ShmreduceError)
+
+
+def test_plugins_lists_the_shipped_ones() -> None:
+    """``plugins`` tells name, distribution and what each provides."""
+    reports = {report["name"]: report for report in read_json("plugins")}
+    assert {"file_descriptor", "file_system", "memoryview", "numpy"} <= set(reports)
+    assert reports["numpy"]["reducers"] == ["numpy.ndarray"]
+    assert reports["numpy"]["array_factory"]
+    assert reports["file_system"]["strategies"] == ["file_system"]
+    assert all(report["distribution"] == "shmreduce" for report in reports.values())
+    assert "shmreduce_fd" in run("plugins").stdout
+
+
+def test_plugins_tells_of_a_blocked_one() -> None:
+    """A plugin that is blocked by name is listed with that reason, and is no problem."""
+    reports = read_json("plugins", SHMREDUCE_BLOCK="numpy")
+    blocked = next(report for report in reports if report["name"] == "numpy")
+    assert blocked["status"] == "blocked"
+    assert "SHMREDUCE_BLOCK" in blocked["reason"]
+
+
+@pytest.fixture
+def broken_plugin(tmp_path: Path) -> Path:
+    """A folder with an installed distribution whose plugin cannot be imported."""
+    information = tmp_path / "broken_signal-1.5.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: broken-signal\nVersion: 1.5\n"
+    )
+    (information / "entry_points.txt").write_text("[shmreduce]\nsignal = broken_signal\n")
+    (tmp_path / "broken_signal.py").write_text("raise RuntimeError('no licence for signals')\n")
+    return tmp_path
+
+
+def test_plugins_tells_of_a_broken_one(broken_plugin: Path) -> None:
+    """A plugin that fails to import is listed with its distribution and the reason; status 1."""
+    done = run("plugins", status=1, PYTHONPATH=str(broken_plugin))
+    assert "signal: broken: RuntimeError: no licence for signals" in done.stdout
+    assert "broken-signal 1.5" in done.stdout
+    assert done.stderr == ""
+
+
+def test_doctor_tells_of_a_broken_plugin(broken_plugin: Path) -> None:
+    """The doctor calls it a problem and says how to block it."""
+    findings = read_json("doctor", status=1, PYTHONPATH=str(broken_plugin))
+    plugin = next(finding for finding in findings if finding["name"] == "plugins")
+    assert plugin["verdict"] == "problem"
+    assert "SHMREDUCE_BLOCK=signal" in plugin["remedy"]

@@ -1,0 +1,151 @@
+"""The demo: same results, honest counts, nothing left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from shmreduce import ConfigurationError
+from shmreduce.demo import comparison
+from shmreduce.demo.filters import FILTERS, apply_filter
+from shmreduce.demo.images import IMAGE_NAMES, load_file, load_images
+from tests.cli.commands import read_json, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+IMAGES = 3
+SIDE = 512
+IMAGE_BYTES = SIDE * SIDE * 4
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Path:
+    """A file with a stack of images, each too large to go through a pipe."""
+    path = tmp_path / "stack.npy"
+    random = np.random.default_rng(20240229)
+    np.save(path, random.random((IMAGES, SIDE, SIDE), dtype=np.float32))
+    return path
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_demo_compares_and_leaves_nothing(method: str, strategy: str, stack: Path) -> None:
+    """The three systems give equal results; counts are those of the arrays; nothing is left."""
+    told = read_json(
+        "demo",
+        f"--input={stack}",
+        f"--start-method={method}",
+        f"--strategy={strategy}",
+        "--workers=2",
+        "--repeat=2",
+    )
+    assert (told["images"], told["image_bytes"]) == (IMAGES, IMAGES * IMAGE_BYTES)
+    assert (told["strategy"], told["start_method"]) == (strategy, method)
+    assert told["results_equal"]
+    assert told["left"] == {"processes": 0, "segments": 0, "leases": 0}
+    systems = {system["system"]: system for system in told["systems"]}
+    assert list(systems) == ["plain", "by value", "shared"]
+    assert all(len(system["seconds"]) == 2 for system in systems.values())
+    both_ways = 2 * 2 * IMAGES * IMAGE_BYTES
+    assert {system["travelled"] for system in systems.values()} == {both_ways}
+    assert systems["plain"]["copied"] == 0
+    assert systems["by value"]["copied"] == both_ways
+    assert systems["shared"]["copied"] == both_ways // 2
+    assert systems["plain"]["piped"] > both_ways
+    assert systems["by value"]["piped"] < both_ways / 4
+
+
+def test_the_demo_prints_a_table_and_draws_progress(stack: Path) -> None:
+    """For people there is a table, what is left, and a bar on standard error."""
+    done = run("demo", f"--input={stack}", "--repeat=1", "--filter=sobel")
+    for row in ("bytes that travelled", "through pipes", "copied into shared memory", "time"):
+        assert row in done.stdout
+    assert "Left behind: 0 processes, 0 segments, 0 leases." in done.stdout
+    assert "filtering" in done.stderr
+
+
+def test_the_demo_filters_the_images_of_scikit_image() -> None:
+    """Without ``--input`` the input is what scikit-image's wheel holds, enlarged."""
+    pytest.importorskip("skimage")
+    told = read_json("demo", "--side=100", "--repeat=1", "--workers=1")
+    assert told["images"] == len(IMAGE_NAMES)
+    assert told["image_bytes"] == len(IMAGE_NAMES) * 100 * 100 * 3 * 4
+
+
+def test_images_are_enlarged_without_rescaling_values() -> None:
+    """Grey images get three channels; values are between 0 and 1; larger than the original."""
+    pytest.importorskip("skimage")
+    colour, grey = load_images(700, ["astronaut", "camera"])
+    for image in (colour, grey):
+        assert image.shape == (700, 700, 3)
+        assert image.dtype == np.float32
+        assert 0 <= image.min() < image.max() <= 1
+    assert np.array_equal(grey[:100, :100], grey[512:612, 512:612])
+
+
+def test_small_images_count_as_sent_through_pipes(tmp_path: Path) -> None:
+    """What is below the inline limit is not counted as copied into shared memory."""
+    np.save(tmp_path / "small.npy", np.ones((2, 8, 8)))
+    told = read_json("demo", f"--input={tmp_path / 'small.npy'}", "--repeat=1", "--workers=1")
+    assert [system["copied"] for system in told["systems"]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", sorted(FILTERS))
+def test_filters_keep_shape_and_do_something(name: str) -> None:
+    """Each filter returns another image of the same shape, for grey and colour images."""
+    random = np.random.default_rng(5)
+    for shape in ((16, 20), (16, 20, 3)):
+        image = random.random(shape, dtype=np.float32)
+        number, filtered, seconds = apply_filter((name, 4, image))
+        assert number == 4
+        assert filtered.shape == shape
+        assert not np.array_equal(filtered, image)
+        assert seconds >= 0
+
+
+def test_one_image_in_a_file_is_one_image(tmp_path: Path) -> None:
+    """An array of two dimensions is taken as one image."""
+    np.save(tmp_path / "one.npy", np.eye(5))
+    (image,) = load_file(tmp_path / "one.npy")
+    assert image.shape == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (np.array([{"any": "object"}]), "allow_pickle"),
+        (np.array([["text"]]), "dtype is <U4"),
+        (np.arange(4), "shape is (4,)"),
+        (np.empty((0, 4, 4)), "shape is (0, 4, 4)"),
+    ],
+)
+def test_a_file_that_holds_no_images_is_refused(content: Any, reason: str, tmp_path: Path) -> None:
+    """The error names the file and what is wrong with it; pickles in it are not loaded."""
+    path = tmp_path / "bad.npy"
+    np.save(path, content, allow_pickle=True)
+    with pytest.raises(ConfigurationError) as caught:
+        load_file(path)
+    assert reason in str(caught.value)
+    assert caught.value.value == str(path)
+
+
+def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
+    """Any other file is refused with the reason, before processes are started."""
+    path = tmp_path / "text.npy"
+    path.write_text("no array")
+    assert "cannot use" in run("demo", f"--input={path}", status=2).stderr
+    told = run("demo", f"--input={tmp_path / 'missing.npy'}", status=2).stderr
+    assert "there is no such file" in told
+
+
+def test_a_result_that_differs_is_an_error() -> None:
+    """The comparison really compares: one other pixel is noticed."""
+    expected = [np.zeros((4, 4)), np.zeros((4, 4))]
+    wrong = [np.zeros((4, 4)), np.eye(4)]
+    comparison._check("shared", expected, expected)
+    with pytest.raises(comparison.WrongResultError) as caught:
+        comparison._check("shared", wrong, expected)
+    assert (caught.value.system, caught.value.image) == ("shared", 1)

@@ -1,0 +1,114 @@
+"""Processes of a demo or benchmark run: no wait without end, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from shmreduce import ConfigurationError
+from shmreduce.fresh_process import FreshProcess, RunFailedError, fail
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+PATIENCE = 30.0
+
+
+def answer(connection: Connection, offset: int) -> None:
+    connection.send(connection.recv() + offset)
+
+
+def exit_at_once(_connection: Connection) -> None:
+    os._exit(7)
+
+
+def kill_itself(_connection: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_ours(_connection: Connection) -> None:
+    raise ConfigurationError("no such thing", setting="--input", value="x")
+
+
+def raise_other(_connection: Connection) -> None:
+    raise ZeroDivisionError("by nothing")
+
+
+def be_silent(connection: Connection) -> None:
+    connection.recv()
+
+
+def give_up(connection: Connection) -> None:
+    fail(connection, "the worker is gone")
+
+
+def leave_a_child(connection: Connection) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    connection.send(child.pid)
+    connection.recv()
+
+
+def test_it_is_asked_and_answers() -> None:
+    """Messages go both ways, and it ends by itself."""
+    with FreshProcess("adder", answer, 5, patience=PATIENCE) as process:
+        process.send(2)
+        assert process.receive() == 7
+        process.finish()
+        assert process.processes_left() == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (exit_at_once, "exit status 7"),
+        (kill_itself, "SIGKILL"),
+        (raise_other, "ZeroDivisionError: by nothing"),
+        (give_up, "the worker is gone"),
+    ],
+)
+def test_a_process_that_fails_is_an_error_that_says_how(target: object, reason: str) -> None:
+    """receive() names the process and what became of it."""
+    with (
+        pytest.raises(RunFailedError) as caught,
+        FreshProcess("unlucky", target, patience=PATIENCE) as process,  # type: ignore[arg-type]
+    ):
+        process.receive()
+    assert caught.value.process == "unlucky"
+    assert reason in str(caught.value)
+
+
+def test_an_error_of_ours_arrives_as_itself() -> None:
+    """A ShmreduceError that the process raised is raised here, fields and all."""
+    with (
+        pytest.raises(ConfigurationError) as caught,
+        FreshProcess("raiser", raise_ours, patience=PATIENCE) as process,
+    ):
+        process.receive()
+    assert caught.value.setting == "--input"
+
+
+def test_silence_is_an_error_after_the_patience() -> None:
+    """receive() gives up on a process that does not answer."""
+    with (
+        pytest.raises(RunFailedError, match=r"no answer within 0\.1 s"),
+        FreshProcess("silent", be_silent, patience=0.1) as process,
+    ):
+        process.receive()
+
+
+def test_what_the_process_started_goes_with_it() -> None:
+    """Leaving the context ends the process's children, which hold its process group."""
+    with FreshProcess("parent", leave_a_child, patience=PATIENCE) as process:
+        child = psutil.Process(process.receive())
+        process.send("end")
+        process.finish()
+        assert process.processes_left(patience=0) == 1
+    # Killed, but it may not be reaped yet by whoever adopted it.
+    psutil.wait_procs([child], timeout=PATIENCE)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
