@@ -48,6 +48,10 @@ if TYPE_CHECKING:
         OutOfSharedMemoryError,
         PlatformError,
         PluginError,
+        ProcessException,
+        ProcessExitedException,
+        ProcessRaisedException,
+        ProcessTimeoutError,
         ProducerDied,
         ReducerConflictError,
         ReducerError,
@@ -65,7 +69,9 @@ if TYPE_CHECKING:
     from shmreduce.memory.attachments import open_process_descriptor
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.message import Message, allocate, find_block, import_block
+    from shmreduce.prctl import get_thread_name, set_thread_name
     from shmreduce.settings import Settings, get_settings
+    from shmreduce.spawning import ProcessContext, SpawnContext, spawn, start_processes
     from shmreduce.strategies import (
         get_all_sharing_strategies,
         get_sharing_strategy,
@@ -90,6 +96,11 @@ __all__ = [
     "OutOfSharedMemoryError",
     "PlatformError",
     "PluginError",
+    "ProcessContext",
+    "ProcessException",
+    "ProcessExitedException",
+    "ProcessRaisedException",
+    "ProcessTimeoutError",
     "ProducerDied",
     "Reducer",
     "ReducerConflictError",
@@ -100,6 +111,7 @@ __all__ = [
     "SharingStrategy",
     "ShmreduceError",
     "ShmreduceWarning",
+    "SpawnContext",
     "StaleHandleError",
     "StrategyConflictError",
     "StrategyUnusableError",
@@ -114,6 +126,7 @@ __all__ = [
     "get_all_sharing_strategies",
     "get_settings",
     "get_sharing_strategy",
+    "get_thread_name",
     "hookimpl",
     "import_block",
     "install",
@@ -122,7 +135,10 @@ __all__ = [
     "open_process_descriptor",
     "register_reducer",
     "set_sharing_strategy",
+    "set_thread_name",
     "share",
+    "spawn",
+    "start_processes",
     "uninstall",
     "unregister_reducer",
     "zeros",
@@ -139,7 +155,9 @@ _DEFINED_IN = {
     "shmreduce.memory.attachments": ("open_process_descriptor",),
     "shmreduce.memory.blocks": ("Block",),
     "shmreduce.memory.message": ("Message", "allocate", "find_block", "import_block"),
+    "shmreduce.prctl": ("get_thread_name", "set_thread_name"),
     "shmreduce.settings": ("Settings", "get_settings"),
+    "shmreduce.spawning": ("ProcessContext", "SpawnContext", "spawn", "start_processes"),
     "shmreduce.strategies": (
         "get_all_sharing_strategies",
         "get_sharing_strategy",

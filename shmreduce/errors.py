@@ -24,6 +24,10 @@ __all__ = [
     "OutOfSharedMemoryError",
     "PlatformError",
     "PluginError",
+    "ProcessException",
+    "ProcessExitedException",
+    "ProcessRaisedException",
+    "ProcessTimeoutError",
     "ProducerDied",
     "ReducerConflictError",
     "ReducerError",
@@ -234,4 +238,62 @@ class ForeignSegmentError(AttachError):
     """The segment belongs to another user and is not trusted.
 
     Fields: ``segment``, ``uid`` (its owner), ``expected``.
+    """
+
+
+class ProcessException(ShmreduceError):
+    """A process that ``spawn`` or ``start_processes`` started has failed.
+
+    Its positional arguments are those of torch's exception of that name.
+    A cause, and notes, survive pickling too.
+
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+    """
+
+    def __init__(self, msg: str, error_index: int, error_pid: int, **fields: Any) -> None:
+        super().__init__(msg, error_index=error_index, error_pid=error_pid, **fields)
+
+    @property
+    def msg(self) -> str:
+        """The message."""
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"__cause__": self.__cause__, "__notes__": getattr(self, "__notes__", None)}
+        return *super().__reduce__(), {name: each for name, each in state.items() if each}
+
+
+class ProcessRaisedException(ProcessException):
+    """The function raised an exception in its process.
+
+    The message has the traceback from there. ``__cause__`` is the exception
+    itself; where it could not be sent, a note says why.
+
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+    """
+
+
+class ProcessExitedException(ProcessException):
+    """A process ended with an exit code that is not 0, or was killed by a signal.
+
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``,
+    ``exit_code`` (negative: killed by that signal), ``signal_name`` (None if
+    it was not killed).
+    """
+
+    def __init__(
+        self,
+        msg: str,
+        error_index: int,
+        error_pid: int,
+        exit_code: int,
+        signal_name: str | None = None,
+    ) -> None:
+        super().__init__(msg, error_index, error_pid, exit_code=exit_code, signal_name=signal_name)
+
+
+class ProcessTimeoutError(ShmreduceError, TimeoutError):
+    """The processes have not ended in the time that was given.
+
+    Fields: ``waited`` (seconds), ``running`` (indexes of processes).
     """

@@ -24,6 +24,7 @@ FUNCTIONS = {
     "get_all_sharing_strategies",
     "get_settings",
     "get_sharing_strategy",
+    "get_thread_name",
     "import_block",
     "install",
     "is_shared",
@@ -31,7 +32,10 @@ FUNCTIONS = {
     "open_process_descriptor",
     "register_reducer",
     "set_sharing_strategy",
+    "set_thread_name",
     "share",
+    "spawn",
+    "start_processes",
     "uninstall",
     "unregister_reducer",
     "zeros",
@@ -41,10 +45,12 @@ CLASSES = {
     "Block",
     "Installation",
     "Message",
+    "ProcessContext",
     "Reducer",
     "SegmentFile",
     "Settings",
     "SharingStrategy",
+    "SpawnContext",
 }
 OTHERS = {"Mode", "__version__", "hookimpl"}
 

@@ -1,0 +1,109 @@
+"""Calls prctl(2): names of threads, and a signal at the death of the parent.
+
+May import :mod:`shmreduce.errors` only. Linux alone has this system call:
+https://man7.org/linux/man-pages/man2/prctl.2.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+from shmreduce.errors import PlatformError
+
+__all__ = ["get_thread_name", "set_parent_death_signal", "set_thread_name"]
+
+_SET_PARENT_DEATH_SIGNAL = 1
+_SET_NAME = 15
+_GET_NAME = 16
+_NAME_SIZE = 16
+"""Bytes of a name with its terminating zero."""
+
+
+def set_thread_name(name: str) -> None:
+    """Name the calling thread, as ``ps``, ``top`` and ``py-spy`` show it.
+
+    The name of the main thread is that of the process. ``threading.Thread.name``
+    is another thing and stays as it is.
+
+    Parameters
+    ----------
+    name : str
+        Of which the kernel keeps 15 bytes; a character that does not fit
+        whole is left out.
+
+    Raises
+    ------
+    PlatformError
+        If this is not Linux.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> before = shmreduce.get_thread_name()
+    >>> shmreduce.set_thread_name("loader of images")
+    >>> shmreduce.get_thread_name()
+    'loader of image'
+    >>> shmreduce.set_thread_name(before)
+    """
+    kept = os.fsencode(name)[: _NAME_SIZE - 1].decode("utf-8", "ignore")
+    buffer = ctypes.create_string_buffer(os.fsencode(kept), _NAME_SIZE)
+    _prctl(_SET_NAME, ctypes.addressof(buffer))
+
+
+def get_thread_name() -> str:
+    """Return the name that the kernel has for the calling thread.
+
+    Returns
+    -------
+    str
+        At most 15 bytes long when encoded.
+
+    Raises
+    ------
+    PlatformError
+        If this is not Linux.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> len(shmreduce.get_thread_name()) <= 15
+    True
+    """
+    buffer = ctypes.create_string_buffer(_NAME_SIZE)
+    _prctl(_GET_NAME, ctypes.addressof(buffer))
+    return os.fsdecode(buffer.value)
+
+
+def set_parent_death_signal(number: int) -> None:
+    """Ask for a signal when the thread that made this process ends.
+
+    Parameters
+    ----------
+    number : int
+        The signal; 0 for none.
+
+    Raises
+    ------
+    PlatformError
+        If this is not Linux.
+    """
+    _prctl(_SET_PARENT_DEATH_SIGNAL, number)
+
+
+def _prctl(option: int, argument: int) -> None:
+    if sys.platform != "linux":
+        raise PlatformError(
+            "prctl() exists on Linux only: ask sys.platform before calling", missing="prctl"
+        )
+    function = ctypes.CDLL(None, use_errno=True).prctl
+    function.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    function.restype = ctypes.c_int
+    if function(option, argument, 0, 0, 0) < 0:
+        error = ctypes.get_errno()
+        raise PlatformError(
+            f"prctl({option}) failed ({os.strerror(error)}): the system does not offer it to "
+            "this process",
+            missing=f"prctl({option})",
+        )

@@ -1,0 +1,177 @@
+"""What a process of the spawn family does, and how it tells its parent the outcome.
+
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.parent_death` and
+:mod:`shmreduce.prctl`.
+
+The outcome is written to an unnamed file that the parent made, not to a pipe:
+the child never waits for a reader, the parent never waits for the rest of a
+message, and what a killed child left behind is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.descriptor import Descriptor
+from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
+from shmreduce.prctl import set_thread_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Call", "Raised", "ReportFile", "Returned", "run_call"]
+
+_EMPTY, _COMPLETE = b"\0", b"\1"
+_NAME_BYTES = 15
+"""What the kernel keeps of a thread's name."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The function returned; ``result`` is pickled, None if it was not asked for."""
+
+    result: bytes | None
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The function raised.
+
+    ``error`` is the pickled exception, None if pickling failed for ``reason``;
+    ``at`` is the time of the system's monotonic clock.
+    """
+
+    at: float
+    text: str
+    error: bytes | None
+    reason: str
+
+
+class ReportFile:
+    """An unnamed file for one outcome, shared by the parent and one child.
+
+    Written once, by the child; read by the parent once the child has ended.
+    """
+
+    def __init__(self) -> None:
+        self._file = Descriptor(_unnamed_file())
+        os.pwrite(self._file.fileno(), _EMPTY, 0)
+
+    def write(self, outcome: Returned | Raised) -> None:
+        """Write the outcome; it counts once it is written to the end."""
+        number = self._file.fileno()
+        rest = memoryview(pickle.dumps(outcome))
+        position = len(_EMPTY)
+        while rest:
+            written = os.pwrite(number, rest, position)
+            position += written
+            rest = rest[written:]
+        os.pwrite(number, _COMPLETE, 0)
+
+    def read(self) -> Returned | Raised | None:
+        """Return the outcome; None if the child has not told any."""
+        number = self._file.fileno()
+        with os.fdopen(os.dup(number), "rb") as file:
+            file.seek(0)
+            mark, content = file.read(1), file.read()
+        if mark != _COMPLETE:
+            return None
+        outcome: Returned | Raised = pickle.loads(content)
+        return outcome
+
+    def close(self) -> None:
+        """Give the file up; its memory is freed with the last process that has it."""
+        self._file.close()
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("shmreduce-outcome", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+@dataclass(frozen=True)
+class Call:
+    """One child's work, made by the parent; pickled where the start method pickles.
+
+    ``starting`` is None or a pipe with one byte for each child, written when
+    all of them have been started.
+    """
+
+    function: Callable[..., Any]
+    index: int
+    arguments: tuple[Any, ...]
+    wants_result: bool
+    report: ReportFile
+    parent: int
+    lifeline: Descriptor
+    death_signal: int
+    starting: Descriptor | None
+
+
+def run_call(call: Call) -> None:
+    """Call the function in this process, tell the outcome, and let the process end.
+
+    Raises
+    ------
+    SystemExit
+        The function's own, so that its exit code is kept; with code 1 if the
+        function raised something else.
+    """
+    try:
+        if call.death_signal:
+            die_with_parent(call.lifeline, call.death_signal, call.parent)
+        _name_process(call)
+        if call.starting is not None:
+            _wait_for_others(call.starting)
+        result = call.function(call.index, *call.arguments)
+        data = bytes(ForkingPickler.dumps(result)) if call.wants_result else None
+        call.report.write(Returned(data))
+    except SystemExit as error:
+        if not error.code:
+            call.report.write(Returned(bytes(ForkingPickler.dumps(None))))
+        raise
+    # KeyboardInterrupt too: a function that was interrupted has not succeeded.
+    except BaseException as error:
+        call.report.write(_describe(error))
+        sys.exit(1)
+    finally:
+        if parent_is_gone():
+            # The interpreter waits for this process's own children before it ends.
+            cut_lifelines()
+
+
+def _wait_for_others(starting: Descriptor) -> None:
+    if not os.read(starting.fileno(), 1):
+        # The parent has given up.
+        raise SystemExit(1)
+
+
+def _describe(error: BaseException) -> Raised:
+    at = time.monotonic()
+    # Without the frame of run_call.
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    try:
+        return Raised(at, text, bytes(ForkingPickler.dumps(error)), "")
+    except Exception as failure:
+        return Raised(at, text, None, f"{type(failure).__name__}: {failure}")
+
+
+def _name_process(call: Call) -> None:
+    """Show function and index in ``ps`` and ``top``; the index is what must be told."""
+    if sys.platform != "linux":
+        return
+    name = getattr(call.function, "__name__", type(call.function).__name__)
+    index = f":{call.index}"
+    kept = name.encode()[: _NAME_BYTES - len(index)].decode("utf-8", "ignore")
+    set_thread_name(kept + index)
