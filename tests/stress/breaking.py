@@ -1,0 +1,99 @@
+"""Breaks the rules of reuse on purpose, so that tests can see the stress notice.
+
+Never part of what is shipped: the processes of a stress run apply a break to
+themselves when the environment asks for one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from shmreduce.errors import AlreadyLoadedError
+from shmreduce.memory.blocks import LiveBlocks
+from shmreduce.memory.heap import OwnedSegment
+from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.message import Message
+from shmreduce.memory.segment import Segment
+
+__all__ = ["BREAKS", "VARIABLE", "apply_break"]
+
+VARIABLE = "SHMREDUCE_STRESS_BREAK"
+
+
+def ignore_forks() -> None:
+    """Reuse what a forked child still sees, and let it see later writes."""
+    patch: Any = LiveBlocks
+    patch.before_fork = lambda live: live.ledger.before_fork(live.ledger.announce(), guarded=False)
+    ledger: Any = ForkLedger
+    ledger.visible = lambda _ledger, _birth, _death: False
+
+
+def free_at_export() -> None:
+    """Take a by-value block back as soon as its message has been pickled."""
+    patch: Any = Message
+    commit = patch.commit
+
+    def commit_and_free(message: Any) -> None:
+        taken = list(message._taken)
+        commit(message)
+        for segment, block, _, _, _, record in taken:
+            if record is not None and isinstance(segment, OwnedSegment):
+                segment.records.pop(block, None)
+                segment.out.pop(block, None)
+                record.heap._keep_warm(segment, block)
+
+    patch.commit = commit_and_free
+
+
+def load_twice() -> None:
+    """Let everybody who has a by-value message load it."""
+    patch: Any = Segment
+    claim = patch.claim
+
+    def claim_again(
+        segment: Any, block: int, generation: int, slot: int, nonce: int, *, shared: bool
+    ) -> tuple[int, bool]:
+        try:
+            claimed: tuple[int, bool] = claim(
+                segment, block, generation, slot, nonce, shared=shared
+            )
+        except AlreadyLoadedError:
+            slot, _ = claim(segment, block, generation, slot, nonce, shared=True)
+            return slot, True
+        return claimed
+
+    patch.claim = claim_again
+
+
+def release_at_once() -> None:
+    """End the lease of a received array while the array is alive."""
+    patch: Any = LiveBlocks
+    expose = patch.expose
+
+    def expose_and_release(live: Any, record: Any, **options: Any) -> Any:
+        block = expose(live, record, **options)
+        if record.slot is not None:
+            record.segment.try_release(record.block, record.slot)
+        return block
+
+    patch.expose = expose_and_release
+
+
+BREAKS = {
+    "ignore forks": ignore_forks,
+    "free at export": free_at_export,
+    "load twice": load_twice,
+    "release at once": release_at_once,
+}
+
+
+def apply_break() -> None:
+    """Break this process as the environment asks, once."""
+    name = os.environ.get(VARIABLE)
+    if name and _broken.setdefault("by", name) == name and "done" not in _broken:
+        _broken["done"] = name
+        BREAKS[name]()
+
+
+_broken: dict[str, str] = {}

@@ -1,0 +1,119 @@
+"""One-way links between two actors, over the stock channels of multiprocessing.
+
+Each link has one writer and one reader, so that a killed actor takes only its
+own links with it. Messages are shorter than ``PIPE_BUF``: a writer that is
+killed leaves a whole message or none. A link that has no room says so instead
+of blocking, since its reader may be dead.
+"""
+
+from __future__ import annotations
+
+import queue
+import select
+from abc import ABC, abstractmethod
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+__all__ = ["KINDS", "Link", "make_link"]
+
+_MOST_WAITING = 16
+
+
+class Link(ABC):
+    """What both ends know of a link."""
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether a message can be sent without waiting."""
+
+    @abstractmethod
+    def send(self, message: object) -> None:
+        """Pickle and send a message."""
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether a message can be received without waiting."""
+
+    @abstractmethod
+    def receive(self) -> Any:
+        """Return the next message; may raise :class:`queue.Empty`."""
+
+    pickles_at_once = True
+    """False where the object must not be changed after sending."""
+
+
+class PipeLink(Link):
+    def __init__(self, context: Any) -> None:
+        self._reader, self._writer = context.Pipe(duplex=False)
+
+    def has_room(self) -> bool:
+        return bool(select.select([], [self._writer.fileno()], [], 0)[1])
+
+    def send(self, message: object) -> None:
+        self._writer.send(message)
+
+    def send_pickled(self, data: Any) -> None:
+        """Send what was pickled for several links."""
+        self._writer.send_bytes(data)
+
+    def is_ready(self) -> bool:
+        return bool(self._reader.poll(0))
+
+    def receive(self) -> Any:
+        return self._reader.recv()
+
+
+class SimpleQueueLink(Link):
+    def __init__(self, context: Any) -> None:
+        self._queue = context.SimpleQueue()
+
+    def has_room(self) -> bool:
+        return bool(self._queue.empty())
+
+    def send(self, message: object) -> None:
+        self._queue.put(message)
+
+    def is_ready(self) -> bool:
+        return not self._queue.empty()
+
+    def receive(self) -> Any:
+        return self._queue.get()
+
+
+class QueueLink(Link):
+    pickles_at_once = False
+
+    def __init__(self, context: Any) -> None:
+        self._queue = context.Queue()
+
+    def has_room(self) -> bool:
+        return bool(self._queue.qsize() < _MOST_WAITING)
+
+    def send(self, message: object) -> None:
+        self._queue.put(message)
+
+    def is_ready(self) -> bool:
+        return not self._queue.empty()
+
+    def receive(self) -> Any:
+        try:
+            return self._queue.get(timeout=1.0)
+        except queue.Empty:
+            return None
+
+
+KINDS: dict[str, type[Link]] = {
+    "pipe": PipeLink,
+    "simple queue": SimpleQueueLink,
+    "queue": QueueLink,
+}
+
+
+def make_link(kind: str, context: Any) -> Link:
+    """Return a link of a kind; the writer uses its one half, the reader the other."""
+    return KINDS[kind](context)  # type: ignore[call-arg]
+
+
+def pickle_once(message: object) -> bytes:
+    """Pickle a message as ``Connection.send`` does."""
+    return bytes(ForkingPickler.dumps(message))

@@ -1,0 +1,83 @@
+"""The stress itself, and the stress with the rules of reuse broken on purpose.
+
+``SHMREDUCE_STRESS_SECONDS`` says for how long all runs together last, and
+``SHMREDUCE_STRESS_SEED`` replays the choices of a run; instants at which
+processes are killed are as exact as the machine's clock and load allow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from shmreduce.memory.inspection import list_segments
+from tests.stress.breaking import BREAKS, VARIABLE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECONDS = float(os.environ.get("SHMREDUCE_STRESS_SECONDS", "60"))
+SEED = int(os.environ.get("SHMREDUCE_STRESS_SEED", "1"))
+RUNS = (
+    ("fork", "file_descriptor"),
+    ("fork", "file_system"),
+    ("spawn", "file_descriptor"),
+)
+_BROKEN_SECONDS = 20.0
+_PATIENCE = 100.0
+
+
+def run_stress(folder: Path, seconds: float, *arguments: str, broken: str = "") -> dict[str, Any]:
+    """Return the report of one run, in processes of its own."""
+    environment = {**os.environ, "SHMREDUCE_DIRECTORY": str(folder), VARIABLE: broken}
+    command = [sys.executable, "-m", "tests.stress.run"]
+    command += ["--seed", str(SEED), "--seconds", str(seconds), *arguments]
+    finished = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds + _PATIENCE,
+        check=False,
+    )
+    lines = finished.stdout.splitlines()
+    assert lines, f"no report, exit code {finished.returncode}:\n{finished.stderr[-3000:]}"
+    report: dict[str, Any] = json.loads(lines[-1])
+    report["errors"] = finished.stderr
+    return report
+
+
+@pytest.mark.timeout(SECONDS + 2 * _PATIENCE)
+@pytest.mark.parametrize(("method", "strategy"), RUNS)
+def test_no_array_is_ever_overwritten_or_lost(method: str, strategy: str, tmp_path: Path) -> None:
+    """Whoever sends, holds, forwards, forks, drops or dies, every array keeps its
+    bytes, messages are lost only with killed processes, and nothing is left.
+    """
+    seconds = SECONDS / len(RUNS)
+    report = run_stress(tmp_path, seconds, "--method", method, "--strategy", strategy)
+    assert not report["bad"], f"seed {SEED}: {json.dumps(report['bad'], indent=1)}"
+    assert report["counts"]["checks"] > 100
+    assert report["counts"]["forks"] > 0
+    pids = set(report["pids"])
+    assert [each for each in pids if psutil.pid_exists(each)] == []
+    assert list(tmp_path.iterdir()) == []
+    left = [
+        segment
+        for segment in list_segments()
+        if segment.owner in pids or pids & set(segment.holders)
+    ]
+    assert left == []
+
+
+@pytest.mark.timeout(_BROKEN_SECONDS + 2 * _PATIENCE)
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_stress_notices_a_broken_rule(name: str, tmp_path: Path) -> None:
+    """With one rule of reuse broken, the stress finds arrays with others' bytes."""
+    report = run_stress(tmp_path, _BROKEN_SECONDS, "--until-bad", broken=name)
+    assert report["found"].get("mismatch", 0) > 0, report["found"]
