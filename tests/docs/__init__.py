@@ -1,0 +1,1 @@
+"""What the pages under ``docs/`` must hold to."""
