@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Heap", "HeapBusyError", "HeapHost", "OwnedSegment", "headroom", "size_class"]
 
+# Segments are sparse, so large ones cost addresses only; few of them keep
+# descriptors and mappings few.
 _FIRST_SEGMENT = 4 << 20
+_GROWTH = 4
 _LARGEST_STEP = 1 << 30
 _SMALLEST_BLOCK = 64
 _POPULATE_FROM = 256 << 10
@@ -401,7 +404,7 @@ class Heap:
         except SegmentError:
             # Address space or file size may be limited: ask for just enough.
             segment = self._create(size)
-        self._next_segment = min(max(2 * wanted, _FIRST_SEGMENT), _LARGEST_STEP)
+        self._next_segment = min(max(_GROWTH * wanted, _FIRST_SEGMENT), _LARGEST_STEP)
         self._host.directory[segment.token] = segment
         self.segments.append(segment)
         return segment

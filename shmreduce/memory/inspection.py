@@ -97,6 +97,9 @@ class ProcessState:
         Bytes of this process's segments, and of those the bytes that are free.
     waiting : int
         Dead blocks that wait for a busy lock or a forked child.
+    descriptors : frozenset of int
+        Descriptors of segments, their locks and the fork ledger, which stay
+        open as long as they may be of use.
     """
 
     segments: dict[str, int]
@@ -106,6 +109,7 @@ class ProcessState:
     reserved: int
     warm: int
     waiting: int
+    descriptors: frozenset[int]
 
 
 def process_state() -> ProcessState:
@@ -131,6 +135,11 @@ def process_state() -> ProcessState:
         reserved=sum(heap.reserved_bytes for heap in heaps),
         warm=sum(heap.warm_bytes for heap in heaps),
         waiting=runtime.live.unsettled,
+        descriptors=frozenset(
+            fd
+            for each in segments
+            for fd in (each.fd, each.lock_fd, runtime.live.ledger.descriptor)
+        ),
     )
 
 

@@ -47,6 +47,11 @@ class ForkLedger:
         self._unguarded_until = 0
 
     @property
+    def descriptor(self) -> int:
+        """Descriptor of the ledger's file, -1 until a fork needed one."""
+        return self._fd
+
+    @property
     def birth(self) -> int:
         """The value of :attr:`forks` for something that is born now.
 

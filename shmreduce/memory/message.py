@@ -111,11 +111,12 @@ class Message:
         False for a message that goes to another host: nothing is given out.
     """
 
-    __slots__ = ("_runtime", "_shared_memory", "_taken", "inline_limit")
+    __slots__ = ("_runtime", "_taken", "inline_limit", "shared_memory")
 
     def __init__(self, shared_memory: bool = True) -> None:
         settings = get_settings()
-        self._shared_memory = shared_memory
+        self.shared_memory = shared_memory
+        """Whether anything can be given out: not to another host, which may lack plugins, too."""
         self.inline_limit = settings.inline_limit
         """Bytes below which a by-value buffer should be pickled in the ordinary way."""
         self._runtime: Runtime | None = None
@@ -136,7 +137,7 @@ class Message:
         OutOfSharedMemoryError, BudgetExceededError
             If there is no room and the settings do not say to pickle instead.
         """
-        if not self._shared_memory:
+        if not self.shared_memory:
             return None
         runtime = self._current()
         runtime.live.settle()
@@ -179,7 +180,7 @@ class Message:
         only user: its pages here become copy-on-write, so that the receiver
         gets the bytes of this instant.
         """
-        if not self._shared_memory:
+        if not self.shared_memory:
             return None
         runtime = self._current()
         record = block._record
