@@ -5,10 +5,12 @@ Imports nothing of shmreduce.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from multiprocessing import reduction
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Descriptor"]
 
@@ -43,10 +45,12 @@ class Descriptor:
         if number is not None:
             os.close(number)
 
-    def __del__(self) -> None:
-        # Also for an object whose __init__ failed, and while the interpreter ends.
-        with contextlib.suppress(Exception):
-            self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # Also for an object whose __init__ failed, and while the interpreter ends:
+        # the globals of this module may be gone by then, defaults are not.
+        number = self.__dict__.pop("_number", None)
+        if number is not None:
+            close(number)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Raises where no process is being started, as for any resource of multiprocessing.
