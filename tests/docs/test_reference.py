@@ -111,3 +111,17 @@ def test_sections_are_about_names_that_exist(page: Page) -> None:
     names = [match[1] for _, text in page.headings() if (match := re.match(r"`(\w+)[`(]", text))]
     if page.name != "docs/reference/command-line.md":
         assert sorted(set(names) - known) == []
+
+
+def test_the_page_on_architecture_names_every_module() -> None:
+    """The tables of modules hold all of the core, of its memory package, and all plugins."""
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    folders = [ROOT / "shmreduce", ROOT / "shmreduce" / "memory", ROOT / "plugins"]
+    names = {
+        path.stem
+        for folder in folders
+        for path in folder.iterdir()
+        if not path.name.startswith("_")
+    }
+    missing = {name for name in names if f"`{name}`" not in text}
+    assert missing - {"py"} == set()
