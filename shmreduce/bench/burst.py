@@ -1,18 +1,19 @@
 """Many large arrays at once through a queue, then nothing: the memory must come back.
 
-Shared memory is what the kernel counts as such (``Shmem`` in proc_meminfo(5)),
-so other programs' shared memory is in it when it changes meanwhile.
+Counted are the pages that the kernel has allocated for the segments of the
+sender and of the receiver (``st_blocks``, see inode(7)).
 """
 
 from __future__ import annotations
 
+import os
 import time
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.bench.measurements import Measurement
 from shmreduce.fresh_process import FreshProcess
+from shmreduce.memory.inspection import list_segments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,14 +38,13 @@ def measure_burst(
     measurements = []
     for system in systems:
         with FreshProcess(system.name, _serve, system, array_bytes, count) as process:
-            process.receive()
-            before = _shared_memory()
+            pids: list[int] = process.receive()
             process.send("burst")
             process.receive()
-            at_peak = _shared_memory() - before
+            at_peak = _shared_memory(pids)
             process.send("read")
             process.receive()
-            history = _watch(before)
+            history = _watch(pids)
         rows = {
             "sent, not yet read": at_peak,
             "read and dropped": history[0][1],
@@ -66,13 +66,13 @@ def measure_burst(
     return measurements
 
 
-def _watch(before: int) -> list[tuple[float, int]]:
+def _watch(pids: list[int]) -> list[tuple[float, int]]:
     """Sample until the memory is back, and a little longer."""
     started = time.monotonic()
     history: list[tuple[float, int]] = []
     while True:
         when = time.monotonic() - started
-        history.append((when, max(0, _shared_memory() - before)))
+        history.append((when, _shared_memory(pids)))
         back = next((at for at, value in history if value < BACK_UNDER), _LONGEST)
         if when > min(_LONGEST, back + 5.5):
             return history
@@ -83,11 +83,9 @@ def _at(history: list[tuple[float, int]], second: float) -> int:
     return next(value for when, value in history if when >= second)
 
 
-def _shared_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _shared_memory(pids: list[int]) -> int:
+    """Return the bytes allocated for segments that these processes made."""
+    return sum(segment.reserved for segment in list_segments() if segment.owner in pids)
 
 
 def _serve(connection: Connection, system: System, array_bytes: int, count: int) -> None:
@@ -102,7 +100,7 @@ def _serve(connection: Connection, system: System, array_bytes: int, count: int)
     theirs.close()
     source = np.ones(array_bytes // 8)
     answer.recv()
-    connection.send("ready")
+    connection.send([os.getpid(), receiver.pid])
 
     connection.recv()
     for _ in range(count):

@@ -13,7 +13,7 @@ from shmreduce.cli.text import Table, print_json, size_text, time_text
 from shmreduce.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from shmreduce.demo.comparison import Outcome, Plan, Started
+    from shmreduce.demo.comparison import Finished, Outcome, Plan, Started
     from shmreduce.fresh_process import FreshProcess
 
 __all__ = ["add_command"]
@@ -70,7 +70,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(options: argparse.Namespace) -> int:
     from shmreduce.demo.comparison import Plan, serve
     from shmreduce.fresh_process import FreshProcess
-    from shmreduce.memory.inspection import list_segments
+    from shmreduce.memory import inspection
 
     plan = Plan(
         filter_name=options.filter,
@@ -81,29 +81,31 @@ def _run(options: argparse.Namespace) -> int:
         start_method=options.start_method,
         strategy=options.strategy,
     )
-    before = {segment.token for segment in list_segments()}
     with FreshProcess("demo", serve, plan) as process:
         started: Started = process.receive()
         if not options.json:
             print(_introduction(started, plan), flush=True)
-        outcomes = _follow(process, started, plan)
+        finished = _follow(process, started, plan)
         process.finish()
         processes_left = process.processes_left()
-        segments_left = [each for each in list_segments() if each.token not in before]
+        # Others may be at work with shmreduce on this machine.
+        segments_left = [
+            each for each in inspection.list_segments() if each.owner in finished.processes
+        ]
     left = {
         "processes": processes_left,
         "segments": len(segments_left),
         "leases": sum(each.messages + each.holds for each in segments_left),
     }
     if options.json:
-        print_json(_as_json(started, outcomes, left))
+        print_json(_as_json(started, finished.outcomes, left))
     else:
-        _print(outcomes, left)
+        _print(finished.outcomes, left)
     return 1 if any(left.values()) else 0
 
 
-def _follow(process: FreshProcess, started: Started, plan: Plan) -> list[Outcome]:
-    """Draw the progress bar until the outcomes come."""
+def _follow(process: FreshProcess, started: Started, plan: Plan) -> Finished:
+    """Draw the progress bar until the outcomes are there."""
     from shmreduce.demo.comparison import SYSTEMS, Step
     from shmreduce.extras import import_extra
 
@@ -112,8 +114,8 @@ def _follow(process: FreshProcess, started: Started, plan: Plan) -> list[Outcome
     with tqdm(total=total, unit="image", desc="filtering", leave=False) as bar:
         while isinstance(message := process.receive(), Step):
             bar.update()
-    outcomes: list[Outcome] = message
-    return outcomes
+    finished: Finished = message
+    return finished
 
 
 def _introduction(started: Started, plan: Plan) -> str:

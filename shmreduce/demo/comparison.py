@@ -7,6 +7,7 @@ can look at what is left when that process has ended.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +32,16 @@ if TYPE_CHECKING:
 
     Image = np.ndarray[Any, np.dtype[Any]]
 
-__all__ = ["SYSTEMS", "Outcome", "Plan", "Started", "Step", "WrongResultError", "serve"]
+__all__ = [
+    "SYSTEMS",
+    "Finished",
+    "Outcome",
+    "Plan",
+    "Started",
+    "Step",
+    "WrongResultError",
+    "serve",
+]
 
 SystemName = Literal["plain", "by value", "shared"]
 SYSTEMS: tuple[SystemName, ...] = ("plain", "by value", "shared")
@@ -93,7 +103,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """Last message of :func:`serve`, one for each system.
+    """What one system did.
 
     Parameters
     ----------
@@ -124,8 +134,16 @@ class Outcome:
     piped: int | None = 0
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Last message of :func:`serve`: what each system did, and the processes that did it."""
+
+    outcomes: list[Outcome]
+    processes: list[int]
+
+
 def serve(connection: Connection, plan: Plan) -> None:
-    """Run the comparison; send ``Started``, a ``Step`` per image, ``Outcome``s.
+    """Run the comparison; send ``Started``, a ``Step`` per image, ``Finished``.
 
     The target of a :class:`shmreduce.fresh_process.FreshProcess`.
 
@@ -162,7 +180,13 @@ def serve(connection: Connection, plan: Plan) -> None:
                 _check(system.outcome.system, results, expected)
                 # Before the next system is timed, not while.
                 del results
-        connection.send([system.outcome for system in systems])
+        workers = [process.pid for process in multiprocessing.active_children()]
+        connection.send(
+            Finished(
+                outcomes=[system.outcome for system in systems],
+                processes=[os.getpid(), *(pid for pid in workers if pid is not None)],
+            )
+        )
 
 
 class _System:

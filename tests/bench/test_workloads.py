@@ -140,6 +140,7 @@ def test_a_burst_is_followed_until_its_memory_is_back(monkeypatch: pytest.Monkey
     measurements = burst.measure_burst("burst", [Shmreduce()], array_bytes=4 << 20, count=8)
     found = {each.row: each for each in measurements}
     assert found["sent, not yet read"].unit == "bytes"
+    assert found["sent, not yet read"].median >= 8 * (4 << 20)
     assert "read and dropped" in found
     # 32 MiB are under 300 MiB at once.
     assert found["back under 300 MiB"].median < 1.0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from shmreduce import ConfigurationError
+from shmreduce.cli import main
 from shmreduce.demo import comparison
 from shmreduce.demo.filters import FILTERS, apply_filter
 from shmreduce.demo.images import IMAGE_NAMES, load_file, load_images
+from shmreduce.fresh_process import FreshProcess
+from shmreduce.memory import inspection
 from tests.cli.commands import read_json, run
 
 if TYPE_CHECKING:
@@ -65,6 +70,38 @@ def test_the_demo_prints_a_table_and_draws_progress(stack: Path) -> None:
         assert row in done.stdout
     assert "Left behind: 0 processes, 0 segments, 0 leases." in done.stdout
     assert "filtering" in done.stderr
+
+
+def test_the_demo_tells_what_is_left(
+    stack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that survives, or a segment of the demo's, is counted and is exit status 1."""
+    segment = inspection.SegmentState(
+        token="0" * 32,
+        strategy="file_system",
+        name="/dev/shm/kept",
+        shared=True,
+        owner=0,
+        owner_alive=False,
+        age=1.0,
+        size=4096,
+        reserved=4096,
+        blocks=1,
+        messages=2,
+        holds=3,
+    )
+
+    def left_by(process: FreshProcess) -> list[inspection.SegmentState]:
+        stranger = dataclasses.replace(segment, owner=os.getpid())
+        return [stranger, dataclasses.replace(segment, owner=process.pid)]
+
+    def processes_left(process: FreshProcess) -> int:
+        monkeypatch.setattr(inspection, "list_segments", lambda: left_by(process))
+        return 1
+
+    monkeypatch.setattr(FreshProcess, "processes_left", processes_left)
+    assert main(["demo", f"--input={stack}", "--repeat=1", "--workers=1"]) == 1
+    assert "Left behind: 1 processes, 1 segments, 5 leases." in capsys.readouterr().out
 
 
 def test_the_demo_filters_the_images_of_scikit_image() -> None:
