@@ -51,6 +51,7 @@ from shmreduce.discovery import (
     warned_plugins,
 )
 from shmreduce.errors import (
+    AlreadyLoadedError,
     AttachError,
     ForeignSegmentError,
     ProducerDied,
@@ -462,7 +463,8 @@ class _Patch:
                     if _may_pass(error):
                         loading.undo()
                         error.message_bytes = bytes(data)
-                    else:
+                    elif not isinstance(error, AlreadyLoadedError):
+                        # What another loader has begun is that loader's, whole.
                         discard_message(data)
                 raise
             finally:
