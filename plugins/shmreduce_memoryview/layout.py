@@ -109,14 +109,14 @@ def rows_of(view: memoryview) -> Rows | None:
     Rows(size=6, step=-2)
     """
     shape, strides = view.shape, view.strides
-    if not shape or not strides or 0 in shape or view.suboffsets:
+    if not shape or not strides or 0 in shape[1:] or view.suboffsets:
         return None
     size = view.itemsize
     for length, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
         if stride != size and length != 1:
             return None
         size *= length
-    if shape[0] == 1:
+    if shape[0] <= 1:
         return Rows(size, 1)
     if strides[0] == 0 or strides[0] % size:
         return None

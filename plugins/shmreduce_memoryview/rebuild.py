@@ -42,7 +42,9 @@ def rebuild_view(
         would reach beyond its block.
     """
     block = import_block(handle)
-    span = ((shape[0] - 1) * abs(step) + 1, *shape[1:]) if shape and 0 not in shape else shape
+    span = shape
+    if shape and shape[0] > 0:
+        span = ((shape[0] - 1) * abs(step) + 1, *shape[1:])
     end = offset + math.prod(span) * struct.calcsize(element)
     if offset < 0 or end > block.nbytes:
         reason = f"a view of bytes {offset} to {end} does not fit"
@@ -51,7 +53,7 @@ def rebuild_view(
             "It was damaged, or made by another version of shmreduce.",
             reason=reason,
         )
-    view = cast(block.buffer[offset:end], element, span)
+    view = cast(block.buffer[offset : end or None], element, span)
     if step != 1:
         view = view[::step]
     return view.toreadonly() if readonly else view
@@ -61,10 +63,19 @@ def rebuild_inline(
     data: bytes, element: str, shape: tuple[int, ...], readonly: bool
 ) -> memoryview:
     """Return a view of bytes that came in the message itself."""
-    return cast(memoryview(data if readonly else bytearray(data)), element, shape)
+    view = cast(memoryview(data if readonly else bytearray(data)), element, shape)
+    return view.toreadonly() if readonly else view
 
 
 def cast(data: memoryview, element: Any, shape: tuple[int, ...]) -> memoryview:
-    """Return the view that ``data.cast`` makes, also for one dimension of length 0."""
-    # cast() refuses a shape with zeros, and needs none for one dimension.
-    return data.cast(element) if len(shape) == 1 else data.cast(element, shape)
+    """Return the view that ``data.cast`` makes, also where there are no rows.
+
+    ``cast`` itself refuses a shape with zeros: a row is made then, and left out.
+    """
+    if len(shape) == 1:
+        return data[: shape[0] * struct.calcsize(element)].cast(element)
+    if 0 not in shape:
+        return data.cast(element, shape)
+    nbytes = math.prod(shape[1:]) * struct.calcsize(element)
+    row = data[:nbytes] if len(data) >= nbytes else memoryview(bytearray(nbytes))
+    return row.cast(element, (1, *shape[1:]))[:0]

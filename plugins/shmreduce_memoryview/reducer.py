@@ -34,8 +34,7 @@ class MemoryviewReducer(Reducer):
         block = self.find_block(obj)
         if block is not None and block.shared:
             rows = rows_of(obj)
-            of_rows = rows is not None or obj.ndim == 0 or (obj.ndim == 1 and obj.nbytes == 0)
-            if not is_castable(obj) or not of_rows:
+            if not is_castable(obj) or (rows is None and obj.ndim > 0):
                 return _as_array(obj)
             handle = message.refer(block, obj.nbytes)
             if handle is not None:
@@ -50,7 +49,10 @@ class MemoryviewReducer(Reducer):
         view: Any = memoryview(obj)
         if not _is_made_by_cast(view):
             return memoryview(share(_array_of(view), mode=mode))
-        block = allocate(view.nbytes, mode)
+        rows = rows_of(view)
+        # A table without rows has a width all the same.
+        nbytes = rows.size if rows is not None and view.nbytes == 0 else view.nbytes
+        block = allocate(nbytes, mode)
         _copy(view, block.buffer)
         return cast(block.buffer, view.format, view.shape)
 
@@ -87,7 +89,7 @@ def _is_made_by_cast(view: memoryview) -> bool:
     if not is_castable(view) or view.suboffsets:
         return False
     if view.nbytes == 0:
-        return view.ndim == 1
+        return rows_of(view) is not None
     return view.c_contiguous or not view.f_contiguous
 
 

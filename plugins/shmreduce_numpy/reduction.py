@@ -60,7 +60,7 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     if array.dtype.hasobject:
         return NotImplemented
     if protocol is Protocol.MASKED:
-        return _reduce_masked(array)
+        return _reduce_masked(array) if message.shared_memory else NotImplemented
     block = find_block_of(array)
     if block is not None and block.shared:
         handle = message.refer(block, bytes_covered(array))
@@ -99,7 +99,7 @@ def _reference(
 
 def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: Message) -> Any:
     if array.nbytes < message.inline_limit or array.nbytes == 0:
-        return _reduce_inline(array)
+        return _reduce_inline(array, message)
     flags = array.flags
     # Pickling would make a gapless array of any other.
     if block is not None and (flags.c_contiguous or flags.f_contiguous):
@@ -108,7 +108,7 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
             return _reference(array, block, handle)
     taken = message.allocate(array.nbytes)
     if taken is None:
-        return _reduce_inline(array)
+        return _reduce_inline(array, message)
     memory, handle = taken
     order = _order_of(array)
     _copy(array, memory, order)
@@ -118,10 +118,11 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     return rebuild.rebuild_copy, (*arguments, type(array))
 
 
-def _reduce_inline(array: np.ndarray[Any, Any]) -> Any:
+def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
-    # ones, and native ones of those in the other byte order.
-    if array.flags.writeable and array.dtype.isnative:
+    # ones, and native ones of those in the other byte order. To another host,
+    # where this plugin may not be, it has to do.
+    if (array.flags.writeable and array.dtype.isnative) or not message.shared_memory:
         return NotImplemented
     order = _order_of(array)
     plain = np.ndarray.view(array, np.ndarray)

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ProcessState",
     "SegmentState",
+    "all_names",
     "leftovers",
     "list_segments",
+    "look_at",
     "process_state",
     "remove_leftovers",
 ]
@@ -147,7 +149,7 @@ def list_segments() -> list[SegmentState]:
     """Return this user's segments on this machine, oldest first."""
     found: dict[bytes, tuple[SegmentState, dict[int, int]]] = {}
     for path, pid in _candidates():
-        state = _look_at(path)
+        state = look_at(path)
         if state is None:
             continue
         token = bytes.fromhex(state.token)
@@ -157,9 +159,14 @@ def list_segments() -> list[SegmentState]:
     return sorted((state for state, _ in found.values()), key=lambda state: -state.age)
 
 
+def all_names() -> set[str]:
+    """Return the names of this user's segments, under every strategy."""
+    return {name for strategy in _strategies() for name in strategy.names()}
+
+
 def leftovers() -> list[str]:
     """Return the names of segments whose owners were killed."""
-    return [name for strategy in _strategies() for name in strategy.names() if abandoned(name)]
+    return [name for name in all_names() if abandoned(name)]
 
 
 def remove_leftovers() -> list[str]:
@@ -176,7 +183,7 @@ def _strategies() -> Iterable[SharingStrategy]:
 
 def _candidates() -> Iterator[tuple[str, int | None]]:
     """Yield paths that may be segments, with the process that has them open."""
-    names = {name for strategy in _strategies() for name in strategy.names()}
+    names = all_names()
     for name in names:
         yield name, None
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self/fd") else ():
@@ -199,7 +206,11 @@ def _candidates() -> Iterator[tuple[str, int | None]]:
                 yield path, int(entry)
 
 
-def _look_at(path: str) -> SegmentState | None:
+def look_at(path: str) -> SegmentState | None:
+    """Return the state of the segment in a file, None if there is none that can be read.
+
+    ``holders`` is empty: who has it open is not looked for.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:

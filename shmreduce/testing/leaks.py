@@ -17,13 +17,15 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import shmreduce
-from shmreduce.memory.inspection import leftovers, list_segments, process_state
+from shmreduce.memory.inspection import all_names, look_at, process_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["Census", "find_leaks", "take_census"]
-
-_FORK_LEDGER = "/memfd:shmreduce-forks"
 
 _PAUSE = 0.01
 """Seconds between two looks at what other processes may be about to give back."""
@@ -42,20 +44,17 @@ class Census:
     out : int
         Blocks made here that are in use, here or elsewhere.
     descriptors : dict
-        What each open descriptor leads to, apart from those of segments that
-        the core keeps open, and of the standard library's own servers.
-    segments : frozenset of str
-        Segments made here that the core no longer knows, by token.
-    leftovers : frozenset of str
-        Names that killed processes left.
+        What each open descriptor leads to, apart from those that the core
+        keeps open, and those of the standard library's own servers.
+    names : frozenset of str
+        Names of segments made here that the core no longer knows.
     """
 
     arrays: int
     unread: int
     out: int
     descriptors: dict[int, str]
-    segments: frozenset[str]
-    leftovers: frozenset[str]
+    names: frozenset[str]
 
 
 def take_census() -> Census:
@@ -73,20 +72,14 @@ def take_census() -> Census:
     shmreduce.allocate(1)
     gc.collect()
     state = process_state()
-    kept = set(state.segments.values()) | _standard_library_descriptors()
+    kept = state.descriptors | _standard_library_descriptors()
     descriptors = {fd: target for fd, target in _descriptors().items() if fd not in kept}
-    # The core opens one at the first fork that needs it. A second is a leak.
-    ledgers = [fd for fd, target in descriptors.items() if target.startswith(_FORK_LEDGER)]
-    if ledgers:
-        del descriptors[min(ledgers)]
-    made_here = {each.token for each in list_segments() if each.owner == os.getpid()}
     return Census(
         arrays=state.arrays,
         unread=state.unread,
         out=state.out,
         descriptors=descriptors,
-        segments=frozenset(made_here - set(state.segments)),
-        leftovers=frozenset(leftovers()),
+        names=frozenset(_forgotten_names(set(state.segments))),
     )
 
 
@@ -137,12 +130,8 @@ def _compare(before: Census, now: Census) -> list[str]:
         if before.descriptors.get(fd) != target
     ]
     leaks += [
-        f"segment {token}, made here, exists but is not in use"
-        for token in sorted(now.segments - before.segments)
-    ]
-    leaks += [
-        f"{name} was left by a process that was killed"
-        for name in sorted(now.leftovers - before.leftovers)
+        f"{name} exists, and the segment is not in use"
+        for name in sorted(now.names - before.names)
     ]
     return leaks
 
@@ -161,6 +150,18 @@ def _descriptors() -> dict[int, str]:
             # The one that listed the folder.
             continue
     return found
+
+
+def _forgotten_names(in_use: set[str]) -> Iterator[str]:
+    """Yield the names of segments of this very process that the core does not know.
+
+    Those of other processes, killed ones included, come and go: their families
+    sweep them.
+    """
+    for name in all_names():
+        state = look_at(name)
+        if state is not None and state.owner == os.getpid() and state.token not in in_use:
+            yield name
 
 
 def _standard_library_descriptors() -> set[int]:

@@ -1,0 +1,1 @@
+"""The contract suites and the leak guard, each proven to fail."""
