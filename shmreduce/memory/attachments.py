@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shmreduce.contracts import SegmentFile
@@ -30,7 +31,7 @@ from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
@@ -123,8 +124,14 @@ class Attachments:
         return {**self._inherited, **self.directory}
 
     @contextmanager
-    def pinned(self, handle: Handle) -> Iterator[Segment]:
-        """Open the handle's segment and keep it open for a ``with`` block."""
+    def pinned(
+        self, handle: Handle, arrived: Mapping[bytes, int] = MappingProxyType({})
+    ) -> Iterator[Segment]:
+        """Open the handle's segment and keep it open for a ``with`` block.
+
+        ``arrived`` has descriptors of segments by token, which came with the
+        message and stay the caller's.
+        """
         if handle.boot != self.boot:
             raise WrongHostError(
                 f"the array lives on another host, or was sent before this host's last boot "
@@ -140,7 +147,7 @@ class Attachments:
         mark = object()
         segment = self._pin(handle.token, mark)
         while segment is None:
-            self._attach(handle)
+            self._attach(handle, arrived)
             segment = self._pin(handle.token, mark)
         try:
             yield segment
@@ -180,27 +187,33 @@ class Attachments:
             segment.close()
         return known
 
-    def _attach(self, handle: Handle) -> None:
+    def _attach(self, handle: Handle, arrived: Mapping[bytes, int]) -> None:
         inherited = self._inherited.get(handle.token)
         if inherited is not None and inherited.fd != -1:
             self._adopt(locks.reopen(inherited.fd), inherited.file.name, inherited)
             return
         self.close_idle(_MOST_IDLE)
         try:
-            self._open(handle)
+            self._open(handle, arrived)
         except OSError as error:
             if error.errno not in _EXHAUSTED:
                 raise self._failure(handle, error) from error
             self.close_idle(0)
             try:
-                self._open(handle)
+                self._open(handle, arrived)
             except OSError as again:
                 raise self._failure(handle, again) from again
 
-    def _open(self, handle: Handle) -> None:
+    def _open(self, handle: Handle, arrived: Mapping[bytes, int]) -> None:
         strategy = find_strategy(handle.strategy)
+        fd = arrived.get(handle.token)
         try:
-            file = strategy.open(handle.locator)
+            # Another description: the one that arrived is the sender's, too.
+            file = (
+                strategy.open(handle.locator)
+                if fd is None
+                else SegmentFile(locks.reopen(fd), None)
+            )
             segment = Segment.adopt(file, handle.token, strategy)
         except (FileNotFoundError, InvalidHandleError) as error:
             # Gone, or its descriptor's number means another file by now.

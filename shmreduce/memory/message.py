@@ -6,6 +6,7 @@ May import errors, contracts, settings, ``mapping``, ``segment``, ``heap``,
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -13,6 +14,7 @@ import threading
 import time
 import weakref
 from multiprocessing.context import get_spawning_popen
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shmreduce.errors import (
@@ -33,13 +35,27 @@ from shmreduce.memory.segment import NONCE_MASK, Segment, Sent
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from collections.abc import Mapping as Arriving
+
     from shmreduce.contracts import Mode
 
-__all__ = ["Loading", "Message", "allocate", "discard_message", "find_block", "import_block"]
+    Arrived = Arriving[bytes, int]
+
+__all__ = [
+    "Loading",
+    "Message",
+    "allocate",
+    "attach_message",
+    "discard_message",
+    "find_block",
+    "import_block",
+]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
 _MODES = ("rw", "ro", "cow")
+_NOTHING: Arrived = MappingProxyType({})
 
 _nonces = itertools.count(secrets.randbits(60))
 
@@ -68,11 +84,18 @@ class Loading:
     An error that may pass (no descriptor is free at the moment) can hit the
     second block of a message. The first is turned back into a message then,
     so that the whole can be loaded again.
+
+    Parameters
+    ----------
+    arrived : mapping of bytes to int, optional
+        Descriptors of segments that came with the message, by token. They are
+        the caller's, who keeps them open until the unpickling has ended.
     """
 
-    __slots__ = ("_claims", "_outer")
+    __slots__ = ("_claims", "_outer", "arrived")
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: Arrived | None = None) -> None:
+        self.arrived: Arrived = _NOTHING if arrived is None else arrived
         # The blocks themselves: unpickling drops the arrays before it raises.
         self._claims: list[tuple[Block, Handle]] = []
         self._outer = _here.loading
@@ -204,6 +227,10 @@ class Message:
         slot = segment.add_message(record.block, record.generation, nonce)
         self._taken.append((segment, record.block, record.generation, slot, nonce, None))
         return self._handle(segment, record, slot, nonce)
+
+    def segments(self) -> list[Segment]:
+        """Return the segments that the message refers to, until it is committed."""
+        return list(dict.fromkeys(each[0] for each in self._taken))
 
     def commit(self) -> None:
         """Keep what was given out: the message is complete."""
@@ -359,7 +386,7 @@ def import_block(handle: bytes) -> Block:
     what = Handle.unpack(handle)
     runtime = current()
     runtime.live.settle()
-    with runtime.attachments.pinned(what) as segment:
+    with runtime.attachments.pinned(what, _arrived_here()) as segment:
         if what.shared != (segment.header.kind == SHARED):
             raise InvalidHandleError(
                 f"the handle calls block {what.block} of segment {segment.token.hex()} "
@@ -431,20 +458,40 @@ def discard_message(data: bytes | bytearray | memoryview) -> None:
     Handles in it that were claimed already are left to the arrays that were
     rebuilt from them.
     """
+    for what in _handles_in(data):
+        try:
+            with current().attachments.pinned(what, _arrived_here()) as segment:
+                segment.consume(what.block, what.generation, what.slot, what.nonce)
+        except (AttachError, StaleHandleError):
+            # Nothing is left that could be released.
+            continue
+
+
+def attach_message(data: bytes | bytearray | memoryview) -> None:
+    """Open the segments that a message refers to, as far as that is possible.
+
+    For a message that is to be unpickled later, when the descriptors that came
+    with it are closed.
+    """
+    for what in _handles_in(data):
+        try:
+            with current().attachments.pinned(what, _arrived_here()):
+                continue
+        except AttachError:
+            # Whoever unpickles the message is told.
+            continue
+
+
+def _arrived_here() -> Arrived:
+    return _NOTHING if _here.loading is None else _here.loading.arrived
+
+
+def _handles_in(data: bytes | bytearray | memoryview) -> Iterator[Handle]:
     text = bytes(data)
     start = text.find(MARK)
     while start != -1:
-        _discard(text, start)
+        size = Handle.size_at(text, start)
+        # What only looks like a handle is passed over.
+        with contextlib.suppress(InvalidHandleError):
+            yield Handle.unpack(text[start : start + size])
         start = text.find(MARK, start + len(MARK))
-
-
-def _discard(text: bytes, start: int) -> None:
-    size = Handle.size_at(text, start)
-    try:
-        what = Handle.unpack(text[start : start + size])
-        runtime = current()
-        with runtime.attachments.pinned(what) as segment:
-            segment.consume(what.block, what.generation, what.slot, what.nonce)
-    except (AttachError, InvalidHandleError, StaleHandleError):
-        # Not a handle after all, or nothing is left that could be released.
-        return

@@ -174,6 +174,7 @@ class Segment:
         # at once. Otherwise a parent that is killed in the middle of a
         # transition would leave its lock to a child that knows nothing of it.
         self.lock_fd = locks.reopen(self.fd)
+        self._transfer: dict[str, int] = {}
 
     @classmethod
     def adopt(cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy) -> Segment:
@@ -206,6 +207,27 @@ class Segment:
         if self._locator is None:
             self._locator = self.strategy.locator(self.file)
         return self._locator
+
+    @property
+    def transfer_fd(self) -> int:
+        """A descriptor to be passed on in messages; the segment's.
+
+        Its open file description has none of this process's locks: it lives in
+        a message, which may outlive the process.
+
+        Raises
+        ------
+        OSError
+            If no descriptor is free (``EMFILE``), or the segment is closed.
+        """
+        known = self._transfer.get("fd")
+        if known is None:
+            made = locks.reopen(self.fd)
+            # Another thread may have been faster.
+            known = self._transfer.setdefault("fd", made)
+            if known != made:
+                os.close(made)
+        return known
 
     def owner_alive(self) -> bool:
         """Return whether the process that made the segment, or a fork of it, lives."""
@@ -249,8 +271,9 @@ class Segment:
         """Give the descriptor back. The caller has no views and no leases left."""
         self.give_up_locks()
         fd, self.fd = self.fd, -1
-        if fd != -1:
-            os.close(fd)
+        for number in (fd, self._transfer.pop("fd", -1)):
+            if number != -1:
+                os.close(number)
 
     def give_up_locks(self) -> None:
         """Let go of the blocks' locks, also those of a parent in its forked child."""
