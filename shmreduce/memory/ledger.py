@@ -122,4 +122,7 @@ class ForkLedger:
             return False
         if self._unguarded_until > birth:
             return True
+        if self._fd == -1:
+            # No fork was in need of a token so far.
+            return False
         return locks.first_locked(self._fd, _LOCK_FORK + birth + 1, death - birth) is not None
