@@ -1,0 +1,388 @@
+"""What a forked child sees stays as it was, whatever its parent does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.inspection import process_state
+from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("strategy")
+
+LENGTH = 300_000
+
+
+def resent(array: Any) -> Any:
+    """Return an array as it arrives by value."""
+    return ForkingPickler.loads(ForkingPickler.dumps(array))
+
+
+def address(array: Any) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+class Child:
+    """A forked child that does something each time it is told to."""
+
+    def __init__(self, *steps: Any) -> None:
+        self._ours, theirs = Pipe()
+
+        def run() -> bool:
+            self._ours.close()
+            for step in steps:
+                assert receive(theirs) == "go"
+                theirs.send(step())
+            return True
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = in_forked_child(run)
+        theirs.close()
+
+    def step(self) -> Any:
+        """Let the child do its next step and return what that returns."""
+        self._ours.send("go")
+        return receive(self._ours)
+
+    def end(self) -> None:
+        """Wait for the child's end, which must be a good one."""
+        self._ours.close()
+        assert wait_for_exit(self.pid) == 0
+
+
+@pytest.fixture(params=["shared", "received"])
+def inherited(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """A list with the one reference to an array of ones."""
+    array = np.ones(LENGTH, np.uint8)
+    held = [shmreduce.share(array) if request.param == "shared" else resent(array)]
+    yield held
+    held.clear()
+
+
+def occupy(count: int = 12) -> list[Any]:
+    """Return arrays of other bytes that take whatever memory is free for them."""
+    array = np.full(LENGTH, 7, np.uint8)
+    return [shmreduce.share(array) for _ in range(count)] + [resent(array) for _ in range(count)]
+
+
+def test_a_child_keeps_the_bytes_of_what_its_parent_dropped(inherited: list[Any]) -> None:
+    """The parent drops an array and allocates again: the child's bytes stay; when the
+    child has gone the block is used again.
+    """
+    where = address(inherited[0])
+    child = Child(lambda: int(inherited[0].sum()), lambda: int(inherited[0].sum()))
+    assert child.step() == LENGTH
+    inherited.clear()
+    others = occupy()
+    assert where not in [address(each) for each in others]
+    assert child.step() == LENGTH
+    child.end()
+    del others
+    eventually(lambda: process_state().waiting == 0, "the block is released")
+
+
+def test_the_block_is_used_again_after_the_childs_end() -> None:
+    """A shared block that waited for a forked child is the next one handed out."""
+    held = [shmreduce.share(np.ones(LENGTH, np.uint8))]
+    where = address(held[0])
+    child = Child(lambda: int(held[0].sum()))
+    held.clear()
+    assert process_state().waiting == 1
+    assert child.step() == LENGTH
+    child.end()
+    eventually(lambda: process_state().waiting == 0, "the block is released")
+    assert address(shmreduce.share(np.ones(LENGTH, np.uint8))) == where
+
+
+def test_a_grandchild_pins_as_its_parent_does() -> None:
+    """The block waits also for a grandchild whose parent has gone."""
+    held = [shmreduce.share(np.ones(LENGTH, np.uint8))]
+    ours, theirs = Pipe()
+
+    def leave_a_grandchild() -> bool:
+        def look() -> bool:
+            assert receive(theirs) == "go"
+            theirs.send(int(held[0].sum()))
+            return True
+
+        in_forked_child(look)
+        return True
+
+    assert wait_for_exit(in_forked_child(leave_a_grandchild)) == 0
+    theirs.close()
+    held.clear()
+    others = occupy()
+    assert process_state().waiting == 1
+    ours.send("go")
+    assert receive(ours) == LENGTH
+    del others
+    eventually(lambda: process_state().waiting == 0, "the grandchild has gone")
+    ours.close()
+
+
+def test_a_killed_child_pins_nothing() -> None:
+    """A block that waited for a forked child is released when the child is killed."""
+    held = [shmreduce.share(np.ones(LENGTH, np.uint8))]
+    child = Child(lambda: None)
+    held.clear()
+    assert process_state().waiting == 1
+    os.kill(child.pid, signal.SIGKILL)
+    assert wait_for_exit(child.pid) == -signal.SIGKILL
+    assert process_state().waiting == 0
+    child._ours.close()
+
+
+def test_an_executed_program_pins_nothing() -> None:
+    """A subprocess that runs another program does not keep blocks waiting."""
+    held = [shmreduce.share(np.ones(LENGTH, np.uint8))]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
+        held.clear()
+        assert process_state().waiting == 0
+        program.communicate(b"\n", timeout=PATIENCE)
+
+
+def test_a_child_that_executes_a_program_pins_nothing_from_then_on() -> None:
+    """``os.fork`` and ``os.execv``: the block is free once the program runs."""
+    held = [shmreduce.share(np.ones(LENGTH, np.uint8))]
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        code = f"import os; os.read({reader}, 1)"
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    os.close(reader)
+    held.clear()
+    eventually(lambda: process_state().waiting == 0, "the program runs")
+    os.close(writer)
+    assert wait_for_exit(pid) == 0
+
+
+def test_received_arrays_are_apart_after_a_fork() -> None:
+    """What parent or child write to an array received by value the other does not see."""
+    array = resent(np.arange(LENGTH, dtype=np.int32))
+
+    def write_in_child() -> int:
+        array[10] = -10
+        return int(array[20])
+
+    child = Child(write_in_child, lambda: [int(array[10]), int(array[20])])
+    array[20] = -20
+    assert child.step() == 20
+    assert (int(array[10]), int(array[20])) == (10, -20)
+    assert child.step() == [-10, 20]
+    child.end()
+
+
+def test_shared_arrays_stay_shared_over_a_fork() -> None:
+    """What parent or child write to a shared array the other sees."""
+    array = shmreduce.share(np.arange(LENGTH, dtype=np.int32))
+
+    def write_in_child() -> int:
+        array[10] = -10
+        return int(array[20])
+
+    child = Child(write_in_child)
+    array[20] = -20
+    assert child.step() == -20
+    assert int(array[10]) == -10
+    child.end()
+
+
+def test_a_child_sends_what_it_inherited(inherited: list[Any]) -> None:
+    """A forked child sends an inherited array; it arrives whole though parent and
+    child have dropped theirs before it is read.
+    """
+    reader, writer = Pipe(duplex=False)
+
+    def send() -> bool:
+        writer.send(inherited[0])
+        inherited.clear()
+        return True
+
+    child = Child(send, lambda: True)
+    assert child.step()
+    inherited.clear()
+    others = occupy()
+    loaded = receive(reader)
+    # Not before: os._exit() hands no messages over.
+    assert child.step()
+    child.end()
+    assert loaded.sum() == LENGTH
+    del loaded, others
+    reader.close()
+    writer.close()
+
+
+def test_a_child_receives_what_its_parent_sent_before_the_fork() -> None:
+    """A message sent before the fork can be read by the child instead of the parent."""
+    reader, writer = Pipe(duplex=False)
+    writer.send(np.ones(LENGTH, np.uint8))
+    child = Child(lambda: int(receive(reader).sum()))
+    assert child.step() == LENGTH
+    child.end()
+    reader.close()
+    writer.close()
+
+
+def test_memory_made_by_a_child_is_its_own() -> None:
+    """Parent and child that allocate at the same time do not get the same memory."""
+    warm = shmreduce.share(np.ones(LENGTH, np.uint8))
+    del warm
+    process_state()
+    kept: list[Any] = []
+
+    def make() -> int:
+        kept.append(shmreduce.share(np.full(LENGTH, 3, np.uint8)))
+        return int(kept[0].sum())
+
+    child = Child(make, lambda: int(kept[0].sum()))
+    assert child.step() == 3 * LENGTH
+    mine = [shmreduce.share(np.full(LENGTH, 5, np.uint8)) for _ in range(3)]
+    assert child.step() == 3 * LENGTH
+    assert [int(each.sum()) for each in mine] == [5 * LENGTH] * 3
+    child.end()
+
+
+def test_a_fork_beside_threads_that_send() -> None:
+    """While threads send and receive, forked children find intact arrays and can
+    send and receive themselves.
+    """
+    stop = threading.Event()
+    errors: list[str] = []
+    published: list[Any] = []
+
+    def work(value: int) -> None:
+        while not stop.is_set():
+            array = resent(np.full(20_000, value, np.uint8))
+            published.append((array, value))
+            if (array != value).any():
+                errors.append(f"thread {value}")
+            del published[:-6]
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+
+    def look() -> bool:
+        seen = list(published)
+        for _ in range(30):
+            if any((array != value).any() for array, value in seen):
+                return False
+        return bool((resent(np.full(20_000, 9, np.uint8)) == 9).all())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for _ in range(25):
+            pids = [in_forked_child(look) for _ in range(2)]
+            assert [wait_for_exit(pid) for pid in pids] == [0, 0]
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    published.clear()
+    assert errors == []
+
+
+def test_threads_that_fork_at_once() -> None:
+    """Forks of several threads at once each keep what their child sees."""
+    children: list[int] = []
+    held: list[Any] = []
+    gate = threading.Barrier(4)
+    reader, writer = os.pipe()
+
+    def look() -> bool:
+        os.close(writer)
+        os.read(reader, 1)
+        return all((array == 1).all() for array in held)
+
+    def fork() -> None:
+        for _ in range(5):
+            gate.wait(PATIENCE)
+            held.append(shmreduce.share(np.ones(LENGTH, np.uint8)))
+            children.append(in_forked_child(look))
+
+    threads = [threading.Thread(target=fork) for _ in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+    os.close(reader)
+    held.clear()
+    others = occupy(30)
+    os.close(writer)
+    assert [wait_for_exit(pid) for pid in children] == [0] * 20
+    del others
+    gc.collect()
+    eventually(lambda: process_state().waiting == 0, "all children have gone")
+
+
+def test_a_signal_handler_that_forks() -> None:
+    """A handler that forks while arrays are sent disturbs neither parent nor child."""
+    exits: list[int] = []
+
+    def look() -> bool:
+        return bool((resent(np.full(20_000, 5, np.uint8)) == 5).all())
+
+    def fork(_number: int, _frame: object) -> None:
+        pid = in_forked_child(look)
+        exits.append(pid)
+
+    before = signal.signal(signal.SIGALRM, fork)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        turns = 0
+        while len(exits) < 20 and turns < 200_000:
+            turns += 1
+            assert (resent(np.full(20_000, turns % 250, np.uint8)) == turns % 250).all()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(exits) >= 20
+    assert [wait_for_exit(pid) for pid in exits] == [0] * len(exits)
+
+
+def test_a_fork_without_descriptors_left_never_reuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the fork cannot be noted for want of descriptors, what lived then stays put."""
+    ledger = runtime.current().live.ledger
+    held = [shmreduce.share(np.ones(LENGTH, np.uint8))]
+    # A process of its own, since what it pins stays pinned.
+    child = Child(lambda: _pin_without_descriptors(held))
+    held.clear()
+    assert child.step() == [1, 1]
+    child.end()
+    assert ledger is runtime.current().live.ledger
+    eventually(lambda: process_state().waiting == 0, "the child has gone")
+
+
+def _pin_without_descriptors(held: list[Any]) -> list[int]:
+    import resource
+
+    mine = [shmreduce.share(held[0])]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    pid = in_forked_child(lambda: True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    mine.clear()
+    first = process_state().waiting
+    assert wait_for_exit(pid) == 0
+    return [first, process_state().waiting]

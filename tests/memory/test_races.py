@@ -1,0 +1,184 @@
+"""Interleavings of threads, forced at the one instant where they would do harm."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.inspection import process_state
+from shmreduce.memory.layout import SHARED
+from shmreduce.memory.ledger import ForkLedger
+from shmreduce_numpy.blocks import find_block_of
+from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shmreduce.memory.heap import OwnedSegment
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+LENGTH = 300_000
+
+
+class Interrupted(dict[Any, Any]):
+    """A dict that lets something else happen right after an item was taken out."""
+
+    def __init__(self, items: dict[Any, Any], happens: Callable[[], None]) -> None:
+        super().__init__(items)
+        self._happens: Callable[[], None] | None = happens
+
+    def pop(self, *arguments: Any) -> Any:
+        value = super().pop(*arguments)
+        happens, self._happens = self._happens, None
+        if happens is not None:
+            happens()
+        return value
+
+
+def own_segment_of(array: Any) -> OwnedSegment:
+    """Return the segment of an array that is born here."""
+    block = find_block_of(array)
+    assert block is not None
+    segment: OwnedSegment = block._record.segment  # type: ignore[assignment]
+    return segment
+
+
+def test_a_block_that_two_threads_find_unused_is_freed_once() -> None:
+    """A thread that is late to free a block does not free its next life, even if the
+    block was freed and taken again in between.
+    """
+    array = shmreduce.full(LENGTH, 1, np.uint8)
+    segment = own_segment_of(array)
+    heap = runtime.current().heap(SHARED)
+    taken: list[Any] = []
+
+    def others_are_faster() -> None:
+        heap.reap()
+        taken.append(shmreduce.full(LENGTH, 2, np.uint8))
+
+    segment.records = Interrupted(segment.records, others_are_faster)
+    address = array.__array_interface__["data"][0]
+    del array
+    segment.records = dict(segment.records)
+    assert taken[0].__array_interface__["data"][0] == address
+    assert own_segment_of(taken[0]) is segment
+    more = [shmreduce.full(LENGTH, 3, np.uint8) for _ in range(5)]
+    assert (taken[0] == 2).all()
+    del more
+
+
+def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
+    """A thread that is done forking closes its own token, not that of a thread that is
+    about to fork.
+    """
+    ledger = ForkLedger()
+    first = ledger.announce()
+    ledger.before_fork(first, guarded=True)
+
+    def fork_elsewhere() -> None:
+        second = ledger.announce()
+        ledger.before_fork(second, guarded=True)
+        ledger.after_fork_in_parent()
+
+    thread = threading.Thread(target=fork_elsewhere)
+    thread.start()
+    thread.join(PATIENCE)
+    # The other's token is closed and no child has it; this one's is still open.
+    assert not ledger.visible(1, 2)
+    assert ledger.visible(0, 1)
+    ledger.after_fork_in_parent()
+    assert not ledger.visible(0, 2)
+    # Closes its file.
+    ledger.after_fork_in_child()
+
+
+def test_what_is_born_between_the_hook_and_the_fork_counts_as_older() -> None:
+    """A block that another thread makes while a fork is being prepared waits for the
+    child, and a received array is apart from the child's.
+    """
+    from multiprocessing.reduction import ForkingPickler
+
+    born: list[Any] = []
+
+    def receive() -> None:
+        data = ForkingPickler.dumps(np.ones(LENGTH, np.uint8))
+        born.append(ForkingPickler.loads(data))
+        born.append(shmreduce.ones(LENGTH, np.uint8))
+
+    live = runtime.current().live
+    before_fork = live.before_fork
+
+    def hook() -> None:
+        before_fork()
+        # Hooks of others, registered earlier, run now, and threads meanwhile.
+        thread = threading.Thread(target=receive)
+        thread.start()
+        thread.join(PATIENCE)
+
+    live.before_fork = hook  # type: ignore[method-assign]
+    other = shmreduce.ones(10, np.uint8)
+    reader, writer = os.pipe()
+
+    def look() -> bool:
+        os.close(writer)
+        os.read(reader, 1)
+        return all((array == 1).all() for array in born)
+
+    try:
+        pid = in_forked_child(look)
+    finally:
+        live.before_fork = before_fork  # type: ignore[method-assign]
+    os.close(reader)
+    born[0][...] = 4
+    assert int(born[1][0]) == 1
+    born.clear()
+    # Also the block by which the message was sent, which was born then.
+    assert process_state().waiting >= 2
+    others = [shmreduce.full(LENGTH, 3, np.uint8) for _ in range(6)]
+    os.close(writer)
+    assert wait_for_exit(pid) == 0
+    assert process_state().waiting == 0
+    del others, other
+
+
+@pytest.mark.parametrize("what", ["family", "block"])
+def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
+    """Locks that were held for a moment when a child was forked are not the child's:
+    they end with the parent, or when the parent lets go.
+    """
+    array = shmreduce.ones(LENGTH, np.uint8)
+    segment = own_segment_of(array)
+    family = runtime.current().family
+    reader, writer = os.pipe()
+
+    def wait() -> bool:
+        os.close(writer)
+        os.read(reader, 1)
+        return True
+
+    # A process that ends in the middle of a transition, while a child of it lives.
+    def end_in_the_middle() -> bool:
+        if what == "family":
+            lock: Any = runtime.current().family._locked(1 << 41)
+        else:
+            lock = runtime.current().attachments.own_view_of(segment).locked(0)
+        with lock:
+            in_forked_child(wait)
+            os._exit(0)
+
+    assert wait_for_exit(in_forked_child(end_in_the_middle)) == 0
+    if what == "family":
+        family.reserve(0, 1 << 40)
+    else:
+        mark = object()
+        assert segment.try_lock_block(0, mark)
+        segment.unlock_block(0, mark)
+    os.close(reader)
+    os.close(writer)
