@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -48,7 +49,12 @@ def fail(connection: Connection, reason: str) -> None:
 
     May be called from any thread as long as no other one is sending.
     """
-    connection.send(_Failure(None, reason))
+    _send_failure(connection, None, reason)
+
+
+def _send_failure(connection: Connection, error: ShmreduceError | None, text: str) -> None:
+    # Pickled in the plain way: what is installed here may be what failed.
+    connection.send_bytes(pickle.dumps(_Failure(error, text)))
 
 
 class FreshProcess:
@@ -199,9 +205,9 @@ def _run(
         # The starter has left; there is nobody to report to.
         return
     except ShmreduceError as error:
-        connection.send(_Failure(error, str(error)))
+        _send_failure(connection, error, str(error))
     except Exception:
-        connection.send(_Failure(None, traceback.format_exc()))
+        _send_failure(connection, None, traceback.format_exc())
 
 
 def _count_group(group: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,8 @@ def _serve(connection: Connection, system: System, array_bytes: int, count: int)
     connection.send("read")
 
     # Idle until the coordinator closes its end.
-    connection.recv()
+    with suppress(EOFError):
+        connection.recv()
 
 
 def _receive(system: System, there: SimpleQueue[Any], answer: Connection, count: int) -> None:
@@ -124,4 +126,5 @@ def _receive(system: System, there: SimpleQueue[Any], answer: Connection, count:
         there.get()
     answer.send("read")
     # Idle, and in possession of whatever it keeps; ends with the sender.
-    answer.recv()
+    with suppress(EOFError):
+        answer.recv()
