@@ -61,7 +61,9 @@ if TYPE_CHECKING:
         StaleHandleError,
         StrategyConflictError,
         StrategyUnusableError,
+        TaskAbandonedError,
         UnknownStrategyError,
+        WorkerDied,
         WrongHostError,
     )
     from shmreduce.forking import Installation, install, uninstall
@@ -115,7 +117,9 @@ __all__ = [
     "StaleHandleError",
     "StrategyConflictError",
     "StrategyUnusableError",
+    "TaskAbandonedError",
     "UnknownStrategyError",
+    "WorkerDied",
     "WrongHostError",
     "__version__",
     "allocate",

@@ -37,7 +37,9 @@ __all__ = [
     "StaleHandleError",
     "StrategyConflictError",
     "StrategyUnusableError",
+    "TaskAbandonedError",
     "UnknownStrategyError",
+    "WorkerDied",
     "WrongHostError",
 ]
 
@@ -296,4 +298,21 @@ class ProcessTimeoutError(ShmreduceError, TimeoutError):
     """The processes have not ended in the time that was given.
 
     Fields: ``waited`` (seconds), ``running`` (indexes of processes).
+    """
+
+
+class WorkerDied(ShmreduceError):
+    """The worker process that did a pool's task was killed, or exited.
+
+    Fields: ``pid``, ``exitcode`` (negative: killed by that signal; None if it
+    cannot be known), ``signal_name`` (None if it was not killed), ``index``
+    (of the item in the iterable that the pool was given; None for a single
+    call, or if the worker died before it had begun with any).
+    """
+
+
+class TaskAbandonedError(ShmreduceError):
+    """The pool was terminated before the task's result was there.
+
+    Fields: none.
     """

@@ -1,0 +1,522 @@
+"""A pool of worker processes with the interface of :class:`multiprocessing.pool.Pool`.
+
+May import everything below it; the work is done in :mod:`shmreduce.pool_crew`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import warnings
+from collections.abc import Sized
+from multiprocessing import get_context, util
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from shmreduce.errors import TaskAbandonedError, WorkerDied
+from shmreduce.pool_channel import Channel
+from shmreduce.pool_crew import Crew
+from shmreduce.pool_progress import make_bar, with_bar
+from shmreduce.pool_results import (
+    ApplyResult,
+    AsyncResult,
+    IMapIterator,
+    IMapUnorderedIterator,
+    MapResult,
+)
+from shmreduce.pool_tasks import EACH, EACH_STARRED, ONCE, make_task
+from shmreduce.pool_worker import Orders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from multiprocessing.process import BaseProcess
+    from types import TracebackType
+
+    from shmreduce.pool_tasks import Call
+
+__all__ = ["AsyncResult", "Pool"]
+
+# Named as in multiprocessing.pool.
+RUN, CLOSE, TERMINATE = "RUN", "CLOSE", "TERMINATE"
+_INIT = "INIT"
+
+
+class Pool:
+    """A pool of worker processes, as :class:`multiprocessing.pool.Pool`.
+
+    Beyond it: a worker that is killed fails its task with
+    :class:`~shmreduce.WorkerDied` at once, or the task is tried again; workers
+    may have pools and children of their own; arrays travel by shared memory.
+
+    Parameters
+    ----------
+    processes : int, optional
+        How many workers; by default as many as there are processors.
+    initializer : callable, optional
+        Each worker calls ``initializer(*initargs)`` when it starts.
+    initargs : tuple
+        Its arguments.
+    maxtasksperchild : int, optional
+        After so many tasks a worker leaves and a new one takes its place.
+    context : multiprocessing context, optional
+        Starts the workers.
+    retries : int
+        How often a task is tried again whose worker was killed. For tasks
+        that do no harm when they are begun twice.
+
+    Notes
+    -----
+    The arguments of a call are pickled before the call returns, so they may be
+    changed afterwards; ``imap`` and ``imap_unordered`` pickle each item when
+    they take it from the iterable.
+
+    Examples
+    --------
+    >>> import shmreduce, multiprocessing
+    >>> context = multiprocessing.get_context("fork")
+    >>> with shmreduce.pool.Pool(2, context=context) as pool:
+    ...     pool.map(abs, [-1, 2, -3])
+    [1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        context: Any = None,
+        *,
+        retries: int = 0,
+    ) -> None:
+        # First, for __del__ after an error below.
+        self._state = _INIT
+        self._pid = os.getpid()
+        if processes is None:
+            processes = _processors()
+        if processes < 1:
+            raise ValueError("Number of processes must be at least 1")
+        if maxtasksperchild is not None and (
+            not isinstance(maxtasksperchild, int) or maxtasksperchild <= 0
+        ):
+            raise ValueError("maxtasksperchild must be a positive int or None")
+        if initializer is not None and not callable(initializer):
+            raise TypeError("initializer must be a callable")
+        self._retries = _checked_retries(retries)
+        self._processes = processes
+        self._crew = Crew(
+            context or get_context(),
+            self.Process,
+            processes,
+            Orders(initializer, tuple(initargs), maxtasksperchild, Exception, self._pid),
+            died=WorkerDied,
+            broken=lambda error: error,
+        )
+        self._crew.start()
+        self._terminate = util.Finalize(self, self._crew.terminate, exitpriority=15)
+        self._state = RUN
+
+    @staticmethod
+    def Process(ctx: Any, *args: Any, **kwds: Any) -> BaseProcess:  # noqa: N802
+        """Make a worker's process; subclasses may make others."""
+        process: BaseProcess = ctx.Process(*args, **kwds)
+        return process
+
+    def __repr__(self) -> str:
+        cls = type(self)
+        return (
+            f"<{cls.__module__}.{cls.__qualname__} state={self._state} "
+            f"pool_size={len(self._pool)}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError("pool objects cannot be passed between processes or pickled")
+
+    def __del__(
+        self,
+        warn: Callable[..., object] = warnings.warn,
+        getpid: Callable[[], int] = os.getpid,
+    ) -> None:
+        # Globals may be gone by now, defaults are not.
+        if self._state == "RUN" and self._pid == getpid():
+            warn(f"unclosed running multiprocessing pool {self!r}", ResourceWarning, source=self)
+
+    def __enter__(self) -> Self:
+        self._check_running()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.terminate()
+
+    @property
+    def _pool(self) -> list[BaseProcess]:
+        # The name that programs know.
+        return [worker.process for worker in self._crew.workers]
+
+    def _repopulate_pool(self) -> None:
+        # Done by itself here.
+        self._crew.wake()
+
+    def _check_running(self) -> None:
+        if self._state != RUN:
+            raise ValueError("Pool not running")
+
+    # One call
+
+    def apply(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        *,
+        retries: int | None = None,
+    ) -> Any:
+        """Return ``func(*args, **kwds)``, done by a worker."""
+        return self.apply_async(func, args, kwds, retries=retries).get()
+
+    def apply_async(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        retries: int | None = None,
+    ) -> ApplyResult:
+        """Let a worker call ``func(*args, **kwds)``; do not wait for it.
+
+        Parameters
+        ----------
+        func, args, kwds
+            The call. It is pickled now: arrays may be changed afterwards.
+        callback, error_callback : callable, optional
+            Called in the pool's thread with the value, or the exception.
+        retries : int, optional
+            As for the pool, for this call.
+
+        Returns
+        -------
+        ApplyResult
+        """
+        self._check_running()
+        result = ApplyResult(self, callback, error_callback)
+        self._send(result, 0, None, (ONCE, func, args, kwds or {}), self._tries(retries))
+        return result
+
+    # Lists
+
+    def map(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        *,
+        retries: int | None = None,
+        progress: bool | str = False,
+    ) -> list[Any]:
+        """Return ``[func(item) for item in iterable]``, done by the workers.
+
+        Parameters
+        ----------
+        func, iterable
+            What to call, with which items.
+        chunksize : int, optional
+            How many items make one task.
+        retries : int, optional
+            As for the pool, for this call; a chunk is tried again as a whole.
+        progress : bool or str
+            Show a progress bar (extra ``cli``), a string beside it.
+
+        Raises
+        ------
+        WorkerDied
+            If the worker of an item was killed, and the retries are used up.
+        Exception
+            What the first item raised that raised; when all are done.
+        """
+        return self._map(EACH, func, iterable, chunksize, retries, progress)
+
+    def starmap(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        retries: int | None = None,
+        progress: bool | str = False,
+    ) -> list[Any]:
+        """Return ``[func(*item) for item in iterable]``; otherwise as :meth:`map`."""
+        return self._map(EACH_STARRED, func, iterable, chunksize, retries, progress)
+
+    def map_async(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        retries: int | None = None,
+    ) -> MapResult:
+        """As :meth:`map`, but do not wait: the result's ``get()`` does.
+
+        All items are pickled now, so that they may be changed afterwards. For
+        more than fits into memory use :meth:`map` or :meth:`imap`.
+        """
+        return self._map_async(EACH, func, iterable, chunksize, callback, error_callback, retries)
+
+    def starmap_async(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        retries: int | None = None,
+    ) -> MapResult:
+        """As :meth:`starmap`, but do not wait; otherwise as :meth:`map_async`."""
+        return self._map_async(
+            EACH_STARRED, func, iterable, chunksize, callback, error_callback, retries
+        )
+
+    def _map(
+        self,
+        how: int,
+        func: Callable[..., Any],
+        iterable: Iterable[Any],
+        chunksize: int | None,
+        retries: int | None,
+        progress: bool | str,
+    ) -> list[Any]:
+        self._check_running()
+        items, chunksize = self._chunked(iterable, chunksize)
+        tries = self._tries(retries)
+        bar = make_bar(progress, len(items)) if progress else None
+        try:
+            update = None if bar is None else bar.update
+            result = MapResult(self, chunksize, len(items), progress=update)
+            self._crew.announce()
+            try:
+                # Waiting for room while it waits anyway: inputs are not copied far ahead.
+                self._send_chunks(result, how, func, items, chunksize, tries, patient=True)
+            finally:
+                self._crew.revoke()
+            values: list[Any] = result.get()
+            return values
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def _map_async(
+        self,
+        how: int,
+        func: Callable[..., Any],
+        iterable: Iterable[Any],
+        chunksize: int | None,
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+        retries: int | None,
+    ) -> MapResult:
+        self._check_running()
+        items, chunksize = self._chunked(iterable, chunksize)
+        tries = self._tries(retries)
+        result = MapResult(self, chunksize, len(items), callback, error_callback)
+        self._send_chunks(result, how, func, items, chunksize, tries, patient=False)
+        return result
+
+    def _chunked(self, iterable: Any, chunksize: int | None) -> tuple[Any, int]:
+        items = iterable if hasattr(iterable, "__len__") else list(iterable)
+        if chunksize is None:
+            chunksize = -(-len(items) // (4 * self._processes))
+        elif chunksize < 1 and len(items):
+            raise ValueError(f"chunksize must be 1 or more, not {chunksize!r}")
+        return items, max(1, chunksize)
+
+    def _send_chunks(
+        self,
+        result: MapResult,
+        how: int,
+        func: Callable[..., Any],
+        items: Any,
+        chunksize: int,
+        tries: int,
+        *,
+        patient: bool,
+    ) -> None:
+        count = -(-len(items) // chunksize)
+        sent = 0
+        try:
+            for chunk in itertools.islice(_chunks(items, chunksize), count):
+                call: Call = (how, func, chunk, {})
+                if not self._send(result, sent, sent * chunksize, call, tries, patient=patient):
+                    return
+                sent += 1
+            # An iterable may have fewer items than its length says.
+            result.forget(count - sent)
+        except Exception as error:
+            # The iterable's own.
+            result.forget(count - sent - 1)
+            result.answer(sent, False, error)
+
+    # Iterators
+
+    def imap(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        *,
+        retries: int | None = None,
+        progress: bool | str = False,
+    ) -> Iterator[Any]:
+        """Yield ``func(item)`` for each item, in order, as they come.
+
+        A thread takes items from the iterable, not far ahead of the workers,
+        and pickles each before it takes the next. Parameters are those of
+        :meth:`map`.
+        """
+        return self._imap(IMapIterator(self), func, iterable, chunksize, retries, progress)
+
+    def imap_unordered(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        *,
+        retries: int | None = None,
+        progress: bool | str = False,
+    ) -> Iterator[Any]:
+        """Yield ``func(item)`` for each item as they come; otherwise as :meth:`imap`."""
+        result = IMapUnorderedIterator(self)
+        return self._imap(result, func, iterable, chunksize, retries, progress)
+
+    def _imap(
+        self,
+        result: IMapIterator,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int,
+        retries: int | None,
+        progress: bool | str,
+    ) -> Iterator[Any]:
+        self._check_running()
+        if chunksize < 1:
+            raise ValueError(f"Chunksize must be 1+, not {chunksize!r}")
+        total = len(iterable) if isinstance(iterable, Sized) else None
+        bar = make_bar(progress, total) if progress else None
+        tries = self._tries(retries)
+        self._crew.announce()
+        threading.Thread(
+            target=self._feed,
+            args=(result, func, iterable, chunksize, tries),
+            name="shmreduce-pool-imap",
+            daemon=True,
+        ).start()
+        results: Iterator[Any] = result
+        if chunksize > 1:
+            results = (value for chunk in result for value in chunk)
+        return results if bar is None else with_bar(results, bar)
+
+    def _feed(
+        self,
+        result: IMapIterator,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int,
+        tries: int,
+    ) -> None:
+        index = 0
+        try:
+            for chunk in _chunks(iterable, chunksize):
+                how, arguments = (ONCE, chunk) if chunksize == 1 else (EACH, chunk)
+                call: Call = (how, func, arguments, {})
+                if not self._send(result, index, index * chunksize, call, tries, patient=True):
+                    return
+                index += 1
+            result.expect(index)
+        except Exception as error:
+            # The iterable's own.
+            result.answer(index, False, error)
+            result.expect(index + 1)
+        finally:
+            self._crew.revoke()
+
+    # What all of them do
+
+    def _tries(self, retries: int | None) -> int:
+        return self._retries if retries is None else _checked_retries(retries)
+
+    def _send(
+        self,
+        result: Any,
+        index: int,
+        first: int | None,
+        call: Call,
+        retries: int,
+        *,
+        patient: bool = False,
+    ) -> bool:
+        """Pickle a task and give it to the crew; False if the pool has ended."""
+        try:
+            task = make_task(result, index, first, call, retries=retries, dumps=Channel.dumps)
+        except Exception as error:
+            # As in the standard library it is the call that fails, not the caller.
+            result.answer(index, False, error)
+            return True
+        if patient:
+            task.wait_in(self._crew.room.give)
+            if not self._crew.room.take(task.weight):
+                task.discard()
+                result.abandon(TaskAbandonedError("the pool was terminated meanwhile"))
+                return False
+        self._crew.submit(task)
+        return True
+
+    # The end
+
+    def close(self) -> None:
+        """Take no more tasks; the workers leave when all are done."""
+        util.debug("closing pool")
+        if self._state == RUN:
+            self._state = CLOSE
+            self._crew.close()
+
+    def terminate(self) -> None:
+        """Kill the workers at once. Results that are not there yet fail."""
+        util.debug("terminating pool")
+        self._state = TERMINATE
+        self._terminate()
+
+    def join(self) -> None:
+        """Wait until the workers have left, after :meth:`close` or :meth:`terminate`."""
+        util.debug("joining pool")
+        if self._state == RUN:
+            raise ValueError("Pool is still running")
+        if self._state not in {CLOSE, TERMINATE}:
+            raise ValueError("In unknown state")
+        self._crew.join()
+
+
+def _chunks(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    iterator = iter(iterable)
+    while chunk := tuple(itertools.islice(iterator, size)):
+        yield chunk
+
+
+def _checked_retries(retries: int) -> int:
+    if not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"retries must be an integer of 0 or more, not {retries!r}")
+    return retries
+
+
+def _processors() -> int:
+    """Return how many processors this process may use, as Python 3.13 counts them."""
+    count = getattr(os, "process_cpu_count", os.cpu_count)
+    return count() or 1

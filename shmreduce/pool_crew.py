@@ -1,0 +1,645 @@
+"""The workers of one pool, and the thread that gives them work.
+
+May import what is below: errors, ``parent_death``, ``pool_channel``,
+``pool_tasks``, ``pool_results`` (types only) and ``pool_worker``.
+
+The protocol
+------------
+Each worker has a connection of its own, in both directions, and nothing is
+shared between workers but numbers that each writes for itself: whoever is
+killed, at whatever instant, leaves no lock taken and no half message in
+anybody else's way.
+
+1. The parent starts the worker. It calls the initializer and says ``ready``,
+   or ``failed`` with the exception, and leaves.
+2. The parent sends tasks. A worker does them one by one, in order, and sends
+   one answer ``(succeeded, value)`` for each, in order. So answers carry no
+   number: an answer belongs to the oldest task that has none.
+3. Before it looks into a task the worker counts it in shared memory
+   (:class:`~shmreduce.pool_worker.Marks`), and notes there which item of it it
+   is at.
+4. A worker leaves after ``maxtasksperchild`` tasks, when it is told to stop,
+   and when its connection ends. It is killed when the pool is terminated or
+   its parent dies.
+
+While a worker is idle, a task of any size is sent to it: it reads at once. A
+busy worker gets one more, small enough not to fill the connection, and only if
+tasks have been short lately; a task that waits behind a long one could have
+been done by somebody else.
+
+Who may die where
+-----------------
+The thread watches the process itself (pidfd_open(2)), not the connection, of
+which a worker's own children may have a copy. When a worker has died, the
+answers that it still sent are read first. Then:
+
+- none of its tasks is left: nothing is lost, a new worker takes its place;
+- it had begun with the oldest one (3.): that task is tried again if
+  ``retries`` says so, else :class:`~shmreduce.WorkerDied` is its answer;
+- it had not, or there are more: they go to other workers. A task before which
+  two workers in a row have died is treated as begun: reading it may be what
+  kills them.
+- it died before it was ready: the pool tries again, and gives up, failing what
+  waits, after as many such deaths in a row as it has workers, and two more.
+
+The parent's death ends the workers: idle ones read the end of the connection,
+busy ones get a signal (:mod:`shmreduce.parent_death`).
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.errors import TaskAbandonedError
+from shmreduce.parent_death import Lifeline
+from shmreduce.pool_channel import FAILED, READY, STOP, Channel, close_in_forked_children
+from shmreduce.pool_worker import Marks, Orders, work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
+
+    from shmreduce.pool_tasks import Task
+
+__all__ = ["Crew"]
+
+_GRACE = 5.0
+"""Seconds that a worker has to end after SIGTERM."""
+_REAP = 1.0
+"""Seconds to wait for the exit code of a process that has ended."""
+_PAUSE = 0.02
+"""Seconds to wait after a worker could not be started, more each time."""
+_LONGEST_PAUSE = 1.0
+_SHORT = 1e-3
+"""Seconds: tasks that take less are worth sending ahead."""
+_AHEAD = 16 << 10
+"""Bytes that may be sent to a worker that is not reading."""
+
+_starting = threading.Lock()
+"""Held while a worker is started: one forked meanwhile would keep its connection."""
+
+
+class _Worker:
+    """One worker process, seen from the parent."""
+
+    def __init__(
+        self, process: BaseProcess, channel: Channel, lifeline: Lifeline, marks: Marks, slot: int
+    ) -> None:
+        self.process = process
+        self.channel = channel
+        self.lifeline = lifeline
+        self.marks = marks
+        self.slot = slot
+        self.pidfd = _open_pidfd(process)
+        self.ready = False
+        self.refused = False
+        """Whether its initializer raised an exception."""
+        self.silent = False
+        """Whether its connection has ended."""
+        self.sent = 0
+        self.answered = 0
+        self.tasks: collections.deque[Task] = collections.deque()
+        self.since = 0.0
+        """When it got, or could begin, its oldest task."""
+
+    @property
+    def sentinel(self) -> int:
+        return self.process.sentinel if self.pidfd is None else self.pidfd
+
+    def close(self) -> None:
+        """Close what the parent has of it."""
+        self.channel.close()
+        self.lifeline.cut()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+class Crew:
+    """The workers of one pool.
+
+    Parameters
+    ----------
+    context : multiprocessing context
+        Starts the processes and makes the connections.
+    make_process : callable
+        Called with the context and the arguments of ``Process``.
+    size : int
+        How many workers there are.
+    orders : Orders
+        What they are told when they start.
+    died : callable
+        Makes the exception of a task whose worker was killed; takes what
+        :class:`~shmreduce.WorkerDied` takes.
+    broken : callable
+        Makes the exception of tasks that nobody can do, from the error that
+        kept workers from starting.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        make_process: Callable[..., BaseProcess],
+        size: int,
+        orders: Orders,
+        died: Callable[..., BaseException],
+        broken: Callable[[BaseException], BaseException],
+    ) -> None:
+        self.size = size
+        self.wanted = size
+        """How many there are to be now; up to ``size``."""
+        self.workers: list[_Worker] = []
+        self.broken_by: BaseException | None = None
+        """Why workers cannot be started."""
+        self.room = Room(size)
+        self._context = context
+        self._make_process = make_process
+        self._orders = orders
+        self._died = died
+        self._broken = broken
+        self._numbers = context.RawArray("Q", 2 * size)
+        self._inbox: queue.SimpleQueue[Task | int] = queue.SimpleQueue()
+        self._waiting: collections.deque[Task] = collections.deque()
+        self._producers = 0
+        self._pace = 5 * _SHORT
+        self._failures = 0
+        self._next_start = 0.0
+        self._closing = self._terminating = self._dismissed = self.ended = False
+        self._wake = _Wake()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake.fileno(), selectors.EVENT_READ)
+        self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
+
+    # From other threads
+
+    def start(self) -> None:
+        """Start the workers, and then the thread: a fork before it is safer than one after.
+
+        Raises
+        ------
+        OSError
+            If one cannot be started. None is left then.
+        """
+        try:
+            while len(self.workers) < self.wanted:
+                self._hire()
+            self.thread.start()
+        except BaseException:
+            self._kill()
+            self._close()
+            raise
+
+    def submit(self, task: Task) -> None:
+        """Give a task to the crew, which answers its receiver."""
+        self._inbox.put(task)
+        self.wake()
+
+    def announce(self) -> None:
+        """Say that tasks will come from a thread, also after :meth:`close`."""
+        self._inbox.put(1)
+
+    def revoke(self) -> None:
+        """Say that there are no more of those announced."""
+        self._inbox.put(-1)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the thread look around; from any thread, and from a finalizer."""
+        self._wake.set()
+        if self.ended:
+            self._abandon(TaskAbandonedError(_TERMINATED))
+
+    def close(self) -> None:
+        """Let the workers leave when everything is done."""
+        self._closing = True
+        self.wake()
+
+    def terminate(self) -> None:
+        """Kill the workers now, and wait until that is done."""
+        self._terminating = True
+        self.room.close()
+        self.wake()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until there are no workers."""
+        if threading.current_thread() is not self.thread and self.thread.ident is not None:
+            self.thread.join()
+
+    # The thread
+
+    def _run(self) -> None:
+        error: BaseException = TaskAbandonedError(_TERMINATED)
+        try:
+            while self._step():
+                pass
+        except BaseException as unforeseen:
+            error = unforeseen
+            raise
+        finally:
+            self.room.close()
+            self._kill()
+            self._close()
+            self.ended = True
+            self._abandon(error)
+
+    def _step(self) -> bool:
+        self._take_in()
+        if self._terminating:
+            return False
+        if self._dismissed or (self._closing and not self._busy()):
+            self._dismiss()
+            if not self.workers:
+                return False
+        else:
+            self._replace()
+            self._hand_out()
+        self._look()
+        return True
+
+    def _busy(self) -> bool:
+        return bool(
+            self._producers
+            or self._waiting
+            or any(worker.tasks for worker in self.workers)
+            or not self._inbox.empty()
+        )
+
+    def _take_in(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, int):
+                self._producers += item
+            elif self.broken_by is not None:
+                self._fail(item, self._broken(self.broken_by))
+            else:
+                self._waiting.append(item)
+            del item
+
+    def _look(self) -> None:
+        """Wait for news, and deal with them."""
+        timeout = None
+        if not self._complete():
+            timeout = max(0.0, self._next_start - time.monotonic())
+        ended = []
+        for key, _ in self._selector.select(timeout):
+            worker: _Worker | None = key.data
+            if worker is None:
+                self._wake.clear()
+            elif key.fd == worker.sentinel:
+                ended.append(worker)
+            else:
+                self._receive(worker)
+        for worker in ended:
+            self._bury(worker)
+
+    # Workers
+
+    def _complete(self) -> bool:
+        return self._dismissed or self.broken_by is not None or len(self.workers) >= self.wanted
+
+    def _replace(self) -> None:
+        while not self._complete() and time.monotonic() >= self._next_start:
+            try:
+                self._hire()
+            except OSError as error:
+                # No descriptor, or no process, is free at the moment.
+                self._failed_to_start(error)
+                return
+
+    def _hire(self) -> None:
+        slot = next(i for i in itertools.count() if all(i != w.slot for w in self.workers))
+        marks = Marks(self._numbers, slot)
+        marks.begun = 0
+        ours, theirs = (Channel(each) for each in self._context.Pipe())
+        lifeline = Lifeline()
+        try:
+            close_in_forked_children(ours)
+            with _starting:
+                process = self._make_process(
+                    self._context,
+                    target=work,
+                    args=(theirs, lifeline.reader, marks, self._orders),
+                )
+                process.name = process.name.replace("Process", "PoolWorker")
+                process.start()
+                theirs.close()
+            worker = _Worker(process, ours, lifeline, marks, slot)
+        except BaseException:
+            ours.close()
+            lifeline.cut()
+            raise
+        finally:
+            theirs.close()
+            lifeline.reader.close()
+        self.workers.append(worker)
+        self._selector.register(ours.fileno(), selectors.EVENT_READ, worker)
+        self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
+
+    def _bury(self, worker: _Worker) -> None:
+        """Deal with the end of a worker's process."""
+        while not worker.silent and worker.channel.poll():
+            self._receive(worker)
+        exitcode = _exit_code(worker.process)
+        self._remove(worker)
+        if not worker.ready and not worker.refused:
+            self._failed_to_start(self._death(worker, exitcode, None, None))
+        if not worker.tasks:
+            return
+        first = worker.tasks[0]
+        begun = worker.marks.begun > worker.answered
+        first.deaths += not begun
+        if begun or first.deaths > 1:
+            worker.tasks.popleft()
+            if first.next_try():
+                worker.tasks.appendleft(first)
+            else:
+                index = first.first
+                if index is not None and begun:
+                    index += worker.marks.position
+                self._fail(first, self._death(worker, exitcode, index, first))
+        self._waiting.extendleft(reversed(worker.tasks))
+        worker.tasks.clear()
+
+    def _death(
+        self, worker: _Worker, exitcode: int | None, index: int | None, task: Task | None
+    ) -> BaseException:
+        name = _signal_name(exitcode)
+        if name is not None:
+            what = f"was killed by {name}"
+        elif exitcode is None:
+            what = "ended in an unknown way"
+        else:
+            what = f"exited with code {exitcode}"
+        when = "while it was started"
+        if task is not None:
+            when = "while it did a task" if index is None else f"while it did task {index}"
+        return self._died(
+            f"worker process {worker.process.pid} {what} {when}{_remedy(name, task)}",
+            pid=worker.process.pid,
+            exitcode=exitcode,
+            signal_name=name,
+            index=index,
+        )
+
+    def _failed_to_start(self, error: BaseException) -> None:
+        self._failures += 1
+        pause = min(_LONGEST_PAUSE, _PAUSE * self._failures)
+        self._next_start = time.monotonic() + pause
+        nobody = not any(worker.ready for worker in self.workers)
+        if self.broken_by is None and nobody and self._failures >= self.size + 2:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        self.broken_by = error
+        while self._waiting:
+            self._fail(self._waiting.popleft(), self._broken(error))
+
+    def _dismiss(self) -> None:
+        if self._dismissed:
+            return
+        self._dismissed = True
+        for worker in self.workers:
+            try:
+                worker.channel.send_dumped(STOP)
+            except OSError:
+                # It has left already; its process will be seen to end.
+                continue
+
+    def _remove(self, worker: _Worker) -> None:
+        if not worker.silent:
+            self._selector.unregister(worker.channel.fileno())
+        self._selector.unregister(worker.sentinel)
+        self.workers.remove(worker)
+        worker.close()
+
+    def _kill(self) -> None:
+        """End all workers, and wait for that."""
+        for worker in self.workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + _GRACE
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.exitcode is None:
+                worker.process.kill()
+        for worker in list(self.workers):
+            _exit_code(worker.process)
+            for task in worker.tasks:
+                self._waiting.append(task)
+            worker.tasks.clear()
+            self._remove(worker)
+
+    def _close(self) -> None:
+        self._selector.close()
+        self._wake.close()
+
+    # Tasks
+
+    def _hand_out(self) -> None:
+        if not self._waiting:
+            return
+        for worker in self.workers:
+            if not worker.tasks:
+                self._give(worker)
+        if self._pace < _SHORT:
+            for worker in self.workers:
+                if len(worker.tasks) == 1 and len(worker.tasks[0].data) < _AHEAD:
+                    self._give(worker, limit=_AHEAD)
+
+    def _give(self, worker: _Worker, limit: int | None = None) -> None:
+        """Send the next task to a worker that can take one."""
+        while self._waiting and worker.ready and not worker.silent:
+            if self._orders.limit is not None and worker.sent >= self._orders.limit:
+                return
+            if limit is not None and len(self._waiting[0].data) > limit:
+                return
+            task = self._waiting.popleft()
+            task.leave_queue()
+            # One that is given to a second worker was wanted when the first got it.
+            if not task.started and not task.receiver.begin():
+                task.discard()
+                continue
+            task.started = True
+            if not worker.tasks:
+                worker.since = time.monotonic()
+            worker.tasks.append(task)
+            worker.sent += 1
+            try:
+                worker.channel.send_dumped(task.data)
+            except OSError:
+                # It has died. Its process will be seen to end, and the task goes on then.
+                return
+            return
+
+    def _receive(self, worker: _Worker) -> None:
+        """Read what a worker has to say."""
+        try:
+            data = worker.channel.receive_bytes()
+        except (EOFError, OSError):
+            self._selector.unregister(worker.channel.fileno())
+            worker.silent = True
+            return
+        try:
+            kind, value = worker.channel.loads(data)
+        except Exception as error:
+            kind, value = False, error
+        del data
+        if kind == READY:
+            worker.ready = True
+            self._failures = 0
+        elif kind == FAILED:
+            worker.refused = True
+            self._failed_to_start(value)
+        else:
+            now = time.monotonic()
+            self._pace += 0.2 * (now - worker.since - self._pace)
+            worker.since = now
+            worker.answered += 1
+            task = worker.tasks.popleft()
+            task.done()
+            task.receiver.answer(task.index, bool(kind), value)
+
+    def _fail(self, task: Task, error: BaseException) -> None:
+        task.discard()
+        task.receiver.answer(task.index, False, error)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Fail what will not be done any more."""
+        self._take_in()
+        while True:
+            try:
+                task = self._waiting.popleft()
+            except IndexError:
+                return
+            task.discard()
+            task.receiver.abandon(error)
+
+
+class Room:
+    """How much may wait for a worker, of what comes from long iterables.
+
+    Those who feed the pool wait here, so that a generator of large arrays is
+    not read far ahead of the workers.
+
+    Parameters
+    ----------
+    size : int
+        How many workers there are. As many tasks with shared memory may wait,
+        or a mebibyte of others for each.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._limit = size << 20
+        self._used = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def take(self, weight: int) -> bool:
+        """Wait until there is room; False if there will be none, since the pool ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._used < self._limit)
+            self._used += weight
+            return not self._closed
+
+    def give(self, weight: int) -> None:
+        """Give back what was taken."""
+        with self._changed:
+            self._used -= weight
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let everybody go who waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class _Wake:
+    """Makes a selector return, from any thread."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._set = False
+        # Reentrant: a finalizer may interrupt set() and call it.
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        with self._lock:
+            if not self._set and self._writer.fileno() != -1:
+                self._set = True
+                self._writer.send(b"!")
+
+    def clear(self) -> None:
+        with self._lock:
+            self._reader.recv(16)
+            self._set = False
+
+    def close(self) -> None:
+        with self._lock:
+            self._reader.close()
+            self._writer.close()
+
+
+def _open_pidfd(process: BaseProcess) -> int | None:
+    if process.pid is None or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:
+        # A child of the fork server that has died already, an old kernel, a
+        # sandbox: the sentinel will do.
+        return None
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Wait for the exit code of a process that has ended."""
+    deadline = time.monotonic() + _REAP
+    process.join(_PAUSE)
+    # Another thread, in active_children() say, may be just about to read it.
+    while process.exitcode is None and time.monotonic() < deadline:
+        process.join(_PAUSE)
+    return process.exitcode
+
+
+def _signal_name(exitcode: int | None) -> str | None:
+    if exitcode is None or exitcode >= 0:
+        return None
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def _remedy(name: str | None, task: Task | None) -> str:
+    if name == "SIGKILL":
+        advice = "the kernel does that when memory is out (see dmesg)"
+    elif name in {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}:
+        advice = "PYTHONFAULTHANDLER=1 shows where"
+    elif name is None:
+        advice = "does the function call sys.exit() or os._exit(), or was it Ctrl-C?"
+    else:
+        advice = "somebody sent it this signal"
+    return f": {advice}" + ("; retries= asks for another try" if task is not None else "")
+
+
+_TERMINATED = (
+    "the pool was terminated before this result was there: call close() and join() instead of "
+    "terminate(), or get the results before the end of the `with` block"
+)

@@ -1,0 +1,42 @@
+"""Progress bars for a pool's calls that were asked for one.
+
+May import :mod:`shmreduce.extras`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.extras import import_extra
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["make_bar", "with_bar"]
+
+
+def make_bar(progress: bool | str, total: int | None) -> Any:
+    """Return a progress bar of tqdm.
+
+    Parameters
+    ----------
+    progress : bool or str
+        What the user asked for; a string is shown beside the bar.
+    total : int or None
+        How many items there will be, if known.
+
+    Raises
+    ------
+    MissingExtraError
+        If tqdm is not installed.
+    """
+    tqdm = import_extra("tqdm", extra="cli").tqdm
+    return tqdm(total=total, desc=progress if isinstance(progress, str) else None)
+
+
+def with_bar(results: Iterable[Any], bar: Any) -> Iterator[Any]:
+    """Yield results, one step of the bar for each."""
+    with bar:
+        for result in results:
+            bar.update(1)
+            yield result

@@ -1,0 +1,292 @@
+"""What a pool's asynchronous calls return: results that are yet to come.
+
+Imports nothing of shmreduce. The pool's manager thread calls ``answer`` and
+``abandon``; everything else is for users, and behaves as the classes of the
+same names in :mod:`multiprocessing.pool`.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+from multiprocessing.context import TimeoutError  # noqa: A004 - the one that users catch
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "ApplyResult",
+    "AsyncResult",
+    "IMapIterator",
+    "IMapUnorderedIterator",
+    "MapResult",
+    "Receiver",
+]
+
+
+class Receiver(Protocol):
+    """Whoever waits for the answers to tasks."""
+
+    def begin(self) -> bool:
+        """Say whether a task that is about to be given to a worker is still wanted."""
+
+    def answer(self, index: int, succeeded: bool, value: Any) -> None:
+        """Take the value of one task, or its exception."""
+
+    def abandon(self, error: BaseException) -> None:
+        """Take note that no more answers will come."""
+
+
+def _call(callback: Callable[[Any], object] | None, value: Any) -> None:
+    """Call a user's callback; what it raises is reported, and the pool goes on."""
+    if callback is None:
+        return
+    try:
+        callback(value)
+    except Exception:
+        report = (*sys.exc_info(), threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(report))
+
+
+class ApplyResult:
+    """The result of :meth:`Pool.apply_async`, once it is there.
+
+    Parameters
+    ----------
+    pool : object
+        Kept alive until the result is there.
+    callback, error_callback : callable, optional
+        Called in the pool's thread with the value, or the exception.
+    """
+
+    __class_getitem__ = classmethod(GenericAlias)
+
+    def __init__(
+        self,
+        pool: object,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+    ) -> None:
+        self._pool: object = pool
+        self._event = threading.Event()
+        self._callback = callback
+        self._error_callback = error_callback
+        self._success = True
+        self._value: Any = None
+
+    def ready(self) -> bool:
+        """Whether the result is there."""
+        return self._event.is_set()
+
+    def successful(self) -> bool:
+        """Whether the call raised no exception; ValueError if it is not ready."""
+        if not self.ready():
+            raise ValueError(f"{self!r} not ready")
+        return self._success
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the result, for ``timeout`` seconds at most."""
+        self._event.wait(timeout)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the result, or raise what the call raised.
+
+        Raises
+        ------
+        multiprocessing.TimeoutError
+            If it is not there after ``timeout`` seconds.
+        """
+        self.wait(timeout)
+        if not self.ready():
+            raise TimeoutError
+        if self._success:
+            return self._value
+        raise self._value
+
+    # For the pool
+
+    def begin(self) -> bool:
+        """Whether a task is still wanted: it always is."""
+        return True
+
+    def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
+        """Take the value, or the exception."""
+        self._success, self._value = succeeded, value
+        self._finish()
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail, without a callback: the pool was terminated by its user."""
+        if not self.ready():
+            self._success, self._value = False, error
+            self._event.set()
+            self._pool = None
+
+    def _finish(self) -> None:
+        _call(self._callback if self._success else self._error_callback, self._value)
+        self._event.set()
+        self._pool = None
+
+
+AsyncResult = ApplyResult
+
+
+class MapResult(ApplyResult):
+    """The result of :meth:`Pool.map_async`: a list, once all of it is there.
+
+    Parameters
+    ----------
+    pool, callback, error_callback
+        As for :class:`ApplyResult`.
+    chunksize : int
+        How many items one task has.
+    length : int
+        How many items there are.
+    progress : callable, optional
+        Called in the pool's thread with the number of items that have come.
+    """
+
+    def __init__(
+        self,
+        pool: object,
+        chunksize: int,
+        length: int,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        super().__init__(pool, callback, error_callback)
+        self._value = [None] * length
+        self._chunksize = chunksize
+        self._progress = progress
+        self._left = -(-length // chunksize)
+        # Chunks are answered by the pool's thread, and by the caller's if they
+        # cannot be pickled.
+        self._lock = threading.Lock()
+        if not length:
+            # As in the standard library no callback is called: nothing was.
+            self._event.set()
+            self._pool = None
+
+    def answer(self, index: int, succeeded: bool, value: Any) -> None:
+        """Take the values of one chunk, or the exception of one of its items."""
+        with self._lock:
+            if succeeded and self._success:
+                start = index * self._chunksize
+                self._value[start : start + self._chunksize] = value
+            elif not succeeded and self._success:
+                # The first one is what get() raises; it does so when all chunks are done.
+                self._success, self._value = False, value
+            self._left -= 1
+            last = self._left == 0
+        if self._progress is not None and succeeded:
+            _call(self._progress, len(value))
+        if last:
+            self._finish()
+
+    def forget(self, chunks: int) -> None:
+        """Expect so many chunks fewer: they will not be sent."""
+        with self._lock:
+            self._left -= chunks
+            last = chunks > 0 and self._left == 0
+        if last:
+            self._finish()
+
+
+class IMapIterator:
+    """The results of :meth:`Pool.imap`, in order, as they come.
+
+    Parameters
+    ----------
+    pool : object
+        Kept alive until the last result is there.
+    """
+
+    def __init__(self, pool: object) -> None:
+        self._pool: object = pool
+        self._condition = threading.Condition(threading.Lock())
+        self._items: collections.deque[tuple[bool, Any]] = collections.deque()
+        self._early: dict[int, tuple[bool, Any]] = {}
+        self._arrived = 0
+        self._length: int | None = None
+        self._abandoned: BaseException | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def next(self, timeout: float | None = None) -> Any:
+        """Return the next result, or raise what that call raised.
+
+        Raises
+        ------
+        multiprocessing.TimeoutError
+            If it is not there after ``timeout`` seconds.
+        StopIteration
+            If there are no more.
+        """
+        with self._condition:
+            if not self._items and not self._ended():
+                self._condition.wait_for(lambda: self._items or self._ended(), timeout)
+            if self._items:
+                succeeded, value = self._items.popleft()
+            elif self._arrived == self._length:
+                self._pool = None
+                raise StopIteration
+            elif self._abandoned is not None:
+                raise self._abandoned
+            else:
+                raise TimeoutError
+        if succeeded:
+            return value
+        raise value
+
+    def __next__(self) -> Any:
+        return self.next()
+
+    def _ended(self) -> bool:
+        return self._arrived == self._length or self._abandoned is not None
+
+    # For the pool
+
+    def begin(self) -> bool:
+        """Whether a task is still wanted: it always is."""
+        return True
+
+    def answer(self, index: int, succeeded: bool, value: Any) -> None:
+        """Take the value of one task, or its exception."""
+        with self._condition:
+            self._early[index] = (succeeded, value)
+            while self._arrived in self._early:
+                self._items.append(self._early.pop(self._arrived))
+                self._arrived += 1
+            self._news()
+
+    def expect(self, length: int) -> None:
+        """Take note of how many results there will be."""
+        with self._condition:
+            self._length = length
+            self._news()
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail once what has come is taken."""
+        with self._condition:
+            self._abandoned = error
+            self._news()
+
+    def _news(self) -> None:
+        self._condition.notify_all()
+        if self._ended():
+            self._pool = None
+
+
+class IMapUnorderedIterator(IMapIterator):
+    """The results of :meth:`Pool.imap_unordered`, as they come."""
+
+    def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
+        """Take the value of one task, or its exception."""
+        with self._condition:
+            self._items.append((succeeded, value))
+            self._arrived += 1
+            self._news()

@@ -1,0 +1,169 @@
+"""One task of a pool: the pickled call, and who waits for its answer.
+
+May import :mod:`shmreduce.memory` and :mod:`shmreduce.pool_results` (types only).
+
+A task is pickled once, when it is given to the pool, so that the arrays in it
+are those of that moment. The pickle is kept until the answer is there: what a
+worker that was killed had not taken out of it is given back, or goes to
+another worker.
+
+By-value arrays can be taken out of a pickle once only. A task that may be
+tried again has therefore been pickled once for each try, unless the pickle
+holds no shared memory.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shmreduce.memory.handle import MARK
+from shmreduce.memory.message import discard_message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shmreduce.pool_results import Receiver
+
+__all__ = ["EACH", "EACH_STARRED", "ONCE", "Call", "Task", "make_task"]
+
+# How a worker calls the function. Plain numbers: they are in every message.
+ONCE = 0
+"""``function(*arguments, **keywords)``"""
+EACH = 1
+"""``function(item)`` for each item of the arguments."""
+EACH_STARRED = 2
+"""``function(*item)`` for each item of the arguments."""
+
+Call: TypeAlias = "tuple[int, Callable[..., Any], Any, Mapping[str, Any]]"
+"""How, the function, its arguments or the items, its keywords."""
+
+_HANDLE = re.compile(re.escape(MARK))
+_HEAVY = 1 << 20
+"""Bytes that a task with shared memory counts for, at least."""
+
+
+class Task:
+    """A pickled call.
+
+    Parameters
+    ----------
+    receiver : Receiver
+        Who waits for the answer.
+    index : int
+        Which of the receiver's tasks it is.
+    first : int or None
+        Index of the task's first item in the iterable that the user gave; None
+        for a single call.
+    tries : list of bytes
+        The pickles, one for each try.
+    repeats : int
+        How many more tries there may be with the last of them.
+    handles : bool
+        Whether shared memory goes with it.
+    """
+
+    __slots__ = (
+        "_handles",
+        "_room",
+        "deaths",
+        "first",
+        "index",
+        "receiver",
+        "repeats",
+        "started",
+        "tries",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        index: int,
+        first: int | None,
+        tries: list[bytes | memoryview],
+        repeats: int,
+        *,
+        handles: bool,
+    ) -> None:
+        self.receiver = receiver
+        self.index = index
+        self.first = first
+        self.tries = tries
+        self.repeats = repeats
+        self._handles = handles
+        self.weight = max(len(tries[0]), _HEAVY if handles else 0)
+        """What it counts for among those that wait for a worker."""
+        self.deaths = 0
+        """Workers that were killed before they had begun with it, in a row."""
+        self.started = False
+        """Whether a worker was given it."""
+        self._room: Callable[[int], object] | None = None
+
+    @property
+    def data(self) -> bytes | memoryview:
+        """The pickle of the current try."""
+        return self.tries[-1]
+
+    def wait_in(self, give_back: Callable[[int], object]) -> None:
+        """Take note of where the weight is given back when it no longer waits."""
+        self._room = give_back
+
+    def leave_queue(self) -> None:
+        """Take note that it no longer waits for a worker."""
+        if self._room is not None:
+            self._room(self.weight)
+            self._room = None
+
+    def next_try(self) -> bool:
+        """Go on to the next try, if there is one; the memory of this one is given back."""
+        if self.repeats > 0:
+            self.repeats -= 1
+        elif len(self.tries) > 1:
+            discard_message(self.tries.pop())
+        else:
+            return False
+        self.deaths = 0
+        return True
+
+    def done(self) -> None:
+        """Take note that a worker has taken the current try; the others go."""
+        if self.tries:
+            self.tries.pop()
+        self.discard()
+
+    def discard(self) -> None:
+        """Give back the memory of all tries."""
+        self.leave_queue()
+        if self._handles:
+            for data in self.tries:
+                discard_message(data)
+        self.tries.clear()
+
+
+def make_task(
+    receiver: Receiver,
+    index: int,
+    first: int | None,
+    call: Call,
+    *,
+    retries: int,
+    dumps: Callable[[Any], bytes | memoryview],
+) -> Task:
+    """Pickle a call: the arrays in it are those of this moment.
+
+    Raises
+    ------
+    Exception
+        Whatever pickling raises; nothing is held then.
+    """
+    tries = [dumps(call)]
+    if _HANDLE.search(tries[0]) is None:
+        return Task(receiver, index, first, tries, retries, handles=False)
+    try:
+        tries.extend(dumps(call) for _ in range(retries))
+    except BaseException:
+        for data in tries:
+            discard_message(data)
+        raise
+    return Task(receiver, index, first, tries, 0, handles=True)

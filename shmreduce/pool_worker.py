@@ -1,0 +1,213 @@
+"""What a worker process of a pool does.
+
+May import :mod:`shmreduce.errors`, :mod:`shmreduce.pool_tasks`,
+:mod:`shmreduce.pool_channel` and :mod:`shmreduce.parent_death`. The protocol
+is described in :mod:`shmreduce.pool_crew`.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import traceback
+from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.errors import ShmreduceError
+from shmreduce.parent_death import die_with_parent
+from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
+from shmreduce.pool_tasks import EACH, ONCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableSequence
+
+    from shmreduce.descriptor import Descriptor
+    from shmreduce.pool_channel import Channel
+
+__all__ = ["Marks", "Orders", "work"]
+
+_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+class Marks:
+    """How far a worker is, in memory that its parent can read when it is dead.
+
+    Parameters
+    ----------
+    numbers : sequence of int
+        Shared by all workers of the pool.
+    slot : int
+        Which of its pairs is this worker's.
+    """
+
+    __slots__ = ("_numbers", "_start")
+
+    def __init__(self, numbers: MutableSequence[int], slot: int) -> None:
+        self._numbers = numbers
+        self._start = 2 * slot
+
+    @property
+    def begun(self) -> int:
+        """How many tasks the worker has begun."""
+        return self._numbers[self._start]
+
+    @begun.setter
+    def begun(self, number: int) -> None:
+        self._numbers[self._start] = number
+
+    @property
+    def position(self) -> int:
+        """Which item of its task it is at."""
+        return self._numbers[self._start + 1]
+
+    @position.setter
+    def position(self, number: int) -> None:
+        self._numbers[self._start + 1] = number
+
+
+class Orders:
+    """What all workers of a pool are told when they start.
+
+    Parameters
+    ----------
+    initializer : callable or None
+        Called first, with ``initargs``.
+    initargs : tuple
+        Its arguments.
+    limit : int or None
+        How many tasks to do before leaving.
+    catch : type
+        What is an answer when a task raises it. Anything else ends the worker.
+    parent : int
+        The parent's process id.
+    """
+
+    def __init__(
+        self,
+        initializer: Callable[..., object] | None,
+        initargs: tuple[Any, ...],
+        limit: int | None,
+        catch: type[BaseException],
+        parent: int,
+    ) -> None:
+        self.initializer = initializer
+        self.initargs = initargs
+        self.limit = limit
+        self.catch = catch
+        self.parent = parent
+
+
+def work(channel: Channel, lifeline: Descriptor, marks: Marks, orders: Orders) -> None:
+    """Do tasks until there are none, the limit is reached, or the parent is gone."""
+    try:
+        die_with_parent(lifeline, signal.SIGTERM, orders.parent)
+        close_in_forked_children(channel)
+        if _initialize(channel, orders):
+            _do_tasks(channel, marks, orders)
+    except KeyboardInterrupt:
+        # Ctrl-C reaches all processes of a terminal, and the parent reports it.
+        raise SystemExit(_INTERRUPTED) from None
+
+
+def _initialize(channel: Channel, orders: Orders) -> bool:
+    if orders.initializer is not None:
+        try:
+            orders.initializer(*orders.initargs)
+        except Exception as error:
+            # On the worker's stderr too: nobody may ever ask for a result.
+            traceback.print_exc()
+            return not _tell(channel, FAILED, _with_traceback(error))
+    return _tell(channel, READY, None)
+
+
+def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
+    done = 0
+    while orders.limit is None or done < orders.limit:
+        data = _next(channel)
+        if data is None:
+            return
+        done += 1
+        marks.position = 0
+        marks.begun = done
+        if not _answer(channel, data, marks, orders.catch):
+            return
+        # Arrays of this task are not to live until the next one comes.
+        del data
+        if gc.isenabled():
+            # The young generation only: what a task leaves in cycles is there.
+            gc.collect(0)
+
+
+def _next(channel: Channel) -> bytes | None:
+    try:
+        data = channel.receive_bytes()
+    except (EOFError, OSError):
+        # The parent is gone.
+        return None
+    return None if data == STOP else data
+
+
+def _answer(channel: Channel, data: bytes, marks: Marks, catch: type[BaseException]) -> bool:
+    """Do one task and send its answer; False if there is nobody to send it to."""
+    succeeded, value = _run(channel, data, marks, catch)
+    try:
+        message = channel.dumps((succeeded, value))
+    except Exception as error:
+        return _tell(channel, False, _not_sendable(error, value))
+    del value
+    return _deliver(channel, message)
+
+
+def _run(
+    channel: Channel, data: bytes, marks: Marks, catch: type[BaseException]
+) -> tuple[bool, Any]:
+    try:
+        how, function, arguments, keywords = channel.loads(data)
+        del data
+        if how == ONCE:
+            return True, function(*arguments, **keywords)
+        return True, _run_all(how, function, arguments, marks)
+    except KeyboardInterrupt:
+        raise
+    except catch as error:
+        return False, _with_traceback(error)
+
+
+def _run_all(
+    how: int, function: Callable[..., Any], items: tuple[Any, ...], marks: Marks
+) -> list[Any]:
+    results = []
+    for position, item in enumerate(items):
+        marks.position = position
+        results.append(function(item) if how == EACH else function(*item))
+    return results
+
+
+def _with_traceback(error: BaseException) -> Any:
+    wrapped = ExceptionWithTraceback(error, error.__traceback__)
+    # Its frames hold the task's arrays.
+    error.__traceback__ = None
+    return wrapped
+
+
+def _not_sendable(error: Exception, value: Any) -> Any:
+    if isinstance(error, ShmreduceError):
+        # Such as: there is no memory. It says itself what to do.
+        return _with_traceback(error)
+    if isinstance(value, ExceptionWithTraceback):
+        value = value.exc
+    return MaybeEncodingError(error, value)
+
+
+def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:
+    return _deliver(channel, channel.dumps((kind, value)))
+
+
+def _deliver(channel: Channel, message: Any) -> bool:
+    try:
+        channel.send_dumped(message)
+    except OSError:
+        # The parent is gone.
+        return False
+    return True
