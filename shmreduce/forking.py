@@ -2,7 +2,7 @@
 
 The only module that touches ``multiprocessing.reduction.ForkingPickler``. May
 import everything below it: settings, registry, discovery, strategies,
-:mod:`shmreduce.memory` and :mod:`shmreduce.remote`.
+:mod:`shmreduce.memory`, ``children``, ``pickling`` and ``remote``.
 
 What is installed
 -----------------
@@ -28,9 +28,7 @@ wins over the registry. A subclass of ``ForkingPickler`` that has a
 
 from __future__ import annotations
 
-import copyreg
 import os
-import pickle
 import threading
 
 # The reducers of the standard library import it when they need it; a child that
@@ -40,44 +38,26 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce import remote
-from shmreduce.discovery import (
-    get_registry,
-    hush_plugins,
-    registered_by_hand,
-    take_over_reducers,
-    warned_plugins,
-)
-from shmreduce.errors import (
-    AlreadyLoadedError,
-    AttachError,
-    ForeignSegmentError,
-    ProducerDied,
-    ReducerConflictError,
-    ReducerError,
-    SegmentError,
-    ShmreduceError,
-    WrongHostError,
-)
+from shmreduce.children import Call, Child
+from shmreduce.discovery import get_registry
+from shmreduce.errors import ReducerConflictError
 from shmreduce.memory import runtime
-from shmreduce.memory.message import Loading, Message, discard_message
+from shmreduce.memory.message import discard_message
+from shmreduce.pickling import PASSES_ON, ask_reducer, dump_message, load_message
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from shmreduce.contracts import Reducer
     from shmreduce.registry import ReducerClaim, Registry
 
-__all__ = ["Installation", "install", "uninstall"]
-
-_MESSAGE = "_shmreduce_message"
-"""Where a pickler keeps the message of the run under way; None until it is needed."""
+__all__ = ["Installation", "as_child", "install", "uninstall"]
 
 
 class Installation:
@@ -397,37 +377,22 @@ class _Patch:
                 return NotImplemented
             return self._reduce(pickler, obj, claim)
 
+        setattr(reducer_override, PASSES_ON, self._next_override)
         return reducer_override
 
     def _reduce(self, pickler: Any, obj: Any, claim: ReducerClaim | None) -> Any:
         result = NotImplemented
-        if claim is not None and self.active and not self._is_outranked(pickler, type(obj)):
-            message = self._message_of(pickler)
-            if message is not None:
-                result = claim.reducer.reduce(obj, message)
-                if result is not NotImplemented and not isinstance(result, tuple | str):
-                    _reject_result(claim, obj, result)
+        if claim is not None and self.active:
+            result = ask_reducer(
+                pickler,
+                obj,
+                claim,
+                outranked=self.outranked,
+                shared_memory=remote.shared_memory_allowed,
+            )
         if result is NotImplemented and self._next_override is not None:
             return self._next_override(pickler, obj)
         return result
-
-    def _is_outranked(self, pickler: Any, cls: type) -> bool:
-        """Whether somebody has registered this very class with the pickler itself."""
-        reduce = pickler.dispatch_table.get(cls)
-        return (
-            reduce is not None
-            # How the class is pickled anywhere: what reducers are there to replace.
-            and reduce is not copyreg.dispatch_table.get(cls)
-            and reduce is not self.outranked.get(cls)
-        )
-
-    def _message_of(self, pickler: Any) -> Message | None:
-        """Return the message of the run under way; None if ``dump`` is not ours."""
-        message: Message | None = pickler.__dict__.get(_MESSAGE)
-        if message is None and _MESSAGE in pickler.__dict__:
-            message = Message(shared_memory=remote.shared_memory_allowed())
-            pickler.__dict__[_MESSAGE] = message
-        return message
 
     def _make_dump(self, previous: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         def dump(pickler: Any, obj: Any) -> None:
@@ -436,121 +401,46 @@ class _Patch:
                 previous(pickler, obj)
                 return
             if isinstance(obj, BaseProcess) and get_spawning_popen() is not None:
-                obj = _Child(obj)
-            state = pickler.__dict__
-            state[_MESSAGE] = None
-            try:
-                previous(pickler, obj)
-                if state[_MESSAGE] is not None:
-                    state[_MESSAGE].commit()
-            except BaseException:
-                if state[_MESSAGE] is not None:
-                    state[_MESSAGE].rollback()
-                raise
-            finally:
-                del state[_MESSAGE]
+                obj = as_child(obj)
+            message = dump_message(pickler, obj, previous)
+            if message is not None:
+                try:
+                    message.commit()
+                except BaseException:
+                    message.rollback()
+                    raise
 
         return dump
 
     def _make_loads(self, previous: Callable[..., Any]) -> Callable[..., Any]:
         def loads(data: Any, /, **options: Any) -> Any:
             """Unpickle a message; what it holds is given back if that fails."""
-            loading = Loading()
-            try:
+            if not self.active:
                 return previous(data, **options)
-            except BaseException as error:
-                if self.active:
-                    if _may_pass(error):
-                        loading.undo()
-                        error.message_bytes = bytes(data)
-                    elif not isinstance(error, AlreadyLoadedError):
-                        # What another loader has begun is that loader's, whole.
-                        discard_message(data)
-                raise
-            finally:
-                loading.close()
+            return load_message(previous, data, **options)
 
         return loads
-
-
-def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
-    """Whether the same message may load later: nothing of the block was claimed."""
-    return isinstance(error, AttachError | SegmentError) and not isinstance(
-        error, ProducerDied | WrongHostError | ForeignSegmentError
-    )
-
-
-def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
-    type_name = qualified_name(type(obj))
-    raise ReducerError(
-        f"reducer {describe(claim.reducer)} ({claim.origin}) returned "
-        f"{type(result).__name__} for {type_name}: reduce() must return a tuple "
-        "(rebuild, args) or NotImplemented",
-        reducer=describe(claim.reducer),
-        type_name=type_name,
-        reason=f"returned {type(result).__name__}",
-    )
 
 
 # Children
 
 
-class _Call:
-    """Pickles as a call, made at the point of the stream where it stands."""
+def as_child(process: BaseProcess, *calls: Call) -> Child:
+    """Return what to pickle for a child: installed if this process is.
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._function, self._arguments = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._function, self._arguments
-
-
-class _Child:
-    """Pickles as a process object, with what the child must do before it.
-
-    In the child it is the process object alone that comes out.
+    Parameters
+    ----------
+    process : BaseProcess
+        What is being started.
+    *calls : Call
+        What the child does besides, before it looks at its arguments.
     """
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._process = process
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The name too, where the default was taken: the child takes the same.
-        settings = get_settings().changed(strategy=current_strategy().name)
+    if _state.installations:
         override = any(installation._override for installation in _state.installations)
-        reducers = registered_by_hand()
-        for reducer in reducers:
-            _check_picklable(reducer)
-        return _last, (
-            _Call(set_settings, settings),
-            runtime.inheritance(),
-            _Call(_install_in_child, settings, override, reducers, warned_plugins()),
-            self._process,
-        )
+        calls = (Call(_install_in_child, override), *calls)
+    return Child(process, *calls)
 
 
-def _last(*items: Any) -> Any:
-    return items[-1]
-
-
-def _install_in_child(
-    settings: Settings, override: bool, reducers: Iterable[Reducer], warned: Iterable[str]
-) -> None:
-    hush_plugins(warned)
-    take_over_reducers(reducers)
+def _install_in_child(override: bool) -> None:
     with _state.lock:
-        _install(settings, override=override)
-
-
-def _check_picklable(reducer: Reducer) -> None:
-    try:
-        pickle.dumps(reducer)
-    except Exception as error:
-        raise ReducerError(
-            f"reducer {describe(reducer)} cannot be sent to the child process "
-            f"({type(error).__name__}: {error}): define its class at the top level of a module, "
-            "or take it back with unregister_reducer() before starting children",
-            reducer=describe(reducer),
-            type_name=", ".join(str(each) for each in reducer.types),
-            reason=str(error),
-        ) from error
+        _install(get_settings(), override=override)

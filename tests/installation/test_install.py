@@ -26,9 +26,9 @@ from shmreduce import (
     get_settings,
     get_sharing_strategy,
     install,
+    pickling,
     uninstall,
 )
-from shmreduce import forking as forking_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -333,7 +333,7 @@ class Recorder:
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """The messages of the pickling runs to come."""
     monkeypatch.setattr(Recorder, "made", [])
-    monkeypatch.setattr(forking_module, "Message", Recorder)
+    monkeypatch.setattr(pickling, "Message", Recorder)
     return Recorder.made
 
 
@@ -426,7 +426,7 @@ def test_message_that_cannot_be_loaded(
 ) -> None:
     """It is kept with an error that may pass, and released with any other."""
     discarded: list[bytes] = []
-    monkeypatch.setattr(forking_module, "discard_message", discarded.append)
+    monkeypatch.setattr(pickling, "discard_message", discarded.append)
     with install():
         data = bytes(ForkingPickler.dumps(Exploding(error)))
         with pytest.raises(type(error)) as caught:

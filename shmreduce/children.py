@@ -1,0 +1,98 @@
+"""What a child process must do before it looks at its arguments.
+
+May import errors, settings, strategies, registry, discovery and
+:mod:`shmreduce.memory`.
+
+A child of ``spawn`` or ``forkserver`` gets its process object as a pickle. What
+stands before it there is done first: the settings, the family, the reducers.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.discovery import (
+    hush_plugins,
+    registered_by_hand,
+    take_over_reducers,
+    warned_plugins,
+)
+from shmreduce.errors import ReducerError
+from shmreduce.memory import runtime
+from shmreduce.registry import describe
+from shmreduce.settings import get_settings, set_settings
+from shmreduce.strategies import current_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from multiprocessing.process import BaseProcess
+
+    from shmreduce.contracts import Reducer
+
+__all__ = ["Call", "Child"]
+
+
+class Call:
+    """Pickles as a call, made at the point of the stream where it stands."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._function, self._arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._function, self._arguments
+
+
+class Child:
+    """Pickles as a process object, with what the child must do before it.
+
+    In the child it is the process object alone that comes out.
+
+    Parameters
+    ----------
+    process : BaseProcess
+        What is being started.
+    *calls : Call
+        What else the child does, after it has settings, family and reducers.
+    """
+
+    def __init__(self, process: BaseProcess, *calls: Call) -> None:
+        self._process = process
+        self._calls = calls
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The name too, where the default was taken: the child takes the same.
+        settings = get_settings().changed(strategy=current_strategy().name)
+        reducers = registered_by_hand()
+        for reducer in reducers:
+            _check_picklable(reducer)
+        return _last, (
+            Call(set_settings, settings),
+            runtime.inheritance(),
+            Call(_take_over, reducers, warned_plugins()),
+            *self._calls,
+            self._process,
+        )
+
+
+def _last(*items: Any) -> Any:
+    return items[-1]
+
+
+def _take_over(reducers: Iterable[Reducer], warned: Iterable[str]) -> None:
+    hush_plugins(warned)
+    take_over_reducers(reducers)
+
+
+def _check_picklable(reducer: Reducer) -> None:
+    try:
+        pickle.dumps(reducer)
+    except Exception as error:
+        raise ReducerError(
+            f"reducer {describe(reducer)} cannot be sent to the child process "
+            f"({type(error).__name__}: {error}): define its class at the top level of a module, "
+            "or take it back with unregister_reducer() before starting children",
+            reducer=describe(reducer),
+            type_name=", ".join(str(each) for each in reducer.types),
+            reason=str(error),
+        ) from error

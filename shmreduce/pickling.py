@@ -1,0 +1,356 @@
+"""One run of a pickler: reducers by type, and what becomes of the message.
+
+May import errors, settings, registry, discovery, :mod:`shmreduce.memory` and
+``children``.
+Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
+into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
+
+While it dumps, a pickler keeps its :class:`Message` among its attributes. It is
+made when a reducer first needs it, committed when the dump succeeds and rolled
+back when it fails.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from shmreduce.children import Call
+from shmreduce.discovery import get_registry
+from shmreduce.errors import (
+    AlreadyLoadedError,
+    AttachError,
+    ForeignSegmentError,
+    ProducerDied,
+    ReducerError,
+    SegmentError,
+    ShmreduceError,
+    WrongHostError,
+)
+from shmreduce.memory.message import Loading, Message, discard_message, import_block
+from shmreduce.registry import describe, qualified_name
+from shmreduce.settings import get_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shmreduce.registry import ReducerClaim
+
+__all__ = ["Pickled", "Pickler", "ask_reducer", "dump_message", "dumps", "load_message", "loads"]
+
+PASSES_ON = "_shmreduce_passes_on"
+"""Where a ``reducer_override`` that does what :class:`Pickler` does by itself keeps the next."""
+_MESSAGE = "_shmreduce_message"
+"""Where a pickler keeps the message of the run under way; None until it is needed."""
+_PROTOCOL = 5
+"""The first with buffers out of band: https://peps.python.org/pep-0574/"""
+_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
+"""What a pickler never asks anybody about."""
+_ALIGNMENT = 64
+"""Of the buffers in a block, as Arrow asks for:
+https://arrow.apache.org/docs/format/Columnar.html#buffer-alignment-and-padding"""
+
+
+# What any pickler does
+
+
+def ask_reducer(
+    pickler: Any,
+    obj: Any,
+    claim: ReducerClaim,
+    *,
+    outranked: Mapping[type, object],
+    shared_memory: Callable[[], bool],
+) -> Any:
+    """Return what a reducer makes of an object, for ``reducer_override``.
+
+    Parameters
+    ----------
+    pickler : pickle.Pickler
+        In a dump by :func:`dump_message`.
+    obj : object
+        What is being pickled.
+    claim : ReducerClaim
+        Whom the registry named for its type.
+    outranked : mapping of type to callable
+        Reducers of the pickler's own that the registry goes before; any other
+        that is registered for this very class wins.
+    shared_memory : callable
+        Whether a message that is begun now may use shared memory.
+
+    Returns
+    -------
+    tuple, str or NotImplemented
+        As of ``__reduce__``; NotImplemented for the ordinary way.
+
+    Raises
+    ------
+    ReducerError
+        If the reducer returns anything else.
+    """
+    if _MESSAGE not in pickler.__dict__ or _is_outranked(pickler, type(obj), outranked):
+        return NotImplemented
+    message = pickler.__dict__[_MESSAGE]
+    if message is None:
+        message = pickler.__dict__[_MESSAGE] = Message(shared_memory=shared_memory())
+    result = claim.reducer.reduce(obj, message)
+    if result is not NotImplemented and not isinstance(result, tuple | str):
+        _reject_result(claim, obj, result)
+    return result
+
+
+def dump_message(pickler: Any, obj: Any, dump: Callable[[Any, Any], None]) -> Message | None:
+    """Pickle an object by ``dump(pickler, obj)``, the pickler's own method.
+
+    Returns the message, to be committed or rolled back, or None if no reducer
+    needed one. If pickling fails nothing is held afterwards.
+    """
+    state = pickler.__dict__
+    state[_MESSAGE] = None
+    try:
+        dump(pickler, obj)
+    except BaseException:
+        if state[_MESSAGE] is not None:
+            state[_MESSAGE].rollback()
+        raise
+    else:
+        message: Message | None = state[_MESSAGE]
+        return message
+    finally:
+        del state[_MESSAGE]
+
+
+def load_message(
+    load: Callable[..., Any],
+    data: Any,
+    arrived: Mapping[bytes, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Unpickle a message by ``load(data, **options)``.
+
+    Parameters
+    ----------
+    load : callable
+        ``pickle.loads`` or the like.
+    data : bytes-like
+        The pickle.
+    arrived : mapping of bytes to int, optional
+        Descriptors of segments that came with it, by token; the caller's.
+    **options
+        Of ``load``.
+
+    Notes
+    -----
+    If that fails, what the message holds is given back. An error that may pass
+    has the message in ``message_bytes`` instead, which can be loaded again.
+    """
+    loading = Loading(arrived)
+    try:
+        return load(data, **options)
+    except BaseException as error:
+        if _may_pass(error):
+            loading.undo()
+            error.message_bytes = bytes(data)
+        elif not isinstance(error, AlreadyLoadedError):
+            # What another loader has begun is that loader's, whole.
+            discard_message(data)
+        raise
+    finally:
+        loading.close()
+
+
+def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
+    """Whether somebody has registered this very class with the pickler itself."""
+    reduce = pickler.dispatch_table.get(cls)
+    return (
+        reduce is not None
+        # How the class is pickled anywhere: what reducers are there to replace.
+        and reduce is not copyreg.dispatch_table.get(cls)
+        and reduce is not outranked.get(cls)
+    )
+
+
+def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
+    """Whether the same message may load later: nothing of the block was claimed."""
+    return isinstance(error, AttachError | SegmentError) and not isinstance(
+        error, ProducerDied | WrongHostError | ForeignSegmentError
+    )
+
+
+def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
+    type_name = qualified_name(type(obj))
+    raise ReducerError(
+        f"reducer {describe(claim.reducer)} ({claim.origin}) returned "
+        f"{type(result).__name__} for {type_name}: reduce() must return a tuple "
+        "(rebuild, args) or NotImplemented",
+        reducer=describe(claim.reducer),
+        type_name=type_name,
+        reason=f"returned {type(result).__name__}",
+    )
+
+
+# The pickler of our own channels
+
+
+class Pickled(NamedTuple):
+    """A pickle, and the message to be committed or rolled back if there is one."""
+
+    data: memoryview
+    message: Message | None
+
+
+class Pickler(ForkingPickler):
+    """Pickles for the channels of shmreduce.
+
+    What was registered by ``ForkingPickler.register``, or is done by a
+    ``reducer_override`` that somebody has given to that class, holds here too.
+    Large buffers that objects offer out of band go into one block per message.
+
+    Parameters
+    ----------
+    file : binary file
+        Where to write; the caller's.
+    keep_buffer : callable, optional
+        Takes a buffer offered out of band and returns False, or returns True
+        for one that is to be pickled like anything else.
+    """
+
+    def __init__(
+        self, file: io.BytesIO, keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None
+    ) -> None:
+        super().__init__(file, _PROTOCOL, True, keep_buffer)
+        self._find = get_registry().find
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to pickle an object, or NotImplemented for the ordinary way."""
+        claim = self._find(type(obj))
+        result = NotImplemented
+        if claim is not None:
+            result = ask_reducer(self, obj, claim, outranked=_NOBODY, shared_memory=_always)
+        if result is NotImplemented:
+            others = getattr(ForkingPickler, "reducer_override", None)
+            others = getattr(others, PASSES_ON, others)
+            if others is not None:
+                return others(self, obj)
+        return result
+
+    def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
+        """Pickle an object; return the message, not committed yet, if there is one."""
+        return dump_message(self, obj, pickle.Pickler.dump)
+
+
+_NOBODY: Mapping[type, object] = {}
+
+
+def _always() -> bool:
+    return True
+
+
+class _Buffers:
+    """The buffers of one message that were offered out of band, in order."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: list[memoryview] = []
+
+    def keep(self, buffer: pickle.PickleBuffer) -> bool:
+        """Keep a large contiguous buffer and return False; True for any other."""
+        try:
+            raw = buffer.raw()
+        except BufferError:
+            # Not contiguous: pickle says so.
+            return True
+        if raw.nbytes < get_settings().inline_limit:
+            return True
+        self.kept.append(raw)
+        return False
+
+    def copy(self, message: Message) -> tuple[bytes, list[tuple[int, int, bool]]] | None:
+        """Copy them into a block; return its handle and (offset, size, read-only) of each.
+
+        Returns None if the message gets no block.
+        """
+        places = []
+        end = 0
+        for raw in self.kept:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + raw.nbytes
+            places.append((start, raw.nbytes, raw.readonly))
+        given = message.allocate(end)
+        if given is None:
+            return None
+        view, handle = given
+        for raw, (start, size, _) in zip(self.kept, places, strict=True):
+            view[start : start + size] = raw
+        return handle, places
+
+
+def dumps(obj: Any) -> Pickled:
+    """Pickle an object for a channel of shmreduce.
+
+    Returns
+    -------
+    Pickled
+        The caller commits the message, or rolls it back. The data can be
+        unpickled by anybody, once, as any pickle.
+
+    Raises
+    ------
+    OutOfSharedMemoryError, BudgetExceededError
+        If there is no room; nothing is held then, as after any other error.
+
+    Examples
+    --------
+    >>> data, message = dumps({"a": 1})
+    >>> loads(data)
+    {'a': 1}
+    >>> message is None
+    True
+    """
+    if type(obj) in _ATOMS:
+        return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
+    buffers = _Buffers()
+    file = io.BytesIO()
+    message = Pickler(file, buffers.keep).dump(obj)
+    if not buffers.kept:
+        return Pickled(file.getbuffer(), message)
+    if message is None:
+        message = Message()
+    try:
+        copied = buffers.copy(message)
+        if copied is not None:
+            handle, places = copied
+            whole = Call(_load_with_buffers, handle, places, file.getvalue())
+            return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
+    except BaseException:
+        message.rollback()
+        raise
+    message.rollback()
+    file = io.BytesIO()
+    message = Pickler(file).dump(obj)
+    return Pickled(file.getbuffer(), message)
+
+
+def loads(data: Any, arrived: Mapping[bytes, int] | None = None) -> Any:
+    """Unpickle a message; see :func:`load_message`.
+
+    Examples
+    --------
+    >>> loads(b"N.") is None
+    True
+    """
+    return load_message(pickle.loads, data, arrived)
+
+
+def _load_with_buffers(handle: bytes, places: list[tuple[int, int, bool]], data: bytes) -> Any:
+    """Unpickle an object whose buffers are in a block."""
+    everything = import_block(handle).buffer
+    views = []
+    for start, size, readonly in places:
+        view = everything[start : start + size]
+        views.append(view.toreadonly() if readonly else view)
+    return pickle.loads(data, buffers=views)
