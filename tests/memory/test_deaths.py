@@ -1,0 +1,197 @@
+"""What is left when a process is killed: nothing, and nobody hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.inspection import leftovers, process_state
+from shmreduce.testing.processes import OtherProcess
+from tests.memory.waiting import PATIENCE, eventually, receive
+
+if TYPE_CHECKING:
+    from tests.conftest import Children
+
+LENGTH = 300_000
+
+_kept: list[Any] = []
+
+
+def keep(array: Any) -> int:
+    """Hold an array for as long as this process lives."""
+    _kept.append(array)
+    return os.getpid()
+
+
+def make_and_keep() -> Any:
+    _kept.append(shmreduce.ones(LENGTH, np.uint8))
+    return _kept[-1]
+
+
+def send_and_wait(writer: Any) -> None:
+    writer.send(np.ones(LENGTH, np.uint8))
+    signal.pause()
+
+
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_a_killed_process_held_comes_back(shared: bool) -> None:
+    """The blocks of arrays in a process that is killed are free again."""
+    with OtherProcess("fork") as other:
+        for _ in range(5):
+            array: Any = np.ones(LENGTH, np.uint8)
+            other.ask(keep, shmreduce.share(array) if shared else array)
+        assert process_state().out == 5
+        other.kill()
+        eventually(lambda: process_state().out == 0, "the blocks are free")
+
+
+@pytest.mark.usefixtures("strategy")
+def test_what_a_killed_process_made_lives_on_where_it_is_used() -> None:
+    """An array received from a process that is killed then stays readable, and can be
+    sent on.
+    """
+    with OtherProcess("fork") as other, OtherProcess("fork") as third:
+        array = other.ask(make_and_keep)
+        other.kill()
+        assert array.sum() == LENGTH
+        array[0] = 7
+        assert third.ask(np.sum, array) == LENGTH + 6
+        del array
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.usefixtures("strategy")
+def test_a_producer_killed_before_it_was_read_is_named(method: str) -> None:
+    """An array whose producer was killed is a ``ProducerDied`` with its pid, or is
+    still there; other messages of the channel are not affected.
+    """
+    import multiprocessing
+
+    context: Any = multiprocessing.get_context(method)
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=send_and_wait, args=(writer,))
+    process.start()
+    assert reader.poll(PATIENCE)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(PATIENCE)
+    writer.send(np.ones(LENGTH, np.uint8))
+    if shmreduce.get_sharing_strategy() == "file_descriptor":
+        with pytest.raises(shmreduce.ProducerDied, match=str(process.pid)) as caught:
+            receive(reader)
+        assert caught.value.pid == process.pid
+    else:
+        # A file is there until the first sweep.
+        assert receive(reader).sum() == LENGTH
+    assert receive(reader).sum() == LENGTH
+    process.close()
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_producer_that_is_a_zombie_is_dead() -> None:
+    """The error is the same while nobody has waited for the killed producer."""
+    reader, writer = os.pipe()
+    from multiprocessing import Pipe
+
+    ours, theirs = Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        theirs.send(np.ones(LENGTH, np.uint8))
+        os.write(writer, b"x")
+        signal.pause()
+    assert os.read(reader, 1) == b"x"
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(shmreduce.ProducerDied) as caught:
+        receive(ours)
+    assert caught.value.pid == pid
+    os.waitpid(pid, 0)
+    for each in (reader, writer):
+        os.close(each)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("children", [("fork", "file_system")], indirect=True)
+def test_files_of_killed_processes_are_swept_by_the_living(children: Children) -> None:
+    """Names that a killed process left are removed without anybody asking."""
+    reader, writer = children.context.Pipe(duplex=False)
+    process = children.start(send_and_wait, writer)
+    assert reader.poll(PATIENCE)
+    process.kill()
+    children.join(process)
+    assert len(leftovers()) >= 1
+    with OtherProcess("fork") as other:
+        other.ask(make_and_keep)
+    assert leftovers() == []
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.usefixtures("strategy")
+def test_a_reader_killed_in_the_middle_leaves_no_lock() -> None:
+    """Readers that are killed at random while they load block nobody afterwards; what
+    they had taken out of the channel and not yet loaded is given up in time.
+    """
+    import multiprocessing
+    import random
+    import time
+
+    chooser = random.Random(5)
+    context: Any = multiprocessing.get_context("fork")
+    for _ in range(10):
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=read_for_ever, args=(reader,))
+        process.start()
+        array = shmreduce.ones(LENGTH, np.uint8)
+        end = time.monotonic() + chooser.uniform(0.01, 0.06)
+        while time.monotonic() < end:
+            writer.send([array, np.ones(20_000, np.uint8)])
+        process.kill()
+        process.join(PATIENCE)
+        process.close()
+        # What it did not read is read here.
+        writer.send(None)
+        while reader.poll(PATIENCE):
+            message = reader.recv()
+            if message is None:
+                break
+            assert (message[0] == 1).all()
+        reader.close()
+        writer.close()
+        message = array = None
+    assert process_state().unread <= 2 * 10
+    with shmreduce.install(message_timeout=0.001):
+        eventually(lambda: process_state().out == 0, "all blocks are free")
+
+
+def read_for_ever(reader: Any) -> None:
+    while True:
+        keep(reader.recv())
+        del _kept[:-3]
+
+
+@pytest.mark.usefixtures("strategy")
+def test_a_killed_member_frees_its_part_of_the_budget() -> None:
+    """What a killed process had reserved no longer counts against the family."""
+    for heap in runtime.current().heaps:
+        with heap.exclusive():
+            heap.cool(0)
+    with shmreduce.install(budget=96 << 20), OtherProcess("fork") as other:
+        other.ask(make_large, 48 << 20)
+        with pytest.raises(shmreduce.BudgetExceededError):
+            shmreduce.zeros(64 << 20, np.uint8)
+        other.kill()
+        assert len(shmreduce.zeros(64 << 20, np.uint8)) == 64 << 20
+
+
+def make_large(nbytes: int) -> None:
+    keep(shmreduce.zeros(nbytes, np.uint8))

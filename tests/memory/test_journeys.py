@@ -1,0 +1,260 @@
+"""Arrays on their way through several processes and all stock channels."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Client, Listener
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.inspection import process_state
+from shmreduce.testing.processes import OtherProcess
+from tests.memory.waiting import PATIENCE, eventually, receive
+
+if TYPE_CHECKING:
+    from tests.conftest import Children
+
+LENGTH = 300_000
+
+
+def forward_one(reader: Any, writer: Any) -> None:
+    writer.send(receive(reader))
+
+
+def forward_and_change(reader: Any, writer: Any) -> None:
+    array = receive(reader)
+    writer.send(array)
+    array[...] = 99
+
+
+def send_ones(writer: Any, length: int) -> None:
+    writer.send(np.ones(length, np.uint8))
+
+
+def put_ones(queue: Any, count: int) -> None:
+    for number in range(count):
+        queue.put(np.full(LENGTH, number, np.uint8))
+
+
+def sum_of(array: Any) -> int:
+    return int(array.sum())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("step", [forward_one, forward_and_change])
+def test_an_array_goes_on_and_outlives_who_passed_it(
+    children: Children, step: Any, shared: bool
+) -> None:
+    """A sends to B, B sends on and ends before C reads: C has the bytes; what B wrote
+    afterwards shows only if the array is shared.
+    """
+    to_b, from_a = children.context.Pipe(duplex=False)
+    to_c, from_b = children.context.Pipe(duplex=False)
+    array: Any = np.ones(LENGTH, np.uint8)
+    if shared:
+        array = shmreduce.share(array)
+    b = children.start(step, to_b, from_b)
+    from_a.send(array)
+    children.join(b)
+    loaded = receive(to_c)
+    expected = 99 if shared and step is forward_and_change else 1
+    assert set(loaded.tobytes()) == {expected}
+    assert shmreduce.is_shared(loaded) == shared
+    assert set(array.tobytes()) == {expected if shared else 1}
+    for each in (to_b, from_a, to_c, from_b):
+        each.close()
+
+
+def test_messages_outlive_their_producer(children: Children) -> None:
+    """A producer that ends normally before its messages are read loses none of them:
+    join first, get afterwards.
+    """
+    queue = children.context.Queue()
+    simple = children.context.SimpleQueue()
+    reader, writer = children.context.Pipe(duplex=False)
+    producers = [
+        children.start(put_ones, queue, 3),
+        children.start(put_ones, simple, 2),
+        children.start(send_ones, writer, LENGTH),
+    ]
+    children.join(*producers)
+    assert [sum_of(queue.get(timeout=PATIENCE)) for _ in range(3)] == [0, LENGTH, 2 * LENGTH]
+    assert [sum_of(simple.get()) for _ in range(2)] == [0, LENGTH]
+    assert sum_of(receive(reader)) == LENGTH
+    queue.close()
+    queue.join_thread()
+    simple.close()
+    reader.close()
+    writer.close()
+
+
+def produce_in_a_grandchild(method: str, queue: Any) -> None:
+    process = multiprocessing.get_context(method).Process(  # type: ignore[attr-defined]
+        target=put_ones, args=(queue, 2)
+    )
+    process.start()
+    process.join(PATIENCE)
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_messages_outlive_grandchildren(children: Children) -> None:
+    """So do the messages of a grandchild, after the child has ended as well."""
+    queue = children.context.Queue()
+    children.join(children.start(produce_in_a_grandchild, "fork", queue))
+    assert [sum_of(queue.get(timeout=PATIENCE)) for _ in range(2)] == [0, LENGTH]
+    queue.close()
+    queue.join_thread()
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_the_mailbox_does_not_grow(children: Children) -> None:
+    """After a hundred producers that ended before they were read, the mailbox is empty
+    and no segment of theirs is left.
+    """
+    queue = children.context.SimpleQueue()
+    before = len(process_state().segments)
+    for _ in range(100):
+        process = children.start(put_ones, queue, 1)
+        children.join(process)
+        assert sum_of(queue.get()) == 0
+        process.close()
+        children.started.clear()
+    family = runtime.current().family
+    runtime.current().attachments.tidy_mailbox()
+    assert list(family._letters()) == []
+    runtime.current().attachments.close_idle(0)
+    assert len(process_state().segments) <= before + 1
+    queue.close()
+
+
+@pytest.mark.usefixtures("strategy")
+class TestEcho:
+    """Two processes that send arrays back and forth."""
+
+    def test_a_received_array_is_the_receivers(self) -> None:
+        """What is echoed comes back as it was sent, whatever the echoing process, or
+        this one, writes before or afterwards.
+        """
+        with OtherProcess("fork") as other:
+            for number in range(20):
+                mine = np.full(LENGTH, number, np.uint8)
+                back = other.ask(echo_then_spoil, mine)
+                mine[...] = 50
+                assert set(back.tobytes()) == {number}
+                back[...] = 51
+                again = other.ask(echo_then_spoil, back)
+                back[...] = 52
+                assert set(again.tobytes()) == {51}
+
+    def test_one_buffer_again_and_again(self) -> None:
+        """``buf[:] = i; return buf`` in a worker gives 0, 1, 2, 3."""
+        with OtherProcess("fork") as other:
+            back = [other.ask(next_of_buffer) for _ in range(4)]
+        assert [int(each[-1]) for each in back] == [0, 1, 2, 3]
+
+    def test_a_shared_array_is_one_mapping_wherever_it_has_been(self) -> None:
+        """A shared array that comes back is the same memory, not one more mapping."""
+        mine = shmreduce.zeros(LENGTH, np.uint8)
+        with OtherProcess("fork") as other:
+            back = other.ask(np.asarray, mine)
+            twice = other.ask(lambda_free_pair, mine)
+        assert np.shares_memory(back, mine)
+        assert twice[0].__array_interface__["data"] == twice[1].__array_interface__["data"]
+        mine[5] = 8
+        assert int(back[5]) == int(twice[0][5]) == 8
+
+
+_spoiled: list[Any] = []
+
+
+def echo_then_spoil(array: Any) -> Any:
+    """Return an array; the one returned before is written to."""
+    for each in _spoiled:
+        each[...] = 77
+    _spoiled[:] = [array]
+    return array
+
+
+_buffer = np.zeros(LENGTH, np.uint8)
+_turn = iter(range(100))
+
+
+def next_of_buffer() -> Any:
+    _buffer[:] = next(_turn)
+    return _buffer
+
+
+def lambda_free_pair(array: Any) -> Any:
+    return [array, array]
+
+
+@pytest.mark.usefixtures("strategy")
+def test_a_manager_keeps_arrays() -> None:
+    """Arrays put into a manager's dict, list and queue come out whole, more than once
+    where they stay inside, and by value.
+    """
+    with multiprocessing.get_context("fork").Manager() as manager:
+        table = manager.dict()
+        row = manager.list()
+        queue = manager.Queue()
+        array = np.ones(LENGTH, np.uint8)
+        table["a"] = array
+        row.append(array)
+        queue.put(array)
+        array[...] = 9
+        for _ in range(3):
+            first = table["a"]
+            assert sum_of(first) == LENGTH
+            first[...] = 7
+            assert sum_of(row[0]) == LENGTH
+        assert sum_of(queue.get(timeout=PATIENCE)) == LENGTH
+        shared = shmreduce.share(np.ones(LENGTH, np.uint8))
+        table["shared"] = shared
+        shared[0] = 5
+        assert int(table["shared"][0]) == 5
+        del table, row, queue, first
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_connection_to_another_host_pickles_in_the_ordinary_way() -> None:
+    """Over TCP no shared memory is used, in either direction, shared arrays included."""
+    with Listener(("127.0.0.1", 0)) as listener:
+        answers: list[Any] = []
+
+        def serve() -> None:
+            with listener.accept() as connection:
+                answers.append(receive(connection))
+                connection.send(answers[0])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with Client(listener.address) as connection:
+            array = shmreduce.share(np.ones(LENGTH, np.uint8))
+            connection.send(array)
+            back = receive(connection)
+            thread.join(PATIENCE)
+    assert (back == 1).all()
+    assert not shmreduce.is_shared(back)
+    assert not shmreduce.is_shared(answers[0])
+    assert process_state().unread == 0
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_unread_message_goes_with_its_channel_and_process() -> None:
+    """A message that was never read keeps its block while its sender lives, and
+    ``message_timeout`` gives it up.
+    """
+    reader, writer = Pipe(duplex=False)
+    with shmreduce.install(inline_limit=4096):
+        writer.send(np.ones(LENGTH, np.uint8))
+        reader.close()
+        writer.close()
+        assert process_state().unread == 1
+        with shmreduce.install(message_timeout=0.001):
+            eventually(lambda: process_state().unread == 0, "the message is given up")
