@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_files_of_killed_processes_are_swept_by_the_living(children: Children) -
 @pytest.mark.usefixtures("strategy")
 def test_a_reader_killed_in_the_middle_leaves_no_lock() -> None:
     """Readers that are killed at random while they load block nobody afterwards; what
-    they had taken out of the channel and not yet loaded is given up in time.
+    they did not load is given up in time.
     """
     import multiprocessing
     import random
@@ -158,19 +159,18 @@ def test_a_reader_killed_in_the_middle_leaves_no_lock() -> None:
         process.kill()
         process.join(PATIENCE)
         process.close()
-        # What it did not read is read here.
-        writer.send(None)
-        while reader.poll(PATIENCE):
-            message = reader.recv()
-            if message is None:
-                break
-            assert (message[0] == 1).all()
+        # The pipe may be in the middle of a message; its blocks are not locked.
         reader.close()
         writer.close()
-        message = array = None
-    assert process_state().unread <= 2 * 10
+        assert resent(array)[0] == 1
     with shmreduce.install(message_timeout=0.001):
-        eventually(lambda: process_state().out == 0, "all blocks are free")
+        eventually(lambda: process_state().unread == 0, "the messages are given up")
+    del array
+    eventually(lambda: process_state().out == 0, "all blocks are free")
+
+
+def resent(array: Any) -> Any:
+    return ForkingPickler.loads(ForkingPickler.dumps(array))
 
 
 def read_for_ever(reader: Any) -> None:
