@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from shmreduce.pool_tasks import Call
 
-__all__ = ["AsyncResult", "Pool"]
+__all__ = ["AsyncResult", "Pool", "checked_retries", "processors"]
 
 # Named as in multiprocessing.pool.
 RUN, CLOSE, TERMINATE = "RUN", "CLOSE", "TERMINATE"
@@ -93,7 +93,7 @@ class Pool:
         self._state = _INIT
         self._pid = os.getpid()
         if processes is None:
-            processes = _processors()
+            processes = processors()
         if processes < 1:
             raise ValueError("Number of processes must be at least 1")
         if maxtasksperchild is not None and (
@@ -102,7 +102,7 @@ class Pool:
             raise ValueError("maxtasksperchild must be a positive int or None")
         if initializer is not None and not callable(initializer):
             raise TypeError("initializer must be a callable")
-        self._retries = _checked_retries(retries)
+        self._retries = checked_retries(retries)
         self._processes = processes
         self._crew = Crew(
             context or get_context(),
@@ -451,7 +451,7 @@ class Pool:
     # What all of them do
 
     def _tries(self, retries: int | None) -> int:
-        return self._retries if retries is None else _checked_retries(retries)
+        return self._retries if retries is None else checked_retries(retries)
 
     def _send(
         self,
@@ -510,13 +510,14 @@ def _chunks(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
         yield chunk
 
 
-def _checked_retries(retries: int) -> int:
+def checked_retries(retries: int) -> int:
+    """Return a number of retries; ValueError if it is none."""
     if not isinstance(retries, int) or retries < 0:
         raise ValueError(f"retries must be an integer of 0 or more, not {retries!r}")
     return retries
 
 
-def _processors() -> int:
+def processors() -> int:
     """Return how many processors this process may use, as Python 3.13 counts them."""
     count = getattr(os, "process_cpu_count", os.cpu_count)
     return count() or 1

@@ -174,9 +174,8 @@ class Crew:
         self._failures = 0
         self._next_start = 0.0
         self._closing = self._terminating = self._dismissed = self.ended = False
-        self._wake = _Wake()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake.fileno(), selectors.EVENT_READ)
+        self._wake: _Wake
+        self._selector: selectors.BaseSelector
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
     # From other threads
@@ -189,6 +188,9 @@ class Crew:
         OSError
             If one cannot be started. None is left then.
         """
+        self._wake = _Wake()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake.fileno(), selectors.EVENT_READ)
         try:
             while len(self.workers) < self.wanted:
                 self._hire()
@@ -213,7 +215,12 @@ class Crew:
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread look around; from any thread, and from a finalizer."""
+        """Let the thread look around; from any thread, and from a finalizer.
+
+        Nothing happens before :meth:`start`.
+        """
+        if self.thread.ident is None:
+            return
         self._wake.set()
         if self.ended:
             self._abandon(TaskAbandonedError(_TERMINATED))

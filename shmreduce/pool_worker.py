@@ -81,6 +81,9 @@ class Orders:
         What is an answer when a task raises it. Anything else ends the worker.
     parent : int
         The parent's process id.
+    plain_errors : bool
+        A result that cannot be pickled is answered by the pickler's exception,
+        and not by ``MaybeEncodingError``.
     """
 
     def __init__(
@@ -90,12 +93,15 @@ class Orders:
         limit: int | None,
         catch: type[BaseException],
         parent: int,
+        *,
+        plain_errors: bool = False,
     ) -> None:
         self.initializer = initializer
         self.initargs = initargs
         self.limit = limit
         self.catch = catch
         self.parent = parent
+        self.plain_errors = plain_errors
 
 
 def work(channel: Channel, lifeline: Descriptor, marks: Marks, orders: Orders) -> None:
@@ -130,7 +136,7 @@ def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
         done += 1
         marks.position = 0
         marks.begun = done
-        if not _answer(channel, data, marks, orders.catch):
+        if not _answer(channel, data, marks, orders):
             return
         # Arrays of this task are not to live until the next one comes.
         del data
@@ -148,13 +154,18 @@ def _next(channel: Channel) -> bytes | None:
     return None if data == STOP else data
 
 
-def _answer(channel: Channel, data: bytes, marks: Marks, catch: type[BaseException]) -> bool:
+def _answer(channel: Channel, data: bytes, marks: Marks, orders: Orders) -> bool:
     """Do one task and send its answer; False if there is nobody to send it to."""
-    succeeded, value = _run(channel, data, marks, catch)
+    succeeded, value = _run(channel, data, marks, orders.catch)
     try:
         message = channel.dumps((succeeded, value))
     except Exception as error:
-        return _tell(channel, False, _not_sendable(error, value))
+        if not isinstance(error, ShmreduceError) and not orders.plain_errors:
+            # Not one that says itself what to do, such as: there is no memory.
+            if isinstance(value, ExceptionWithTraceback):
+                value = value.exc
+            return _tell(channel, False, MaybeEncodingError(error, value))
+        return _tell(channel, False, _with_traceback(error))
     del value
     return _deliver(channel, message)
 
@@ -189,15 +200,6 @@ def _with_traceback(error: BaseException) -> Any:
     # Its frames hold the task's arrays.
     error.__traceback__ = None
     return wrapped
-
-
-def _not_sendable(error: Exception, value: Any) -> Any:
-    if isinstance(error, ShmreduceError):
-        # Such as: there is no memory. It says itself what to do.
-        return _with_traceback(error)
-    if isinstance(value, ExceptionWithTraceback):
-        value = value.exc
-    return MaybeEncodingError(error, value)
 
 
 def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:

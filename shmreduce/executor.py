@@ -1,0 +1,323 @@
+"""An executor with the interface of :class:`concurrent.futures.ProcessPoolExecutor`.
+
+May import everything below it; the work is done in :mod:`shmreduce.pool_crew`.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import threading
+import time
+import weakref
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, util
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.errors import WorkerDied
+from shmreduce.pool import checked_retries, processors
+from shmreduce.pool_channel import Channel
+from shmreduce.pool_crew import Crew
+from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
+from shmreduce.pool_worker import Orders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from shmreduce.pool_tasks import Call
+
+__all__ = ["ExecutorWorkerDied", "ProcessPoolExecutor"]
+
+
+class ExecutorWorkerDied(WorkerDied, BrokenProcessPool):
+    """The worker that did an executor's task was killed, or exited.
+
+    A :class:`BrokenProcessPool` to programs that know that name, although the
+    executor is not broken: the other tasks go on.
+    """
+
+
+class _Promise:
+    """Receives the answer to the task of one future."""
+
+    __slots__ = ("_pending", "future")
+
+    def __init__(self, pending: set[Future[Any]]) -> None:
+        self.future: Future[Any] = Future()
+        self._pending = pending
+        pending.add(self.future)
+
+    def begin(self) -> bool:
+        """Let the future run, unless it was cancelled."""
+        wanted = self.future.set_running_or_notify_cancel()
+        if not wanted:
+            self._pending.discard(self.future)
+        return wanted
+
+    def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
+        """Take the value, or the exception."""
+        # Before anybody who waits can submit the next.
+        self._pending.discard(self.future)
+        if not self.future.running() and not self.future.set_running_or_notify_cancel():
+            return
+        if succeeded:
+            self.future.set_result(value)
+        else:
+            self.future.set_exception(value)
+
+    def abandon(self, error: BaseException) -> None:
+        """Take note that no answer will come."""
+        self.answer(0, False, error)
+
+
+class ProcessPoolExecutor(Executor):
+    """An executor, as :class:`concurrent.futures.ProcessPoolExecutor`.
+
+    Beyond it: a worker that is killed fails its own future alone, with
+    :class:`~shmreduce.WorkerDied` (also a ``BrokenProcessPool``), or the task
+    is tried again; the others go on with a new worker. Arrays travel by shared
+    memory.
+
+    Parameters
+    ----------
+    max_workers : int, optional
+        How many workers; by default as many as there are processors.
+    mp_context : multiprocessing context, optional
+        Starts the workers.
+    initializer : callable, optional
+        Each worker calls ``initializer(*initargs)`` when it starts. If no
+        worker can be started for that, futures fail with ``BrokenProcessPool``.
+    initargs : tuple
+        Its arguments.
+    max_tasks_per_child : int, optional
+        After so many tasks a worker leaves. Not with ``fork``.
+    retries : int
+        How often a task is tried again whose worker was killed. For tasks
+        that do no harm when they are begun twice.
+
+    Notes
+    -----
+    Arguments are pickled before :meth:`submit` and :meth:`map` return, so they
+    may be changed afterwards.
+
+    Examples
+    --------
+    >>> import multiprocessing
+    >>> context = multiprocessing.get_context("fork")
+    >>> with ProcessPoolExecutor(2, context) as executor:
+    ...     list(executor.map(pow, [2, 3], [3, 2]))
+    [8, 9]
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        mp_context: Any = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        *,
+        max_tasks_per_child: int | None = None,
+        retries: int = 0,
+    ) -> None:
+        if max_workers is None:
+            max_workers = processors()
+        if max_workers <= 0:
+            raise ValueError("max_workers must be greater than 0")
+        if mp_context is None:
+            mp_context = get_context(None if max_tasks_per_child is None else "spawn")
+        self._forks = mp_context.get_start_method(allow_none=False) == "fork"
+        if initializer is not None and not callable(initializer):
+            raise TypeError("initializer must be a callable")
+        _check_limit(max_tasks_per_child, forks=self._forks)
+        self._retries = checked_retries(retries)
+        self._max_workers = max_workers
+        orders = Orders(
+            initializer,
+            tuple(initargs),
+            max_tasks_per_child,
+            BaseException,
+            os.getpid(),
+            plain_errors=True,
+        )
+        self._crew = Crew(
+            mp_context, _make_process, max_workers, orders, ExecutorWorkerDied, _broken
+        )
+        self._crew.wanted = max_workers if self._forks else 1
+        self._lock = threading.Lock()
+        self._started = self._shut = False
+        self._pending: set[Future[Any]] = set()
+        # Dropped without shutdown: what was submitted is done, then the workers leave.
+        weakref.finalize(self, self._crew.close).atexit = False
+
+    @property
+    def _processes(self) -> dict[int | None, Any]:
+        # The name that programs know.
+        return {worker.process.pid: worker.process for worker in self._crew.workers}
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Let a worker call ``fn(*args, **kwargs)``; do not wait for it.
+
+        The call is pickled now: arrays may be changed afterwards.
+
+        Raises
+        ------
+        BrokenProcessPool
+            If workers cannot be started.
+        RuntimeError
+            After :meth:`shutdown`.
+        """
+        return self._submit((ONCE, fn, args, kwargs), None)
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        *iterables: Iterable[Any],
+        timeout: float | None = None,
+        chunksize: int = 1,
+        buffersize: int | None = None,
+    ) -> Iterator[Any]:
+        """Yield ``fn(*items)`` for the items of the iterables, in order.
+
+        Parameters
+        ----------
+        fn, *iterables
+            What to call, with which items.
+        timeout : float, optional
+            Seconds from now in which all results must come.
+        chunksize : int
+            How many calls make one task.
+        buffersize : int, optional
+            How many tasks there are at most that were taken from the iterables
+            and whose results were not yet asked for. Without it the iterables
+            are read to their end now.
+
+        Raises
+        ------
+        TimeoutError
+            From the iterator, after ``timeout``.
+        """
+        if chunksize < 1:
+            raise ValueError("chunksize must be >= 1.")
+        if buffersize is not None and buffersize < 1:
+            raise ValueError("buffersize must be None or > 0")
+        end = None if timeout is None else time.monotonic() + timeout
+        chunks = enumerate(_chunks(zip(*iterables, strict=False), chunksize))
+        futures = (
+            self._submit((EACH_STARRED, fn, chunk, {}), place * chunksize)
+            for place, chunk in chunks
+        )
+        ready = collections.deque(itertools.islice(futures, buffersize))
+        return _results(ready, futures, end)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls; the workers leave when all are done.
+
+        Parameters
+        ----------
+        wait : bool
+            Wait for that.
+        cancel_futures : bool
+            Cancel what no worker has begun with.
+        """
+        with self._lock:
+            self._shut = True
+            if cancel_futures:
+                for future in list(self._pending):
+                    future.cancel()
+            self._crew.close()
+            started = self._started
+        if wait and started:
+            self._crew.join()
+
+    def _submit(self, call: Call, first: int | None) -> Future[Any]:
+        self._check_open()
+        promise = _Promise(self._pending)
+        try:
+            task = make_task(promise, 0, first, call, retries=self._retries, dumps=Channel.dumps)
+        except Exception as error:
+            promise.answer(0, False, error)
+            return promise.future
+        with self._lock:
+            try:
+                self._check_open()
+            except RuntimeError:
+                self._pending.discard(promise.future)
+                task.discard()
+                raise
+            if not self._forks:
+                needed = min(self._max_workers, len(self._pending))
+                self._crew.wanted = max(self._crew.wanted, needed)
+            if not self._started:
+                self._start()
+            self._crew.submit(task)
+            return promise.future
+
+    def _check_open(self) -> None:
+        if self._crew.broken_by is not None:
+            raise _broken(self._crew.broken_by)
+        if self._shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+    def _start(self) -> None:
+        self._crew.start()
+        self._started = True
+        # At the end of the interpreter what was submitted is done first.
+        util.Finalize(self._crew, _finish, args=(weakref.ref(self._crew),), exitpriority=15)
+
+
+def _finish(reference: weakref.ref[Crew]) -> None:
+    crew = reference()
+    if crew is not None:
+        crew.close()
+        crew.join()
+
+
+def _make_process(context: Any, **arguments: Any) -> Any:
+    return context.Process(**arguments)
+
+
+def _broken(error: BaseException) -> BrokenProcessPool:
+    broken = BrokenProcessPool(f"no worker process can be started: {error}")
+    broken.__cause__ = error
+    return broken
+
+
+def _check_limit(limit: int | None, *, forks: bool) -> None:
+    if limit is None:
+        return
+    if not isinstance(limit, int):
+        raise TypeError("max_tasks_per_child must be an integer")
+    if limit <= 0:
+        raise ValueError("max_tasks_per_child must be >= 1")
+    if forks:
+        # As in the standard library: https://github.com/python/cpython/issues/90622
+        raise ValueError(
+            "max_tasks_per_child is incompatible with the 'fork' multiprocessing start method;"
+            " supply a different mp_context."
+        )
+
+
+def _chunks(items: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    iterator = iter(items)
+    while chunk := tuple(itertools.islice(iterator, size)):
+        yield chunk
+
+
+def _results(
+    ready: collections.deque[Future[Any]], futures: Iterator[Future[Any]], end: float | None
+) -> Iterator[Any]:
+    try:
+        while ready:
+            left = None if end is None else end - time.monotonic()
+            # Reversed and popped: no result is kept that was given out.
+            values = ready[0].result(left)
+            ready.popleft()
+            ready.extend(itertools.islice(futures, 1))
+            values.reverse()
+            while values:
+                yield values.pop()
+    finally:
+        for future in ready:
+            future.cancel()
