@@ -1,0 +1,86 @@
+"""Idle memory goes back to the system without anybody asking."""
+
+from __future__ import annotations
+
+import gc
+import os
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.inspection import list_segments, process_state
+from shmreduce.testing.processes import OtherProcess
+from tests.memory.waiting import PATIENCE, eventually
+
+MEBIBYTE = 1 << 20
+
+
+def reserved() -> int:
+    return sum(heap.reserved_bytes for heap in runtime.current().heaps)
+
+
+@pytest.mark.parametrize("name", ["file_descriptor", "file_system"])
+def test_idle_memory_goes_back(name: str) -> None:
+    """Beyond ``idle_keep`` bytes, memory unused for ``idle_seconds`` is given back by
+    itself, and the kernel has it.
+    """
+    with shmreduce.install(strategy=name, idle_keep=8 * MEBIBYTE, idle_seconds=0.1):
+        arrays = [np.ones(10 * MEBIBYTE, np.uint8) for _ in range(4)]
+        messages = [ForkingPickler.dumps(each) for each in arrays]
+        shared = [shmreduce.zeros(10 * MEBIBYTE, np.uint8) for _ in range(4)]
+        assert reserved() >= 80 * MEBIBYTE
+        for data in messages:
+            ForkingPickler.loads(data)
+        del shared
+        gc.collect()
+        # Tables of the segments are not idle memory; each heap keeps its share.
+        eventually(lambda: reserved() < 2 * 8 * MEBIBYTE + 8 * MEBIBYTE, "memory is back")
+        pid = os.getpid()
+        really = sum(each.reserved for each in list_segments() if each.owner == pid)
+        assert really < 3 * 8 * MEBIBYTE
+
+
+def test_a_waiting_sender_notices_that_its_reader_is_done() -> None:
+    """A process that does nothing takes back what its reader has dropped."""
+    with (
+        shmreduce.install(idle_keep=4 * MEBIBYTE, idle_seconds=0.05, inline_limit=4096),
+        OtherProcess("fork") as other,
+    ):
+        other.ask(np.sum, np.ones(40 * MEBIBYTE, np.uint8))
+        eventually(lambda: reserved() < 12 * MEBIBYTE, "memory is back")
+
+
+def test_memory_in_use_does_not_go_back() -> None:
+    """Arrays in use keep their bytes while everything around them is given back."""
+    with shmreduce.install(idle_keep=0, idle_seconds=0.01, inline_limit=4096):
+        kept: list[Any] = []
+        for number in range(60):
+            kept.append(shmreduce.full(MEBIBYTE // 2, number, np.uint8))
+            kept.append(resent(np.full(MEBIBYTE // 2, number, np.uint8)))
+            resent(np.ones(MEBIBYTE, np.uint8))
+        eventually(lambda: process_state().warm == 0, "all that is free is cold")
+        assert all((array == number // 2).all() for number, array in enumerate(kept))
+        del kept
+
+
+def resent(array: Any) -> Any:
+    return ForkingPickler.loads(ForkingPickler.dumps(array))
+
+
+def test_the_thread_that_gives_back_ends() -> None:
+    """When there is nothing to give back there is no thread."""
+    import threading
+
+    with shmreduce.install(idle_keep=4 * MEBIBYTE, idle_seconds=0.02):
+        array = shmreduce.zeros(20 * MEBIBYTE, np.uint8)
+        names = [thread.name for thread in threading.enumerate()]
+        assert "shmreduce-idle" in names
+        del array
+        eventually(
+            lambda: "shmreduce-idle" not in [each.name for each in threading.enumerate()],
+            f"the thread ends within {PATIENCE} s",
+        )

@@ -1,0 +1,287 @@
+"""Limits that are reached: a named error, nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.memory.inspection import process_state
+from shmreduce.testing.processes import OtherProcess
+from tests.memory.waiting import PATIENCE, in_forked_child, receive, wait_for_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LENGTH = 300_000
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Make every attempt to open something fail for a while."""
+    # Modules that are not imported yet could not be either.
+    ForkingPickler.loads(ForkingPickler.dumps([np.ones(LENGTH), shmreduce.ones(LENGTH)]))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def dumps_of_new_process() -> bytes:
+    """Return a message whose segments the reader cannot have open."""
+    _kept.append(shmreduce.ones(LENGTH, np.uint8))
+    return bytes(ForkingPickler.dumps([np.full(LENGTH, 2, np.uint8), _kept[-1]]))
+
+
+_kept: list[Any] = []
+
+
+@pytest.mark.usefixtures("strategy")
+def test_a_reader_without_descriptors_can_load_later() -> None:
+    """With no descriptor left, loading is an ``AttachError`` that keeps the message,
+    which loads once there are descriptors again.
+    """
+    with OtherProcess("fork") as other:
+        data = other.ask(dumps_of_new_process)
+        with no_descriptors_left(), pytest.raises(shmreduce.AttachError) as caught:
+            ForkingPickler.loads(data)
+        assert caught.value.errno == errno.EMFILE
+        assert "ulimit -n" in str(caught.value)
+        assert caught.value.message_bytes == data
+        first, second = ForkingPickler.loads(data)
+        assert (first == 2).all()
+        assert (second == 1).all()
+        del first, second
+
+
+def grow_without_descriptors() -> list[str]:
+    """Return the names of the errors of a sender that cannot open anything."""
+    errors = []
+    large = 300 * LENGTH
+    with no_descriptors_left():
+        for make in (
+            lambda: shmreduce.zeros(large, np.uint8),
+            lambda: ForkingPickler.dumps(np.ones(large, np.uint8)),
+        ):
+            try:
+                make()
+            except shmreduce.ShmreduceError as error:
+                errors.append(type(error).__name__)
+                errors.append(errno.errorcode[error.errno])
+    assert shmreduce.zeros(LENGTH, np.uint8).sum() == 0
+    assert ForkingPickler.loads(ForkingPickler.dumps(np.ones(LENGTH, np.uint8))).sum() == LENGTH
+    return errors
+
+
+@pytest.mark.usefixtures("strategy")
+def test_a_sender_without_descriptors_gets_a_named_error() -> None:
+    """With no descriptor left, making memory is a ``SegmentError`` with EMFILE; it
+    works once there are descriptors again.
+    """
+    with OtherProcess("fork") as other:
+        assert other.ask(grow_without_descriptors) == ["SegmentError", "EMFILE"] * 2
+
+
+FULL = """
+import errno, os, sys
+import numpy as np
+import shmreduce
+from multiprocessing.reduction import ForkingPickler
+
+shmreduce.install(strategy="file_system", inline_limit=4096)
+kept = []
+try:
+    while True:
+        kept.append(shmreduce.ones(300_000, np.uint8))
+except shmreduce.OutOfSharedMemoryError as error:
+    assert error.errno == errno.ENOSPC, error
+    assert error.requested > 0
+    assert "doctor" in str(error)
+assert 1 < len(kept) < 60
+count = len(kept)
+for _ in range(3):
+    try:
+        ForkingPickler.dumps(np.ones(2_000_000, np.uint8))
+    except shmreduce.OutOfSharedMemoryError:
+        pass
+    else:
+        raise SystemExit("there is no room for this")
+assert all((each == 1).all() for each in kept)
+with shmreduce.install(on_exhausted="pickle"):
+    data = ForkingPickler.dumps(np.ones(2_000_000, np.uint8))
+    assert (ForkingPickler.loads(data) == 1).all()
+kept.clear()
+again = [shmreduce.ones(300_000, np.uint8) for _ in range(count)]
+print("all well")
+"""
+
+
+@pytest.mark.parametrize("megabytes", [4, 9, 16])
+def test_a_full_file_system_is_an_error_and_no_signal(tmp_path: Path, megabytes: int) -> None:
+    """On a small tmpfs the error names what was asked for; memory that was handed out
+    before stays good, and there is no SIGBUS.
+    """
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o size={megabytes}m tmpfs {folder}"
+    probe = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False
+    )
+    if probe.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {probe.stderr.strip()}")
+    finished = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{mount} && exec {sys.executable} {script}"],
+        env={
+            **os.environ,
+            "SHMREDUCE_DIRECTORY": str(folder),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.stdout == "all well\n", finished.stderr[-2000:]
+    assert finished.returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.usefixtures("strategy")
+def test_another_users_segment_is_refused() -> None:
+    """A process of another user gets a ``ForeignSegmentError``, or is not let near the
+    segment by the kernel, and nothing is claimed.
+    """
+    array = shmreduce.ones(LENGTH, np.uint8)
+    data = bytes(ForkingPickler.dumps([array]))
+    nobody = 65534
+
+    def load_as_nobody() -> bool:
+        # Without what was inherited, as an unrelated process would be.
+        from shmreduce.memory import runtime
+
+        runtime.current().attachments._inherited.clear()
+        os.setgroups([])
+        os.setgid(nobody)
+        os.setuid(nobody)
+        try:
+            ForkingPickler.loads(data)
+        except shmreduce.ForeignSegmentError as error:
+            return bool(error.expected == nobody and error.uid == 0)
+        except shmreduce.AttachError as error:
+            return error.errno in (errno.EACCES, errno.EPERM)
+        return False
+
+    assert wait_for_exit(in_forked_child(load_as_nobody)) == 0
+    assert process_state().unread == 1
+    assert ForkingPickler.loads(data)[0].sum() == LENGTH
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_segment_of_another_user_in_our_hands_is_refused() -> None:
+    """A descriptor of another user's segment is not mapped even if it can be opened."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    with OtherProcess("fork") as other:
+        data = other.ask(dumps_and_give_away)
+        with pytest.raises(shmreduce.ForeignSegmentError) as caught:
+            ForkingPickler.loads(data)
+        assert caught.value.uid == 65534
+
+
+def dumps_and_give_away() -> bytes:
+    data = dumps_of_new_process()
+    for fd in process_state().segments.values():
+        os.fchown(fd, 65534, 65534)
+    return data
+
+
+MANY = 100_000
+FEW_DESCRIPTORS = 32
+FEW_MAPPINGS = 64
+
+
+def count_resources() -> tuple[int, int]:
+    """Return how many descriptors and mappings of ours this process has."""
+    process = Path("/proc/self")
+    descriptors = 0
+    for each in (process / "fd").iterdir():
+        try:
+            descriptors += "shmreduce-" in str(each.readlink())
+        except FileNotFoundError:
+            # The listing's own.
+            continue
+    mappings = sum("shmreduce-" in line for line in (process / "maps").read_text().splitlines())
+    return descriptors, mappings
+
+
+def hold_many(reader: Any, writer: Any) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    held: list[Any] = []
+    while len(held) < MANY:
+        held.extend(receive(reader))
+    wrong = sum(int(array[0]) != number % 251 for number, array in enumerate(held))
+    writer.send((wrong, *count_resources()))
+    assert receive(reader) == "end"
+
+
+def send_many() -> None:
+    """Make and send 100,000 arrays, and check what it costs."""
+    import multiprocessing
+
+    shmreduce.install()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    context: Any = multiprocessing.get_context("fork")
+    to_child, from_parent = Pipe(duplex=False)
+    to_parent, from_child = Pipe(duplex=False)
+    child = context.Process(target=hold_many, args=(to_child, from_child))
+    child.start()
+    kept: list[Any] = []
+    for start in range(0, MANY, 1000):
+        some = [
+            shmreduce.full(4096, number % 251, np.uint8) for number in range(start, start + 1000)
+        ]
+        from_parent.send(some)
+        kept.extend(some)
+    wrong, descriptors, mappings = receive(to_parent)
+    assert wrong == 0
+    assert descriptors <= FEW_DESCRIPTORS, descriptors
+    assert mappings <= FEW_MAPPINGS, mappings
+    descriptors, mappings = count_resources()
+    assert descriptors <= FEW_DESCRIPTORS, descriptors
+    assert mappings <= FEW_MAPPINGS, mappings
+    from_parent.send("end")
+    child.join(PATIENCE)
+    assert child.exitcode == 0
+
+
+def test_a_hundred_thousand_arrays_need_few_descriptors_and_mappings() -> None:
+    """100,000 live shared arrays of 4 KiB take at most 32 descriptors and 64 mappings,
+    under ``ulimit -n 256``, at the sender and at the receiver.
+    """
+    finished = subprocess.run(
+        [sys.executable, "-c", "from tests.memory.test_limits import send_many; send_many()"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
