@@ -233,8 +233,9 @@ class Attachments:
         if _is_alive(handle.pid):
             return AttachError(
                 f"process {handle.pid}, which sent the array, does not have segment "
-                f"{handle.token.hex()} open (any more), or lives in another PID namespace. Use "
-                "strategy 'file_system' across containers",
+                f"{handle.token.hex()} open: it has closed it or has become another program by "
+                "exec, or its pid means another process here, in a PID namespace of its own. "
+                "Use strategy 'file_system' across containers",
                 segment=handle.token.hex(),
                 locator=handle.locator,
                 reason="no such descriptor",
@@ -286,6 +287,15 @@ class Attachments:
             if (surplus or not segment.owner_alive()) and self._close(segment):
                 closed += 1
         return closed
+
+    def close_ownerless(self, segment: Segment) -> None:
+        """Close a segment in which the last hold of this process ended, if its owner is dead.
+
+        Nothing will come from there any more, and its pages are freed with the
+        last who has it open. Runs when views die, so it waits for nothing.
+        """
+        if segment.idle and not segment.owner_alive():
+            self._close(segment)
 
     def _close(self, segment: Segment) -> bool:
         # Out of sight first, then a second look: see _pin.

@@ -25,6 +25,8 @@ from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import Mapping, make_root
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shmreduce.contracts import Mode
     from shmreduce.memory.ledger import ForkLedger
     from shmreduce.memory.segment import Segment
@@ -157,6 +159,8 @@ class LiveBlocks:
     def __init__(self, ledger: ForkLedger, inherited: LiveBlocks | None = None) -> None:
         self.ledger = ledger
         self.current = True
+        self.on_unused: Callable[[Segment], None] = _keep
+        """Called when the last hold in another process's segment has ended."""
         self._inherited = inherited
         self._roots: dict[int, RootReference] = {}
         self._shared: dict[tuple[bytes, int], RootReference] = {}
@@ -268,6 +272,8 @@ class LiveBlocks:
         if not segment.try_release(block, record.slot):
             return False
         segment.holds.pop(record.slot, None)
+        if not segment.holds:
+            self.on_unused(segment)
         return True
 
     def settle(self) -> None:
@@ -318,6 +324,10 @@ class LiveBlocks:
         """Retire the inherited table and return the child's own."""
         self.current = False
         return LiveBlocks(self.ledger.after_fork_in_child(), inherited=self)
+
+
+def _keep(segment: Segment) -> None:
+    """Keep a segment open that is not in use."""
 
 
 def _await_private(record: Record) -> None:

@@ -190,7 +190,7 @@ class HeapHost(Protocol):
     def give_up(self) -> None:
         """End messages that nobody is going to read."""
 
-    def on_growth(self, heap: Heap) -> None:
+    def on_growth(self) -> None:
         """Take note that more memory was reserved."""
 
 
@@ -244,7 +244,7 @@ class Heap:
         if found is None:
             with self.exclusive():
                 found = self._take_warm(size) or self._make_room(size)
-            self._host.on_growth(self)
+            self._host.on_growth()
         segment, block = found
         # Before it counts as out, so that reap() in another thread, which sees
         # neither views nor leases yet, leaves it alone.

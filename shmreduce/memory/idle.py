@@ -93,12 +93,16 @@ class IdleReturn:
             if stop.acquire(timeout=min(_LONGEST_PAUSE, max(seconds / 4, 0.01))):
                 return
             self._live.settle()
-            wanted = [self._look_after(heap, seconds, keep) for heap in self._heaps()]
-            if not any(wanted):
+            heaps = self._heaps()
+            left = keep
+            for heap in heaps:
+                self._look_after(heap, seconds, left)
+                left = max(0, left - heap.warm_bytes)
+            if sum(heap.reserved_bytes for heap in heaps) <= keep:
                 return
 
-    def _look_after(self, heap: Heap, seconds: float, keep: int) -> bool:
-        """Take back what is free; return whether there may be more to come."""
+    def _look_after(self, heap: Heap, seconds: float, keep: int) -> None:
+        """Take back what is free, and give back what has been free for long."""
         if heap.collect():
             heap.last_used = time.monotonic()
         try:
@@ -108,5 +112,5 @@ class IdleReturn:
                     if time.monotonic() - heap.last_used >= seconds:
                         heap.cool(keep)
         except HeapBusyError:
-            return True
-        return heap.reserved_bytes > keep
+            # Collected from inside the heap, by a finalizer that runs in this thread.
+            return

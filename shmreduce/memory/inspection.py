@@ -140,7 +140,7 @@ def process_state() -> ProcessState:
         descriptors=frozenset(
             fd
             for each in segments
-            for fd in (each.fd, each.lock_fd, runtime.live.ledger.descriptor)
+            for fd in (*each.descriptors(), runtime.live.ledger.descriptor)
         ),
     )
 

@@ -52,6 +52,7 @@ class Runtime:
         )
         lineage: dict[bytes, Segment] = {} if parent is None else parent.attachments.lineage()
         self.attachments: Attachments = Attachments(self._get_family, lineage)
+        self.live.on_unused = self.attachments.close_ownerless
         self.idle_return = IdleReturn(self.live, lambda: self.heaps, _idle_limits)
         self._heaps: dict[tuple[int, str, bool], Heap] = {}
         self.strategies: set[SharingStrategy] = set()
@@ -131,9 +132,9 @@ class Runtime:
         for segment in list(self.directory.values()):
             segment.give_up(timeout)
 
-    def on_growth(self, heap: Heap) -> None:
-        """Have somebody look after a heap that holds more than it may keep idle."""
-        if heap.reserved_bytes > get_settings().idle_keep:
+    def on_growth(self) -> None:
+        """Have somebody look after heaps that hold more than they may keep idle."""
+        if sum(heap.reserved_bytes for heap in self.heaps) > get_settings().idle_keep:
             self.idle_return.start()
 
     # The end

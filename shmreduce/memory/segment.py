@@ -229,6 +229,10 @@ class Segment:
                 os.close(made)
         return known
 
+    def descriptors(self) -> tuple[int, ...]:
+        """Return all that the segment has open."""
+        return (self.fd, self.lock_fd, *self._transfer.values())
+
     def owner_alive(self) -> bool:
         """Return whether the process that made the segment, or a fork of it, lives."""
         return self.owner or locks.first_locked(self.fd, LOCK_OWNER) is not None
