@@ -26,7 +26,6 @@ from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from multiprocessing.process import BaseProcess
 
     from shmreduce.contracts import Reducer
 
@@ -50,13 +49,13 @@ class Child:
 
     Parameters
     ----------
-    process : BaseProcess
-        What is being started.
+    process : object
+        What is being started, a process object or what pickles as one.
     *calls : Call
         What else the child does, after it has settings, family and reducers.
     """
 
-    def __init__(self, process: BaseProcess, *calls: Call) -> None:
+    def __init__(self, process: object, *calls: Call) -> None:
         self._process = process
         self._calls = calls
 

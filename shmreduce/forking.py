@@ -425,13 +425,13 @@ class _Patch:
 # Children
 
 
-def as_child(process: BaseProcess, *calls: Call) -> Child:
+def as_child(process: object, *calls: Call) -> Child:
     """Return what to pickle for a child: installed if this process is.
 
     Parameters
     ----------
-    process : BaseProcess
-        What is being started.
+    process : object
+        What is being started, a process object or what pickles as one.
     *calls : Call
         What the child does besides, before it looks at its arguments.
     """

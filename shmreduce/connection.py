@@ -1,0 +1,283 @@
+"""Connections whose messages bring the memory they refer to.
+
+May import ``packets`` and everything below it, and
+:mod:`multiprocessing.connection`.
+
+A connection is one end of a pair of ``SOCK_SEQPACKET`` sockets (unix(7)). A
+message is one packet, written and read by one system call: writers and readers
+need no locks, and one that is killed leaves no half of a message behind. The
+descriptors of the segments that a message refers to travel with it
+(SCM_RIGHTS), so the sender may be gone before it is read.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import functools
+import io
+import multiprocessing.connection
+import os
+import socket
+from multiprocessing import reduction
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.memory import locks
+from shmreduce.packets import LARGEST_PACKET, MOST_DESCRIPTORS, Arrival, pack, pack_bytes
+
+if TYPE_CHECKING:
+    from shmreduce.packets import Packet
+
+__all__ = ["Connection", "Pipe", "give_buffer", "supported"]
+
+_BUFFER = 2 << 20
+"""Bytes asked for: the kernel counts about 1 KiB for each message, however small."""
+_ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+_GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
+_SPARE_BUFFERS = 4
+
+_spare: list[bytearray] = []
+"""Buffers to read into; a thread takes one for as long as it needs it."""
+
+
+class _Socket(socket.socket):
+    """A socket that is closed in silence when it is dropped, as connections are."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Connection(multiprocessing.connection.Connection):
+    """One end of a :func:`Pipe`; as :class:`multiprocessing.connection.Connection`.
+
+    Any number of processes and threads may use an end at once. What is sent is
+    what the object was at that instant.
+
+    Parameters
+    ----------
+    handle : int
+        A connected ``SOCK_SEQPACKET`` socket; this object's from now on.
+    readable, writable : bool
+        What the end may be used for.
+    """
+
+    _handle: int | None
+    _readable: bool
+    _writable: bool
+
+    def __init__(self, handle: int, readable: bool = True, writable: bool = True) -> None:
+        super().__init__(handle, readable, writable)
+        self._socket = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, handle)
+        # socket.setdefaulttimeout() is not meant for this.
+        self._socket.setblocking(True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (
+            type(self),
+            reduction.DupFd(self.fileno()),
+            self.readable,
+            self.writable,
+        )
+
+    def send(self, obj: Any) -> None:
+        """Send a picklable object.
+
+        Raises
+        ------
+        BrokenPipeError
+            If nobody can receive it any more.
+        OutOfSharedMemoryError, BudgetExceededError
+            If it is large and there is no room for it.
+        OSError
+            If the connection is closed, or meant for reading alone.
+        """
+        if self._handle is None or not self._writable:
+            self._refuse()
+        self.transmit(pack(obj))
+
+    def recv(self) -> Any:
+        """Return the next object; wait for it.
+
+        Raises
+        ------
+        EOFError
+            If there is none and nobody can send one any more.
+        AttachError
+            If its memory cannot be opened here; ``message_bytes`` then has the
+            message, which ``pickle.loads`` can try again.
+        OSError
+            If the connection is closed, or meant for writing alone.
+        """
+        if self._handle is None or not self._readable:
+            self._refuse()
+        buffer = _take_buffer()
+        try:
+            return self._receive(buffer, 0).load()
+        finally:
+            give_buffer(buffer)
+
+    def receive(self, *, wait: bool) -> tuple[Arrival, bytearray] | None:
+        """Receive, but do not unpickle yet.
+
+        Returns None if there is nothing and it must not wait. The buffer is to
+        be given back by :func:`give_buffer` once the arrival has been loaded.
+        """
+        if self._handle is None or not self._readable:
+            self._refuse()
+        buffer = _take_buffer()
+        try:
+            return self._receive(buffer, 0 if wait else socket.MSG_DONTWAIT), buffer
+        except BlockingIOError:
+            return None
+
+    def transmit(self, packet: Packet, *, wait: bool = True) -> None:
+        """Send a packet, which is discarded if that fails.
+
+        Raises
+        ------
+        OSError
+            Without ``wait``, ``EAGAIN`` where it would have to wait; the packet
+            is then still good, whatever the reason.
+        """
+        if not wait:
+            self._write(packet, _NO_SIGNAL | socket.MSG_DONTWAIT)
+            return
+        try:
+            self._write(packet, _NO_SIGNAL)
+        except OSError as error:
+            packet.discard()
+            if error.errno in _GONE:
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+            raise
+
+    # What the base class calls
+
+    def _send_bytes(self, buf: memoryview) -> None:
+        self.transmit(pack_bytes(buf))
+
+    def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
+        buffer = _take_buffer()
+        try:
+            data = self._receive(buffer, 0).contents()
+        finally:
+            give_buffer(buffer)
+        if maxsize is not None and len(data) > maxsize:
+            return None
+        file = io.BytesIO()
+        # The position tells the base class the size.
+        file.write(data)
+        return file
+
+    def _close(self) -> None:
+        self._socket.close()
+
+    def _refuse(self) -> None:
+        self._check_closed()  # type: ignore[attr-defined]
+        # An end has one direction at least.
+        self._check_readable()  # type: ignore[attr-defined]
+        self._check_writable()  # type: ignore[attr-defined]
+
+    # The socket
+
+    def _write(self, packet: Packet, flags: int) -> None:
+        descriptors = packet.descriptors() if packet.segments else None
+        if descriptors:
+            rights = array.array("i", descriptors)
+            try:
+                self._socket.sendmsg(
+                    [packet.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags
+                )
+            except OSError as error:
+                # Too many descriptors are under way, or one was closed since its
+                # array was given up: the receiver opens the segment by its name.
+                if error.errno not in (errno.ETOOMANYREFS, errno.EBADF) or self.closed:
+                    raise
+            else:
+                return
+        self._socket.send(packet.data, flags)
+
+    def _receive(self, buffer: bytearray, flags: int) -> Arrival:
+        read = self._socket.recvmsg_into
+        try:
+            size, control, _, _ = read([buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC)
+        except ConnectionResetError:
+            # The other end was closed with messages unread. Said once; what
+            # was sent before can still be read.
+            size, control, _, _ = read([buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC)
+        if not size:
+            raise EOFError
+        return Arrival(memoryview(buffer)[:size], _descriptors_in(control) if control else ())
+
+
+def Pipe(duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
+    """Return the two ends of a new pipe; see :func:`multiprocessing.Pipe`.
+
+    Parameters
+    ----------
+    duplex : bool
+        Whether both ends can send and receive; if not, the first can only
+        receive and the second only send.
+
+    Examples
+    --------
+    >>> here, there = Pipe()
+    >>> here.send([1, 2])
+    >>> there.recv()
+    [1, 2]
+    >>> here.close(), there.close()
+    (None, None)
+    """
+    if not supported():
+        return multiprocessing.connection.Pipe(duplex)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    first, second = (end.detach() for end in ends)
+    return Connection(first, writable=duplex), Connection(second, readable=duplex)
+
+
+@functools.cache
+def supported() -> bool:
+    """Return whether the connections of this module work here."""
+    if not locks.supported() or not hasattr(socket, "SOCK_SEQPACKET"):
+        return False
+    try:
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return False
+    for end in ends:
+        end.close()
+    return True
+
+
+def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: bool) -> Any:
+    number = descriptor.detach()
+    # A spawned child inherits it over exec; its own children shall not.
+    os.set_inheritable(number, False)
+    return kind(number, readable, writable)
+
+
+def _descriptors_in(control: list[Any]) -> list[int]:
+    # Where none is free (EMFILE) the kernel drops the rest, with MSG_CTRUNC.
+    found = array.array("i")
+    for level, kind, data in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
+
+
+def _take_buffer() -> bytearray:
+    try:
+        return _spare.pop()
+    except IndexError:
+        return bytearray(LARGEST_PACKET)
+
+
+def give_buffer(buffer: bytearray) -> None:
+    """Take back what :meth:`Connection.try_recv` gave out."""
+    if len(_spare) < _SPARE_BUFFERS:
+        _spare.append(buffer)

@@ -1,0 +1,262 @@
+"""Every public name of :mod:`multiprocessing`, with the channels of shmreduce.
+
+May import everything below it, and :mod:`multiprocessing`. The other classes of
+this layer are imported by the methods that make them.
+
+The contexts are those of :mod:`multiprocessing.context` with other channels, and
+with processes whose arguments go through the pickler of shmreduce. Nothing of
+:mod:`multiprocessing` itself is changed: the start method of this module's
+default context is its own.
+"""
+
+from __future__ import annotations
+
+from multiprocessing import context
+from typing import TYPE_CHECKING, Any
+
+# The reducers of the standard library import it when they need it; a child that
+# is forked in the middle of that waits for the import lock for ever.
+from multiprocessing import resource_sharer  # noqa: F401 isort: skip
+
+from shmreduce import connection
+from shmreduce.memory import runtime
+from shmreduce.settings import get_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from multiprocessing.process import BaseProcess
+
+    _Base = context.BaseContext
+    _DefaultProcess = context.Process
+else:
+    # Beside the standard context that comes next in the order of methods.
+    _Base = object
+    _DefaultProcess = context.Process
+
+
+class _Channels(_Base):
+    """What the contexts of shmreduce make differently."""
+
+    def Pipe(self, duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
+        """Return two connections; see :func:`shmreduce.Pipe`."""
+        return connection.Pipe(duplex)
+
+    def SimpleQueue(self) -> Any:  # noqa: N802
+        """Return a queue that is a pipe; see :class:`shmreduce.queues.SimpleQueue`."""
+        if not connection.supported():
+            return super().SimpleQueue()
+        from shmreduce.queues import SimpleQueue
+
+        return SimpleQueue(ctx=self.get_context())
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
+        """Return a queue; see :class:`shmreduce.queues.Queue`."""
+        if not connection.supported():
+            return super().Queue(maxsize)
+        from shmreduce.queues import Queue
+
+        return Queue(maxsize, ctx=self.get_context())
+
+    def JoinableQueue(self, maxsize: int = 0) -> Any:  # noqa: N802
+        """Return a queue that counts what is done; see :class:`shmreduce.queues.JoinableQueue`."""
+        if not connection.supported():
+            return super().JoinableQueue(maxsize)
+        from shmreduce.queues import JoinableQueue
+
+        return JoinableQueue(maxsize, ctx=self.get_context())
+
+    def Pool(  # noqa: N802
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        **more: Any,
+    ) -> Any:
+        """Return a pool of worker processes; see :class:`shmreduce.pool.Pool`."""
+        if not connection.supported():
+            return super().Pool(processes, initializer, initargs, maxtasksperchild)
+        from shmreduce.pool import Pool
+
+        return Pool(
+            processes,
+            initializer,
+            initargs,
+            maxtasksperchild,
+            context=self.get_context(),
+            **more,
+        )
+
+    def get_context(self, method: str | None = None) -> Any:
+        """Return this context, or that of a start method."""
+        return self if method is None else _concrete(method)
+
+
+# Processes
+
+
+def _get_ready() -> None:
+    """Let a child that is about to be started be of this process's family."""
+    if connection.supported():
+        runtime.configure(get_settings())
+
+
+class _Process:
+    """What the processes of shmreduce do differently in the child."""
+
+    _start_method: str
+
+    def _bootstrap(self, *arguments: Any, **named: Any) -> Any:
+        if self._start_method is not None:
+            _default._actual_context = _concrete(self._start_method)  # type: ignore[attr-defined]
+        return super()._bootstrap(*arguments, **named)  # type: ignore[misc]
+
+
+class Process(_DefaultProcess):
+    """A process of the default start method; see :class:`multiprocessing.Process`."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
+        return _default.get_context().Process._Popen(process_obj)
+
+    @staticmethod
+    def _after_fork() -> Any:
+        return _default.get_context().Process._after_fork()
+
+
+class ForkProcess(_Process, context.ForkProcess):
+    """A process that is forked."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
+        _get_ready()
+        return context.ForkProcess._Popen(process_obj)
+
+
+class SpawnProcess(_Process, context.SpawnProcess):
+    """A process with an interpreter of its own."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
+        _get_ready()
+        from shmreduce.launching import SpawnPopen
+
+        return SpawnPopen(process_obj)
+
+
+class ForkServerProcess(_Process, context.ForkServerProcess):
+    """A process that a server without threads forks."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
+        _get_ready()
+        from shmreduce.launching import ForkServerPopen
+
+        return ForkServerPopen(process_obj)
+
+
+# Contexts
+
+
+class ForkContext(_Channels, context.ForkContext):
+    """Starts processes by ``fork``."""
+
+    Process = ForkProcess
+
+
+class SpawnContext(_Channels, context.SpawnContext):
+    """Starts processes with an interpreter of their own."""
+
+    Process = SpawnProcess
+
+
+class ForkServerContext(_Channels, context.ForkServerContext):
+    """Starts processes by way of a server that forks them."""
+
+    Process = ForkServerProcess
+
+
+class DefaultContext(_Channels, context.DefaultContext):
+    """Starts processes by the method that :meth:`set_start_method` chooses, once."""
+
+    Process = Process
+
+    def get_context(self, method: str | None = None) -> Any:
+        """Return the context in force, or that of a start method."""
+        if method is None:
+            return context.DefaultContext.get_context(self)
+        return _concrete(method)
+
+    def set_start_method(self, method: str | None, force: bool = False) -> None:
+        """Choose how processes are started; see :func:`multiprocessing.set_start_method`."""
+        super().set_start_method(method, force)
+
+
+_contexts: dict[str, context.BaseContext] = {
+    "fork": ForkContext(),
+    "spawn": SpawnContext(),
+    "forkserver": ForkServerContext(),
+}
+
+
+def _concrete(method: str) -> Any:
+    try:
+        found = _contexts[method]
+    except KeyError:
+        raise ValueError(f"cannot find context for {method!r}") from None
+    found._check_available()
+    return found
+
+
+def _usual_method() -> str:
+    """Return what the standard library starts processes by if nobody chooses."""
+    usual: str = context._default_context._default_context._name  # type: ignore[attr-defined]
+    return usual
+
+
+def adopt_start_method(method: str | None) -> None:
+    """Take over what the parent has chosen, in a child."""
+    _default.set_start_method(method, force=True)
+
+
+_default = DefaultContext(_contexts[_usual_method()])
+
+# The names of multiprocessing
+
+AuthenticationError = context.AuthenticationError
+BufferTooShort = context.BufferTooShort
+ProcessError = context.ProcessError
+TimeoutError = context.TimeoutError  # noqa: A001
+
+Array = _default.Array
+Barrier = _default.Barrier
+BoundedSemaphore = _default.BoundedSemaphore
+Condition = _default.Condition
+Event = _default.Event
+JoinableQueue = _default.JoinableQueue
+Lock = _default.Lock
+Manager = _default.Manager
+Pipe = _default.Pipe
+Pool = _default.Pool
+Queue = _default.Queue
+RLock = _default.RLock
+RawArray = _default.RawArray
+RawValue = _default.RawValue
+Semaphore = _default.Semaphore
+SimpleQueue = _default.SimpleQueue
+Value = _default.Value
+active_children = _default.active_children
+allow_connection_pickling = _default.allow_connection_pickling
+cpu_count = _default.cpu_count
+current_process = _default.current_process
+freeze_support = _default.freeze_support
+get_all_start_methods = _default.get_all_start_methods
+get_context = _default.get_context
+get_logger = _default.get_logger
+get_start_method = _default.get_start_method
+log_to_stderr = _default.log_to_stderr
+parent_process = _default.parent_process
+reducer = _default.reducer
+set_executable = _default.set_executable
+set_forkserver_preload = _default.set_forkserver_preload
+set_start_method = _default.set_start_method

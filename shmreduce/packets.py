@@ -1,0 +1,255 @@
+"""What goes through a channel of shmreduce at once: one packet for each message.
+
+May import errors, :mod:`shmreduce.memory`, ``children`` and ``pickling``; knows
+nothing of sockets.
+
+A packet begins with what it is and how many segments it refers to, then their
+tokens, then the message: the pickle itself, or, for a large one, the handle of
+the block that has it. Descriptors of the segments travel beside it, in the same
+order. As many may be missing at the end as did not get through.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.children import Call
+from shmreduce.errors import AttachError, OutOfSharedMemoryError, SegmentError
+from shmreduce.memory.message import (
+    Loading,
+    Message,
+    attach_message,
+    discard_message,
+    import_block,
+)
+from shmreduce.memory.runtime import current
+from shmreduce.pickling import dumps, loads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shmreduce.memory.segment import Segment
+
+__all__ = ["LARGEST_PACKET", "MOST_DESCRIPTORS", "Arrival", "Packet", "pack", "pack_bytes"]
+
+INLINE_BODY = 32 << 10
+"""Bytes up to which a message stands in its packet; beyond, a block is quicker."""
+LARGEST_PACKET = 192 << 10
+"""Bytes; below what the smallest usual buffer of a socket takes at once."""
+MOST_DESCRIPTORS = 64
+"""Of one packet; the kernel's limit is 253 (unix(7), SCM_RIGHTS)."""
+_HEAD = struct.Struct("<BB")
+_IN_PACKET, _IN_BLOCK = 1, 2
+_TOKEN_SIZE = 16
+_PLAIN = _HEAD.pack(_IN_PACKET, 0)
+_PROTOCOL = 5
+
+
+class Packet:
+    """A message that is ready to be sent, once.
+
+    Parameters
+    ----------
+    data : bytes
+        All that is to be written, at once.
+    segments : sequence of Segment
+        Whose descriptors are to go with it.
+    handles : bytes-like
+        Where the handles stand that it refers to.
+    """
+
+    __slots__ = ("_handles", "data", "segments")
+
+    def __init__(
+        self, data: bytes, segments: Sequence[Segment], handles: bytes | memoryview = b""
+    ) -> None:
+        self.data = data
+        self.segments = segments
+        self._handles = handles
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to send along; they stay the segments'.
+
+        Where none is free for one more, those before it are returned:
+        receivers then open the segments by their names.
+        """
+        found = []
+        for segment in self.segments:
+            try:
+                found.append(segment.transfer_fd)
+            except OSError:
+                break
+        return found
+
+    def discard(self) -> None:
+        """Give back what the message refers to: it will not be sent."""
+        if self.segments:
+            discard_message(self._handles)
+            discard_message(self.data)
+
+
+def pack(obj: Any) -> Packet:
+    """Return the packet of an object, which is what it was at this instant.
+
+    Raises
+    ------
+    OutOfSharedMemoryError, BudgetExceededError
+        If it is large and there is no room. Nothing is held then, as after
+        any error of pickling.
+    """
+    data, message = dumps(obj)
+    if message is None and data.nbytes <= INLINE_BODY:
+        return Packet(_PLAIN + data, ())
+    return _make(data, message)
+
+
+def pack_bytes(data: memoryview) -> Packet:
+    """Return the packet of bytes; see :func:`pack`."""
+    return _make(data, None)
+
+
+def _make(body: memoryview, message: Message | None) -> Packet:
+    if message is None:
+        if body.nbytes <= INLINE_BODY:
+            return Packet(_PLAIN + body, ())
+        message = Message()
+    try:
+        kind, written = _IN_PACKET, body
+        if body.nbytes > INLINE_BODY:
+            handle = _move_to_block(body, message)
+            if handle is not None:
+                kind, written = _IN_BLOCK, memoryview(handle)
+        segments = message.segments()[:MOST_DESCRIPTORS]
+        tokens = [segment.token for segment in segments]
+        data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))
+        message.commit()
+    except BaseException:
+        message.rollback()
+        raise
+    return Packet(data, segments, body)
+
+
+def _move_to_block(body: memoryview, message: Message) -> bytes | None:
+    """Return the handle of a block with the bytes, None if they must go in the packet."""
+    fits = body.nbytes <= LARGEST_PACKET - _HEAD.size - MOST_DESCRIPTORS * _TOKEN_SIZE
+    try:
+        given = message.allocate(body.nbytes)
+    except OutOfSharedMemoryError:
+        if fits:
+            return None
+        raise
+    if given is None:
+        if fits:
+            return None
+        # In parts it could get mixed up with what others send.
+        raise OutOfSharedMemoryError(
+            f"no room for a message of {body.nbytes} bytes, which is too large for one packet "
+            f"(of {LARGEST_PACKET} bytes). Read or drop arrays, raise the budget, or send it in "
+            "smaller parts",
+            operation="send",
+            errno=0,
+            requested=body.nbytes,
+            available=None,
+            strategy=None,
+        )
+    view, handle = given
+    view[:] = body
+    return handle
+
+
+class Arrival:
+    """A packet that was received.
+
+    Owns the descriptors until :meth:`load` or :meth:`contents`, one of which
+    must be called, once.
+
+    Parameters
+    ----------
+    packet : memoryview
+        Not looked at any more afterwards.
+    descriptors : sequence of int
+        That came with it.
+    """
+
+    __slots__ = ("_arrived", "_body", "_count", "_kind")
+
+    def __init__(self, packet: memoryview, descriptors: Sequence[int]) -> None:
+        self._kind, count = packet[0], packet[1]
+        self._count = count
+        start = _HEAD.size + _TOKEN_SIZE * count
+        self._body = packet[start:]
+        self._arrived: dict[bytes, int] = {}
+        if count:
+            tokens = packet[_HEAD.size : start]
+            known = current().directory
+            for place, fd in enumerate(descriptors):
+                token = bytes(tokens[_TOKEN_SIZE * place : _TOKEN_SIZE * (place + 1)])
+                if token in known or token in self._arrived:
+                    os.close(fd)
+                else:
+                    self._arrived[token] = fd
+
+    def load(self) -> Any:
+        """Return the object.
+
+        Raises
+        ------
+        AttachError
+            If a segment cannot be opened here; ``message_bytes`` then has the
+            message, which ``pickle.loads`` can try again.
+        """
+        if not self._count:
+            # It refers to nothing that could be claimed or released.
+            return pickle.loads(self._body)
+        try:
+            if self._kind == _IN_BLOCK:
+                return loads(self._import_body(_load_body), self._arrived)
+            return loads(self._body, self._arrived)
+        finally:
+            self._close()
+
+    def contents(self) -> bytes:
+        """Return the bytes of the message."""
+        try:
+            if self._kind == _IN_BLOCK:
+                data = bytes(self._import_body(_read_body))
+            else:
+                data = bytes(self._body)
+            if self._arrived:
+                # Who unpickles the bytes later does not have the descriptors.
+                loading = Loading(self._arrived)
+                try:
+                    attach_message(data)
+                finally:
+                    loading.close()
+            return data
+        finally:
+            self._close()
+
+    def _import_body(self, again: Any) -> memoryview:
+        handle = bytes(self._body)
+        loading = Loading(self._arrived)
+        try:
+            return import_block(handle).buffer
+        except (AttachError, SegmentError) as error:
+            error.message_bytes = pickle.dumps(Call(again, handle), _PROTOCOL)
+            raise
+        finally:
+            loading.close()
+
+    def _close(self) -> None:
+        while self._arrived:
+            os.close(self._arrived.popitem()[1])
+
+
+def _read_body(handle: bytes) -> bytes:
+    """Return the bytes of a message in a block."""
+    return bytes(import_block(handle).buffer)
+
+
+def _load_body(handle: bytes) -> Any:
+    """Unpickle a message in a block."""
+    return pickle.loads(import_block(handle).buffer)

@@ -1,0 +1,349 @@
+"""Queues whose messages bring the memory they refer to.
+
+May import ``connection``, ``packets`` and everything below them, and
+:mod:`multiprocessing.queues`.
+
+Packets are whole, so neither writers nor readers of a queue take a lock: one
+that is killed blocks nobody. What a queue carries is pickled by ``put``, in
+the thread that calls it: the receiver gets the object as it was then, whatever
+becomes of it afterwards.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing.queues
+import os
+import threading
+import time
+import weakref
+from multiprocessing import synchronize
+from multiprocessing.util import Finalize, debug, info, is_exiting, register_after_fork
+from queue import Empty, Full
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shmreduce.connection import Pipe, give_buffer
+from shmreduce.errors import ShmreduceError
+from shmreduce.packets import Packet, pack
+
+if TYPE_CHECKING:
+    import collections
+    from collections.abc import Callable
+
+    from shmreduce.connection import Connection
+    from shmreduce.packets import Arrival
+
+    _StandardQueue = multiprocessing.queues.Queue[Any]
+    _StandardJoinableQueue = multiprocessing.queues.JoinableQueue[Any]
+    _StandardSimpleQueue = multiprocessing.queues.SimpleQueue[Any]
+else:
+    # They cannot be subscribed before Python 3.13.
+    _StandardQueue = multiprocessing.queues.Queue
+    _StandardJoinableQueue = multiprocessing.queues.JoinableQueue
+    _StandardSimpleQueue = multiprocessing.queues.SimpleQueue
+
+__all__ = ["JoinableQueue", "Queue", "SimpleQueue"]
+
+_ANY_NUMBER: int = synchronize.SEM_VALUE_MAX  # type: ignore[attr-defined]
+_FLUSH_PRIORITY = -5
+_CLOSE_PRIORITY = 10
+"""As in multiprocessing.queues: at exit queues are closed before they are flushed."""
+
+
+class SimpleQueue(_StandardSimpleQueue):
+    """A queue that is a pipe and nothing else; see :class:`multiprocessing.SimpleQueue`.
+
+    ``put`` waits when the pipe is full, which is after some hundreds of
+    messages, or thousands where ``net.core.wmem_max`` allows it.
+
+    Parameters
+    ----------
+    ctx : multiprocessing context
+        Of the processes that share the queue.
+    """
+
+    _reader: Connection
+    _writer: Connection
+
+    def __init__(self, *, ctx: Any) -> None:
+        self._reader, self._writer = Pipe(duplex=False)
+        self._poll = self._reader.poll
+        # Not needed here, but part of what subclasses find.
+        self._rlock, self._wlock = ctx.Lock(), ctx.Lock()
+
+    def get(self) -> Any:
+        """Take the next object out; wait for it. See :meth:`Connection.recv` for errors."""
+        return self._reader.recv()
+
+    def put(self, obj: Any) -> None:
+        """Put an object in, as it is now. See :meth:`Connection.send` for errors."""
+        self._writer.send(obj)
+
+
+class _Unsendable(NamedTuple):
+    """An object in a queue that could not be pickled, and why."""
+
+    obj: Any
+    error: Exception
+
+
+class _Feeder(NamedTuple):
+    """What the thread that feeds the pipe works with; not the queue, which may be dropped."""
+
+    buffer: collections.deque[Any]
+    not_empty: threading.Condition
+    busy: list[bool]
+    writer: Connection
+    close_reader: Callable[[], None]
+    ignores_broken_pipe: bool
+    on_error: Callable[[Exception, Any], None]
+    free: Any
+
+    def run(self) -> None:
+        """Send what is in the buffer until the mark of the end comes."""
+        debug("starting thread to feed data to pipe")
+        while True:
+            with self.not_empty:
+                self.busy[0] = False
+                while not self.buffer:
+                    self.not_empty.wait()
+                item = self.buffer.popleft()
+                # What is put from now on must queue up behind this.
+                self.busy[0] = True
+            if item is _END:
+                debug("feeder thread got sentinel -- exiting")
+                self.close_reader()
+                self.writer.close()
+                return
+            if not self._send(item):
+                return
+
+    def _send(self, item: Packet | _Unsendable) -> bool:
+        """Send one item; return whether to go on."""
+        try:
+            if isinstance(item, _Unsendable):
+                raise item.error
+            self.writer.transmit(item)
+        except Exception as error:
+            if self.ignores_broken_pipe and getattr(error, "errno", 0) == errno.EPIPE:
+                return False
+            # What it needs may be gone already while the process ends.
+            if is_exiting():
+                info("error in queue thread: %s", error)
+                return False
+            # As if the object had been taken out of the queue.
+            self.free.release()
+            self.on_error(error, item.obj if isinstance(item, _Unsendable) else item)
+        return True
+
+
+class Queue(_StandardQueue):
+    """A queue of any length or a bounded one; see :class:`multiprocessing.Queue`.
+
+    ``put`` pickles, and writes to the pipe as well if that is possible at once;
+    if not, a thread does it.
+
+    Parameters
+    ----------
+    maxsize : int
+        Most objects that may be under way; 0 for any number.
+    ctx : multiprocessing context
+        Of the processes that share the queue.
+    """
+
+    _reader: Connection
+    _writer: Connection
+    _buffer: collections.deque[Any]
+    _notempty: threading.Condition
+    _sem: Any
+    _close: Any
+    _thread: threading.Thread | None
+
+    def __init__(self, maxsize: int = 0, *, ctx: Any) -> None:
+        self._maxsize = maxsize if maxsize > 0 else _ANY_NUMBER
+        self._reader, self._writer = Pipe(duplex=False)
+        # Not needed here, but part of what subclasses find.
+        self._rlock, self._wlock = ctx.Lock(), ctx.Lock()
+        self._opid = os.getpid()
+        self._sem = ctx.BoundedSemaphore(self._maxsize)
+        self._ignore_epipe = False
+        self._reset()
+        register_after_fork(self, _reset_after_fork)
+
+    def _reset(self, after_fork: bool = False) -> None:
+        super()._reset(after_fork)  # type: ignore[misc]
+        self._busy = [False]
+        self._used = False
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Put an object in, as it is now.
+
+        An object that cannot be pickled is dropped, and told of on standard
+        error, as :class:`multiprocessing.Queue` does.
+
+        Raises
+        ------
+        Full
+            If there is no room (within ``timeout`` seconds).
+        OutOfSharedMemoryError, BudgetExceededError
+            If it is large and there is no shared memory for it.
+        ValueError
+            If the queue is closed.
+        """
+        self._reserve(block, timeout)
+        self._add(self._pack(obj))
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take the next object out.
+
+        Raises
+        ------
+        Empty
+            If there is none (within ``timeout`` seconds).
+        AttachError
+            If its memory cannot be opened here; see :meth:`Connection.recv`.
+        ValueError
+            If the queue is closed.
+        """
+        self._check_open()
+        received = self._reader.receive(wait=block and timeout is None)
+        if received is None:
+            received = self._receive_within(timeout if block and timeout is not None else 0.0)
+        arrival, buffer = received
+        try:
+            self._sem.release()
+            return arrival.load()
+        finally:
+            give_buffer(buffer)
+
+    def close(self) -> None:
+        """Put nothing more in; what was put is still sent."""
+        super().close()
+        if self._used and self._thread is None:
+            # Else the thread does it, when everything has been sent.
+            self._reader.close()
+            self._writer.close()
+
+    def _receive_within(self, seconds: float) -> tuple[Arrival, bytearray]:
+        deadline = time.monotonic() + seconds
+        # Another reader may be faster.
+        while self._reader.poll(max(0.0, deadline - time.monotonic())):
+            received = self._reader.receive(wait=False)
+            if received is not None:
+                return received
+        raise Empty
+
+    def _check_open(self) -> None:
+        if self._closed:  # type: ignore[attr-defined]
+            raise ValueError(f"Queue {self!r} is closed")
+
+    def _reserve(self, block: bool, timeout: float | None) -> None:
+        self._check_open()
+        if not self._sem.acquire(block, timeout):
+            raise Full
+
+    def _pack(self, obj: Any) -> Packet | _Unsendable:
+        try:
+            return pack(obj)
+        except ShmreduceError:
+            # Not the object's fault: the caller can do something about it.
+            self._sem.release()
+            raise
+        except Exception as error:
+            return _Unsendable(obj, error)
+        except BaseException:
+            self._sem.release()
+            raise
+
+    def _add(self, item: Packet | _Unsendable) -> None:
+        with self._notempty:
+            self._used = True
+            if not self._sent_at_once(item):
+                if self._thread is None:
+                    self._start_thread()
+                self._buffer.append(item)
+                self._notempty.notify()
+
+    def _sent_at_once(self, item: Packet | _Unsendable) -> bool:
+        if self._buffer or self._busy[0] or isinstance(item, _Unsendable):
+            return False
+        try:
+            self._writer.transmit(item, wait=False)
+        except OSError:
+            # It has to wait; or the thread is told in its turn what is wrong.
+            return False
+        return True
+
+    def _start_thread(self) -> None:
+        debug("Queue._start_thread()")
+        feeder = _Feeder(
+            self._buffer,
+            self._notempty,
+            self._busy,
+            self._writer,
+            self._reader.close,
+            self._ignore_epipe,
+            self._on_queue_feeder_error,  # type: ignore[attr-defined]
+            self._sem,
+        )
+        thread = threading.Thread(target=feeder.run, name="QueueFeederThread", daemon=True)
+        thread.start()
+        self._thread = thread
+        if not self._joincancelled:  # type: ignore[attr-defined]
+            self._jointhread = Finalize(
+                thread, _join, [weakref.ref(thread)], exitpriority=_FLUSH_PRIORITY
+            )
+        self._close = Finalize(
+            self, _end, [self._buffer, self._notempty], exitpriority=_CLOSE_PRIORITY
+        )
+
+
+class JoinableQueue(Queue, _StandardJoinableQueue):
+    """A queue that counts what is done; see :class:`multiprocessing.JoinableQueue`.
+
+    Parameters
+    ----------
+    maxsize : int
+        Most objects that may be under way; 0 for any number.
+    ctx : multiprocessing context
+        Of the processes that share the queue.
+    """
+
+    _cond: Any
+    _unfinished_tasks: Any
+
+    def __init__(self, maxsize: int = 0, *, ctx: Any) -> None:
+        Queue.__init__(self, maxsize, ctx=ctx)
+        self._unfinished_tasks = ctx.Semaphore(0)
+        self._cond = ctx.Condition()
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Put an object in, as it is now, and count it; see :meth:`Queue.put`."""
+        self._reserve(block, timeout)
+        item = self._pack(obj)
+        with self._cond:
+            # Before anybody can get it and call task_done().
+            self._unfinished_tasks.release()
+            self._add(item)
+
+
+_END = object()
+
+
+def _reset_after_fork(queue: Queue) -> None:
+    debug("Queue._after_fork()")
+    queue._reset(after_fork=True)
+
+
+def _join(reference: weakref.ref[threading.Thread]) -> None:
+    debug("joining queue thread")
+    thread = reference()
+    if thread is not None:
+        thread.join()
+
+
+def _end(buffer: collections.deque[Any], not_empty: threading.Condition) -> None:
+    debug("telling queue thread to quit")
+    with not_empty:
+        buffer.append(_END)
+        not_empty.notify()
