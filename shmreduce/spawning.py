@@ -1,7 +1,9 @@
 """Starts processes that run one function, and joins them as one.
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.descriptor`,
-:mod:`shmreduce.parent_death` and :mod:`shmreduce.spawn_child`. The functions have the names, signatures and
+:mod:`shmreduce.parent_death` and :mod:`shmreduce.spawn_child`.
+
+The functions have the names, signatures and
 behaviour of torch.multiprocessing's, and more; the page
 ``docs/how-to/spawn.md`` shows both. The module cannot be called ``spawn``:
 that name of the package is the function.
@@ -17,6 +19,7 @@ import signal
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -176,7 +179,7 @@ class ProcessContext:
         ProcessExitedException
             If the process exited with a code that is not 0 or was killed.
 
-        After such an error no process is left. Every later call raises it again.
+        After such an error no process is left. Every later call raises its like.
         """
         deadline = _deadline(timeout)
         if self._failure is None:
@@ -188,7 +191,12 @@ class ProcessContext:
             self._stop = _Stop(self, grace_period)
         if not self._stop.advance(deadline):
             return False
-        raise self._failure
+        # It refers to this context: without it what is held goes with the last reference.
+        self._stop = None
+        for child in self._children:
+            child.report.close()
+        # A copy: what is raised refers to this context by its traceback.
+        raise copy(self._failure)
 
     def results(self, timeout: float | None = None) -> list[Any]:
         """Wait until all processes have ended and return what the function returned.
@@ -236,13 +244,26 @@ class ProcessContext:
         """Wait until one process has ended; return the indexes of all that have."""
         ended: list[int] = []
         while self.sentinels and not ended:
-            ready: list[Any] = wait(list(self.sentinels), _remaining(deadline))
+            ready = self._known_to_have_ended()
+            if not ready:
+                ready.update(wait(list(self.sentinels), _remaining(deadline)))
+                if ready:
+                    # What ended at the same time belongs to the same look.
+                    ready |= self._known_to_have_ended()
             ended = [self.sentinels.pop(each) for each in ready]
             for index in ended:
                 self._children[index].reap()
             if time.monotonic() >= deadline:
                 break
         return ended
+
+    def _known_to_have_ended(self) -> set[Any]:
+        """Return the sentinels of processes whose exit code can be had, by whomever collected."""
+        return {
+            sentinel
+            for sentinel, index in self.sentinels.items()
+            if self.processes[index].exitcode is not None
+        }
 
     def _first_failure(self, failed: Iterable[int]) -> ProcessException:
         outcomes = {index: self._children[index].report.read() for index in failed}

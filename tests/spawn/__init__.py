@@ -1,0 +1,1 @@
+"""The spawn family: what it has from torch, and what it has beyond."""

@@ -1,0 +1,282 @@
+"""What comes back from the processes: results, and exceptions themselves."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from multiprocessing.connection import Pipe
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import (
+    ConfigurationError,
+    ProcessExitedException,
+    ProcessRaisedException,
+    ProcessTimeoutError,
+    start_processes,
+)
+from tests.conftest import PATIENCE, Children
+from tests.spawn import functions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def failure_of(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the error of one process that runs the function."""
+    with pytest.raises(shmreduce.ProcessException) as caught:
+        start_processes(function, arguments, start_method=method, results=True)
+    return caught.value
+
+
+def block_of(array: Any) -> shmreduce.Block | None:
+    """Return the block of an array that was received."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return shmreduce.find_block(array)
+
+
+# Results
+
+
+def test_results_come_by_index(method: str) -> None:
+    """Joined or not, what the function returned is had if asked for."""
+    assert start_processes(
+        functions.square, (1,), nprocs=3, start_method=method, results=True
+    ) == [1, 4, 9]
+    context = start_processes(
+        functions.square, (1,), nprocs=3, join=False, start_method=method, results=True
+    )
+    assert context.results() == [1, 4, 9]
+    assert context.join()
+
+
+def test_results_stay_the_same_objects(method: str) -> None:
+    """Results are loaded once."""
+    context = start_processes(
+        functions.large_array, nprocs=2, join=False, start_method=method, results=True
+    )
+    first = context.results()
+    assert [a is b for a, b in zip(first, context.results(), strict=True)] == [True, True]
+
+
+def test_results_must_be_asked_for() -> None:
+    """Without results=True nothing is kept, and results() says what to do."""
+    context = start_processes(functions.square, join=False, start_method="fork")
+    with pytest.raises(ConfigurationError, match="results=True"):
+        context.results()
+    assert context.join(PATIENCE)
+
+
+def test_what_is_not_asked_for_need_not_be_picklable(method: str) -> None:
+    """A function may return what it likes if nobody wants it."""
+    assert start_processes(functions.return_something_unpicklable, start_method=method) is None
+
+
+def test_unpicklable_result_is_an_error_of_its_process(method: str) -> None:
+    """A result that is wanted and cannot be pickled is reported as an exception."""
+    error = failure_of(method, functions.return_something_unpicklable)
+    assert isinstance(error, ProcessRaisedException)
+    assert isinstance(error.__cause__, AttributeError | pickle.PicklingError)
+
+
+def test_unloadable_result_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while a result is loaded says which process the result is from."""
+    context = start_processes(
+        functions.return_something_unloadable, join=False, start_method=method, results=True
+    )
+    assert context.join(PATIENCE)
+    monkeypatch.setattr(functions.UnloadableResult, "refusing", True)
+    with pytest.raises(RuntimeError, match="not in this process") as caught:
+        context.results()
+    assert caught.value.__notes__ == ["while the result of process 0 was loaded"]
+
+
+def test_large_results_do_not_wait_for_a_reader(method: str) -> None:
+    """A process ends although nobody has read its result, which no pipe could hold."""
+    context = start_processes(
+        functions.many_bytes, (5_000_000,), join=False, start_method=method, results=True
+    )
+    context.processes[0].join(PATIENCE)
+    assert context.processes[0].exitcode == 0
+    assert [len(each) for each in context.results(PATIENCE)] == [5_000_000]
+
+
+def test_results_have_a_deadline(method: str) -> None:
+    """When the time is over, the error names the processes that run, and they run on."""
+    reader, writer = Pipe(duplex=False)
+    context = start_processes(
+        functions.end_when_told, (reader,), join=False, start_method=method, results=True
+    )
+    with pytest.raises(ProcessTimeoutError, match=r"processes \[0\] have not ended") as caught:
+        context.results(timeout=0.01)
+    assert caught.value.running == [0]
+    assert caught.value.waited == 0.01
+    writer.send("end")
+    assert context.results(PATIENCE) == [None]
+    reader.close()
+    writer.close()
+
+
+def test_arrays_come_back(children: Children) -> None:
+    """Arrays in results arrive, by shared memory since shmreduce is installed."""
+    results = start_processes(
+        functions.large_array, nprocs=3, start_method=children.method, results=True
+    )
+    for index, array in enumerate(results):
+        assert block_of(array) is not None
+        np.testing.assert_array_equal(array, np.full(500_000, index, dtype="f8"))
+
+
+def test_arrays_of_a_call_that_fails_are_given_back(children: Children) -> None:
+    """Results that nobody will read, since another process failed, hold no memory."""
+    reader, writer = Pipe(duplex=False)
+    with pytest.raises(ProcessRaisedException):
+        start_processes(
+            functions.large_array_or_failure,
+            (reader, writer),
+            nprocs=2,
+            start_method=children.method,
+            results=True,
+        )
+    reader.close()
+    writer.close()
+
+
+def test_results_that_nobody_reads_are_given_back(children: Children) -> None:
+    """So do results whose context is dropped."""
+    context = start_processes(
+        functions.large_array, join=False, start_method=children.method, results=True
+    )
+    assert context.join(PATIENCE)
+    del context
+
+
+def test_shared_arguments_are_shared(children: Children) -> None:
+    """What the processes write to a shared array is seen here."""
+    array = shmreduce.zeros(3)
+    start_processes(functions.write_index, (array,), nprocs=3, start_method=children.method)
+    assert array.tolist() == [1, 2, 3]
+
+
+# Causes
+
+
+def test_cause_is_the_exception_itself(method: str) -> None:
+    """The exception of the process is the cause of the error here."""
+    error = failure_of(method, functions.fail)
+    assert repr(error.__cause__) == "ValueError('legitimate exception from process 0')"
+    assert "functions.py" in error.msg
+    assert "spawn_child.py" not in error.msg
+
+
+def test_causes_of_the_cause_stay_as_text(method: str) -> None:
+    """The traceback has the whole chain."""
+    error = failure_of(method, functions.fail_from_another)
+    assert isinstance(error.__cause__, RuntimeError)
+    assert "ValueError: legitimate exception from process 0" in error.msg
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (functions.fail_with_a_local_class, "LocalError"),
+        (functions.fail_with_two_arguments, "missing 1 required positional argument"),
+    ],
+)
+def test_exceptions_that_cannot_travel_come_as_text(
+    method: str, function: Callable[..., Any], reason: str
+) -> None:
+    """An exception that cannot be pickled, or not unpickled, is text with the reason."""
+    error = failure_of(method, function)
+    assert isinstance(error, ProcessRaisedException)
+    assert error.__cause__ is None
+    assert function.__name__ in error.msg
+    [note] = error.__notes__
+    assert reason in note
+
+
+def test_nested_failures_keep_their_causes(method: str) -> None:
+    """An error of the processes of a process arrives with its own cause."""
+    error = failure_of(method, functions.nested_failure, method)
+    assert isinstance(error.__cause__, ProcessRaisedException)
+    assert isinstance(error.__cause__.__cause__, ValueError)
+
+
+def test_interrupted_function_has_not_succeeded(method: str) -> None:
+    """KeyboardInterrupt in a process is reported like any exception."""
+    error = failure_of(method, functions.interrupt_itself)
+    assert isinstance(error, ProcessRaisedException)
+    assert isinstance(error.__cause__, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(12, 12), (True, 1), ("a message", 1)])
+def test_exit_codes_are_kept(method: str, code: object, exit_code: int) -> None:
+    """SystemExit is no exception but an exit, with the code that it has in any program."""
+    error = failure_of(method, functions.exit_with, code)
+    assert isinstance(error, ProcessExitedException)
+    assert error.exit_code == exit_code
+    assert error.__cause__ is None
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_exit_without_error_is_success(method: str, code: object) -> None:
+    """sys.exit() ends a process well; its result is None."""
+    results = start_processes(functions.exit_with, (code,), start_method=method, results=True)
+    assert results == [None]
+
+
+def test_earliest_exception_is_raised(method: str) -> None:
+    """Of exceptions that are seen at once the one that was first is raised."""
+    reader, writer = Pipe(duplex=False)
+    context = start_processes(
+        functions.fail_after_the_next,
+        (reader, writer),
+        nprocs=2,
+        join=False,
+        start_method=method,
+    )
+    writer.close()
+    for process in context.processes:
+        process.join(PATIENCE)
+    with pytest.raises(ProcessRaisedException) as caught:
+        context.join(PATIENCE)
+    assert caught.value.error_index == 1
+    reader.close()
+
+
+def test_failure_is_raised_again(method: str) -> None:
+    """Every further call of join and results raises the error again."""
+    context = start_processes(functions.fail, join=False, start_method=method, results=True)
+    with pytest.raises(ProcessRaisedException) as first:
+        context.join()
+    with pytest.raises(ProcessRaisedException) as second:
+        context.join(timeout=0)
+    with pytest.raises(ProcessRaisedException) as third:
+        context.results()
+    assert str(first.value) == str(second.value) == str(third.value)
+    assert first.value.__cause__ is second.value.__cause__ is third.value.__cause__
+
+
+def test_exit_codes_that_the_kernel_does_not_keep() -> None:
+    """Where SIGCHLD is ignored, the outcome tells success from failure."""
+    [(results, cause)] = start_processes(
+        functions.start_where_sigchld_is_ignored, ("fork",), start_method="fork", results=True
+    )
+    assert results == [0, 1, 4]
+    assert cause == "ValueError('legitimate exception from process 0')"
+
+
+def test_unknown_signals_have_a_name() -> None:
+    """A real-time signal, for which there is no name, is named by its number."""
+    context = start_processes(functions.wait_until_killed, join=False, start_method="fork")
+    [pid] = context.pids()
+    number = int(signal.SIGRTMIN) + 3
+    os.kill(pid, number)
+    with pytest.raises(ProcessExitedException, match="<Unknown signal ") as caught:
+        context.join(PATIENCE)
+    assert caught.value.signal_name == f"<Unknown signal {number}>"

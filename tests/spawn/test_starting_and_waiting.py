@@ -1,0 +1,159 @@
+"""How processes are started, and how long one waits for them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import shmreduce
+from shmreduce import ConfigurationError, ProcessRaisedException, start_processes
+from shmreduce.spawning import ENV_VAR_PARALLEL_START
+from tests.conftest import PATIENCE
+from tests.spawn import functions
+
+if TYPE_CHECKING:
+    from tests.spawn.conftest import Line
+
+
+def test_ctx_makes_the_processes(method: str) -> None:
+    """A context that is given is used, by spawn() too."""
+    context = multiprocessing.get_context(method)
+    expected = [context.Process.__name__]  # type: ignore[attr-defined]
+    assert start_processes(functions.kind_of_process, ctx=context, results=True) == expected
+    assert shmreduce.spawn(functions.kind_of_process, ctx=context, results=True) == expected
+
+
+def test_processes_are_named_after_function_and_index(method: str) -> None:
+    """The kernel's name of a process has the function, as far as it fits, and the index."""
+    names = start_processes(functions.name_of_thread, nprocs=2, start_method=method, results=True)
+    assert names == ["name_of_threa:0", "name_of_threa:1"]
+
+
+def test_negative_number_of_processes() -> None:
+    """A negative number of processes is refused."""
+    with pytest.raises(ConfigurationError, match="nprocs is -1"):
+        start_processes(functions.succeed, nprocs=-1)
+
+
+def test_unknown_start_method() -> None:
+    """An unknown start method is a ValueError, as in multiprocessing."""
+    with pytest.raises(ValueError, match="spork"):
+        start_processes(functions.succeed, start_method="spork")
+
+
+class FailsSecond:
+    """Cannot be pickled a second time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __reduce__(self) -> Any:
+        self.count += 1
+        if self.count > 1:
+            raise RuntimeError("pickled too often")
+        return FailsSecond, ()
+
+
+def tell_twice(index: int, writer: Any, unused: FailsSecond) -> None:
+    functions.tell_and_wait(index, writer)
+
+
+@pytest.mark.parametrize(
+    ("method", "parallel"), [("spawn", "0"), ("forkserver", "0"), ("forkserver", "1")]
+)
+def test_all_are_started_or_none(
+    method: str, parallel: str, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a process cannot be started, those that were started are gone."""
+    monkeypatch.setenv(ENV_VAR_PARALLEL_START, parallel)
+    with pytest.raises(RuntimeError, match="pickled too often"):
+        start_processes(tell_twice, (line.writer, FailsSecond()), nprocs=3, start_method=method)
+    line.writer.close()
+    while line.reader.poll(PATIENCE):
+        try:
+            line.reader.recv()
+        except EOFError:
+            break
+    else:
+        pytest.fail("processes are still there")
+
+
+def test_deadline_holds_while_peers_are_stopped(method: str) -> None:
+    """join() returns when its time is over, although a process withstands SIGTERM."""
+    reader, writer = Pipe(duplex=False)
+    context = start_processes(
+        functions.fail_beside_a_stubborn_one,
+        (reader, writer),
+        nprocs=2,
+        join=False,
+        start_method=method,
+    )
+    assert wait([each for each, index in context.sentinels.items() if index == 0], PATIENCE)
+    start = time.monotonic()
+    assert not context.join(timeout=0.05)
+    assert not context.join(timeout=0)
+    # SIGKILL would come after 30 s.
+    assert time.monotonic() - start < 10
+    context.processes[1].kill()
+    with pytest.raises(ProcessRaisedException, match="process 0"):
+        context.join(PATIENCE)
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_left_by_a_process_do_not_hold_up_the_join(method: str) -> None:
+    """A failed process is noticed although something that it forked runs on."""
+    reader, writer = Pipe(duplex=False)
+    context = start_processes(
+        functions.leave_a_process_and_fail, (reader,), join=False, start_method=method
+    )
+    with pytest.raises(ProcessRaisedException):
+        context.join(PATIENCE)
+    reader.close()
+    writer.close()
+
+
+def test_interrupted_wait_leaves_no_process(method: str, line: Line) -> None:
+    """Processes whose joiner is interrupted are stopped, since nobody else can join them."""
+    context = start_processes(
+        functions.start_and_join,
+        (method, functions.tell_and_wait, (line.writer,)),
+        join=False,
+        start_method=method,
+    )
+    line.receive()
+    os.kill(context.pids()[0], signal.SIGINT)
+    with pytest.raises(ProcessRaisedException) as caught:
+        context.join(PATIENCE)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    line.wait_until_all_gone()
+
+
+def count_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_contexts_leave_no_descriptor(method: str) -> None:
+    """Joined or not, a context that is dropped has closed what it opened."""
+    start_processes(functions.succeed, nprocs=2, start_method=method)
+    before = count_descriptors()
+    start_processes(functions.succeed, nprocs=2, start_method=method)
+    with pytest.raises(ProcessRaisedException) as caught:
+        start_processes(functions.fail, nprocs=2, start_method=method)
+    del caught
+    context = start_processes(functions.succeed, nprocs=2, join=False, start_method=method)
+    processes = context.processes
+    del context
+    for process in processes:
+        process.join(PATIENCE)
+    del processes, process
+    multiprocessing.active_children()
+    assert count_descriptors() == before
