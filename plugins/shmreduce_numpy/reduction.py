@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["reduce_array"]
 
+_PLAIN = frozenset("biufc")
+"""Kinds whose dtype is said by one character."""
+
 
 def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     """Return how to rebuild ``array`` at the receiver, as ``__reduce__`` would.
@@ -44,13 +47,8 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     cls = type(array)
     if cls is np.ndarray:
         # Most arrays by far, so first of all.
-        if (
-            array.base is None
-            and array.nbytes < message.inline_limit
-            and array.flags.writeable
-            and array.dtype.isnative
-        ):
-            return NotImplemented
+        if array.base is None and array.nbytes < message.inline_limit:
+            return _reduce_inline(array, message)
         protocol = Protocol.ARRAY
     else:
         if cls in copyreg.dispatch_table:
@@ -119,11 +117,21 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
 
 
 def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
-    # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
-    # ones, and native ones of those in the other byte order. To another host,
-    # where this plugin may not be, it has to do.
-    if (array.flags.writeable and array.dtype.isnative) or not message.shared_memory:
+    if not message.shared_memory:
+        # To another host, where this plugin may not be.
         return NotImplemented
+    flags = array.flags
+    dtype = array.dtype
+    if flags.writeable and dtype.isnative:
+        if dtype.isbuiltin != 1 or dtype.kind not in _PLAIN or type(array) is not np.ndarray:
+            return NotImplemented
+        # Fewer objects than NumPy's own reduction has, each of which the
+        # pickler would ask about.
+        fortran = flags.f_contiguous and not flags.c_contiguous
+        data = array.tobytes("F" if fortran else "C")
+        return rebuild.rebuild_small, (dtype.char, array.shape, fortran, data)
+    # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
+    # ones, and native ones of those in the other byte order.
     order = _order_of(array)
     plain = np.ndarray.view(array, np.ndarray)
     return rebuild.rebuild_inline, (
