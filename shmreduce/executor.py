@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import WorkerDied
 from shmreduce.pool import checked_retries, processors
-from shmreduce.pool_channel import Channel
 from shmreduce.pool_crew import Crew
 from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import Orders
@@ -235,7 +234,9 @@ class ProcessPoolExecutor(Executor):
         self._check_open()
         promise = _Promise(self._pending)
         try:
-            task = make_task(promise, 0, first, call, retries=self._retries, dumps=Channel.dumps)
+            task = make_task(
+                promise, 0, first, call, retries=self._retries, dumps=self._crew.dumps
+            )
         except Exception as error:
             promise.answer(0, False, error)
             return promise.future

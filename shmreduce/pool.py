@@ -14,7 +14,6 @@ from multiprocessing import get_context, util
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shmreduce.errors import TaskAbandonedError, WorkerDied
-from shmreduce.pool_channel import Channel
 from shmreduce.pool_crew import Crew
 from shmreduce.pool_progress import make_bar, with_bar
 from shmreduce.pool_results import (
@@ -465,7 +464,7 @@ class Pool:
     ) -> bool:
         """Pickle a task and give it to the crew; False if the pool has ended."""
         try:
-            task = make_task(result, index, first, call, retries=retries, dumps=Channel.dumps)
+            task = make_task(result, index, first, call, retries=retries, dumps=self._crew.dumps)
         except Exception as error:
             # As in the standard library it is the call that fails, not the caller.
             result.answer(index, False, error)

@@ -1,10 +1,16 @@
 """One end of the connection between a pool and one of its workers.
 
-Imports nothing of shmreduce when it is imported.
+May import ``connection``, ``packets``, ``pickling`` and what is below them.
 
 Pickling and sending are two steps here: a task is pickled when the user gives
 it to the pool and sent when a worker is free, and an error while an answer is
 unpickled must not be taken for a broken connection.
+
+With a context of :mod:`multiprocessing` messages are pickled by
+``ForkingPickler``, and share memory after :func:`shmreduce.install`. With one
+of :mod:`shmreduce.context` they always do, and answers bring the descriptors of
+their segments: a worker may be gone before its answer is read. Tasks need not:
+the pool lives as long as they do.
 """
 
 from __future__ import annotations
@@ -14,10 +20,20 @@ import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
+from shmreduce import connection, packets, pickling
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["FAILED", "READY", "STOP", "Channel", "close_in_forked_children"]
+__all__ = [
+    "FAILED",
+    "READY",
+    "STOP",
+    "Channel",
+    "channel_class",
+    "close_in_forked_children",
+    "make_channels",
+]
 
 STOP = b"\0"
 """To a worker: leave. No pickle looks like that."""
@@ -50,9 +66,17 @@ class Channel:
         """Close it; doing so again changes nothing."""
         self._connection.close()
 
+    def give_up(self) -> None:
+        """Give back the memory of what was sent and never read; the other side is dead."""
+
     @staticmethod
     def dumps(obj: object) -> Any:
-        """Pickle a message; nothing is held if that fails."""
+        """Pickle a task, for :meth:`send_bytes`; nothing is held if that fails."""
+        return ForkingPickler.dumps(obj)
+
+    @staticmethod
+    def pack(obj: object) -> Any:
+        """Pickle an answer, for :meth:`send_packed`; nothing is held if that fails."""
         return ForkingPickler.dumps(obj)
 
     @staticmethod
@@ -60,8 +84,12 @@ class Channel:
         """Unpickle a message; what it holds is given back if that fails."""
         return ForkingPickler.loads(data)
 
-    def send_dumped(self, message: Any) -> None:
-        """Send what :meth:`dumps` returned; OSError if the other side is gone."""
+    def send_bytes(self, data: Any) -> None:
+        """Send bytes, such as :meth:`dumps` returns; OSError if the other side is gone."""
+        self._connection.send_bytes(data)
+
+    def send_packed(self, message: Any) -> None:
+        """Send what :meth:`pack` returned; OSError if the other side is gone."""
         self._connection.send_bytes(message)
 
     def receive_bytes(self) -> bytes:
@@ -77,6 +105,61 @@ class Channel:
     def poll(self) -> bool:
         """Whether a message, or the end, is there."""
         return self._connection.poll(0)
+
+
+class _OwnChannel(Channel):
+    """One end of a connection of our own."""
+
+    _connection: connection.Connection
+
+    def __init__(self, ours: Connection) -> None:
+        super().__init__(ours)
+        self._in_block: packets.Packet | None = None
+
+    def give_up(self) -> None:
+        # The last one alone: large tasks are sent to those who read.
+        if self._in_block is not None:
+            self._in_block.discard()
+            self._in_block = None
+
+    @staticmethod
+    def dumps(obj: object) -> Any:
+        data, message = pickling.dumps(obj)
+        if message is not None:
+            message.commit()
+        return data
+
+    @staticmethod
+    def pack(obj: object) -> Any:
+        return packets.pack(obj)
+
+    @staticmethod
+    def loads(data: Any) -> Any:
+        return pickling.loads(data)
+
+    def send_bytes(self, data: Any) -> None:
+        packet = packets.pack_bytes(memoryview(data))
+        if packet.segments:
+            self._in_block = packet
+        self._connection.transmit(packet)
+
+    def send_packed(self, message: Any) -> None:
+        self._connection.transmit(message)
+
+
+def channel_class(context: Any) -> type[Channel]:
+    """Return what the channels of a context are."""
+    first, second = make_channels(context)
+    first.close()
+    second.close()
+    return type(first)
+
+
+def make_channels(context: Any) -> tuple[Channel, Channel]:
+    """Return the two ends of a new connection."""
+    first, second = context.Pipe()
+    kind = _OwnChannel if isinstance(first, connection.Connection) else Channel
+    return kind(first), kind(second)
 
 
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()

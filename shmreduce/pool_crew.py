@@ -1,7 +1,7 @@
 """The workers of one pool, and the thread that gives them work.
 
 May import what is below: errors, ``parent_death``, ``pool_channel``,
-``pool_tasks``, ``pool_results`` (types only) and ``pool_worker``.
+``pool_marks``, ``pool_tasks``, ``pool_results`` (types only) and ``pool_worker``.
 
 The protocol
 ------------
@@ -16,7 +16,7 @@ anybody else's way.
    one answer ``(succeeded, value)`` for each, in order. So answers carry no
    number: an answer belongs to the oldest task that has none.
 3. Before it looks into a task the worker counts it in shared memory
-   (:class:`~shmreduce.pool_worker.Marks`), and notes there which item of it it
+   (:class:`~shmreduce.pool_marks.Marks`), and notes there which item of it it
    is at.
 4. A worker leaves after ``maxtasksperchild`` tasks, when it is told to stop,
    and when its connection ends. It is killed when the pool is terminated or
@@ -61,8 +61,17 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import TaskAbandonedError
 from shmreduce.parent_death import Lifeline
-from shmreduce.pool_channel import FAILED, READY, STOP, Channel, close_in_forked_children
-from shmreduce.pool_worker import Marks, Orders, work
+from shmreduce.pool_channel import (
+    FAILED,
+    READY,
+    STOP,
+    Channel,
+    channel_class,
+    close_in_forked_children,
+    make_channels,
+)
+from shmreduce.pool_marks import Board, Marks
+from shmreduce.pool_worker import Orders, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,8 +125,9 @@ class _Worker:
         return self.process.sentinel if self.pidfd is None else self.pidfd
 
     def close(self) -> None:
-        """Close what the parent has of it."""
+        """Close what the parent has of it; it has ended."""
         self.channel.close()
+        self.channel.give_up()
         self.lifeline.cut()
         if self.pidfd is not None:
             os.close(self.pidfd)
@@ -161,12 +171,14 @@ class Crew:
         self.broken_by: BaseException | None = None
         """Why workers cannot be started."""
         self.room = Room(size)
+        self.dumps = channel_class(context).dumps
+        """Pickles what :func:`~shmreduce.pool_tasks.make_task` is given."""
         self._context = context
         self._make_process = make_process
         self._orders = orders
         self._died = died
         self._broken = broken
-        self._numbers = context.RawArray("Q", 2 * size)
+        self._board = Board.for_workers(size)
         self._inbox: queue.SimpleQueue[Task | int] = queue.SimpleQueue()
         self._waiting: collections.deque[Task] = collections.deque()
         self._producers = 0
@@ -328,9 +340,9 @@ class Crew:
 
     def _hire(self) -> None:
         slot = next(i for i in itertools.count() if all(i != w.slot for w in self.workers))
-        marks = Marks(self._numbers, slot)
+        marks = Marks(self._board, slot)
         marks.begun = 0
-        ours, theirs = (Channel(each) for each in self._context.Pipe())
+        ours, theirs = make_channels(self._context)
         lifeline = Lifeline()
         try:
             close_in_forked_children(ours)
@@ -420,7 +432,7 @@ class Crew:
         self._dismissed = True
         for worker in self.workers:
             try:
-                worker.channel.send_dumped(STOP)
+                worker.channel.send_bytes(STOP)
             except OSError:
                 # It has left already; its process will be seen to end.
                 continue
@@ -484,7 +496,7 @@ class Crew:
             worker.tasks.append(task)
             worker.sent += 1
             try:
-                worker.channel.send_dumped(task.data)
+                worker.channel.send_bytes(task.data)
             except OSError:
                 # It has died. Its process will be seen to end, and the task goes on then.
                 return

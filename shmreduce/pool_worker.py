@@ -1,7 +1,7 @@
 """What a worker process of a pool does.
 
-May import :mod:`shmreduce.errors`, :mod:`shmreduce.pool_tasks`,
-:mod:`shmreduce.pool_channel` and :mod:`shmreduce.parent_death`. The protocol
+May import :mod:`shmreduce.errors`, ``pool_tasks``, ``pool_channel``,
+``pool_marks`` and ``parent_death``. The protocol
 is described in :mod:`shmreduce.pool_crew`.
 """
 
@@ -19,51 +19,16 @@ from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
 from shmreduce.pool_tasks import EACH, ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableSequence
+    from collections.abc import Callable
 
     from shmreduce.descriptor import Descriptor
     from shmreduce.pool_channel import Channel
+    from shmreduce.pool_marks import Marks
 
-__all__ = ["Marks", "Orders", "work"]
+__all__ = ["Orders", "work"]
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
-
-
-class Marks:
-    """How far a worker is, in memory that its parent can read when it is dead.
-
-    Parameters
-    ----------
-    numbers : sequence of int
-        Shared by all workers of the pool.
-    slot : int
-        Which of its pairs is this worker's.
-    """
-
-    __slots__ = ("_numbers", "_start")
-
-    def __init__(self, numbers: MutableSequence[int], slot: int) -> None:
-        self._numbers = numbers
-        self._start = 2 * slot
-
-    @property
-    def begun(self) -> int:
-        """How many tasks the worker has begun."""
-        return self._numbers[self._start]
-
-    @begun.setter
-    def begun(self, number: int) -> None:
-        self._numbers[self._start] = number
-
-    @property
-    def position(self) -> int:
-        """Which item of its task it is at."""
-        return self._numbers[self._start + 1]
-
-    @position.setter
-    def position(self, number: int) -> None:
-        self._numbers[self._start + 1] = number
 
 
 class Orders:
@@ -158,7 +123,7 @@ def _answer(channel: Channel, data: bytes, marks: Marks, orders: Orders) -> bool
     """Do one task and send its answer; False if there is nobody to send it to."""
     succeeded, value = _run(channel, data, marks, orders.catch)
     try:
-        message = channel.dumps((succeeded, value))
+        message = channel.pack((succeeded, value))
     except Exception as error:
         if not isinstance(error, ShmreduceError) and not orders.plain_errors:
             # Not one that says itself what to do, such as: there is no memory.
@@ -203,12 +168,12 @@ def _with_traceback(error: BaseException) -> Any:
 
 
 def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:
-    return _deliver(channel, channel.dumps((kind, value)))
+    return _deliver(channel, channel.pack((kind, value)))
 
 
 def _deliver(channel: Channel, message: Any) -> bool:
     try:
-        channel.send_dumped(message)
+        channel.send_packed(message)
     except OSError:
         # The parent is gone.
         return False

@@ -1,0 +1,253 @@
+"""The interface is that of multiprocessing.pool.Pool."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing.pool
+import pickle
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shmreduce.pool import AsyncResult, Pool
+from tests.pool.work import (
+    Unpicklable,
+    add,
+    fail,
+    keep,
+    kept,
+    not_picklable,
+    own_pid,
+    square,
+    unpicklable_there,
+    wait_for_kept_lock,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PATIENCE = 30.0
+FORK: Any = multiprocessing.get_context("fork")
+STANDARD: Any = multiprocessing.pool
+PUBLIC = sorted(name for name in vars(STANDARD.Pool) if not name.startswith("_"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2, context=FORK) as pool:
+        yield pool
+    pool.join()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_method_takes_what_the_standard_one_takes(name: str) -> None:
+    """Methods have the parameters of the standard Pool's, in order; more are keyword-only."""
+    theirs = list(inspect.signature(getattr(STANDARD.Pool, name)).parameters)
+    ours = list(inspect.signature(getattr(Pool, name)).parameters.values())
+    assert [each.name for each in ours[: len(theirs)]] == theirs
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in ours[len(theirs) :])
+
+
+def test_results_are_those_of_the_function(pool: Pool) -> None:
+    """apply, map, starmap, imap and imap_unordered return what the functions return."""
+    assert pool.apply(add, (1,), {"y": 2}) == 3
+    assert pool.map(square, range(10)) == [x * x for x in range(10)]
+    assert pool.map(square, iter(range(10)), chunksize=3) == [x * x for x in range(10)]
+    assert pool.starmap(add, [(1, 2), (3, 4)]) == [3, 7]
+    assert list(pool.imap(square, range(10))) == [x * x for x in range(10)]
+    assert list(pool.imap(square, range(10), chunksize=4)) == [x * x for x in range(10)]
+    assert sorted(pool.imap_unordered(square, range(10), 3)) == [x * x for x in range(10)]
+    assert pool.map(square, []) == []
+    assert list(pool.imap(square, [])) == []
+
+
+def test_asynchronous_results(pool: Pool) -> None:
+    """An AsyncResult becomes ready, knows success, and calls the callback that fits."""
+    calls: list[Any] = []
+    good = pool.map_async(square, [1, 2], callback=calls.append, error_callback=fail)
+    good.wait(PATIENCE)
+    assert isinstance(good, AsyncResult)
+    assert good.ready()
+    assert good.successful()
+    assert good.get(PATIENCE) == [1, 4]
+    bad = pool.apply_async(fail, ("x",), callback=fail, error_callback=calls.append)
+    bad.wait(PATIENCE)
+    assert not bad.successful()
+    with pytest.raises(KeyError):
+        bad.get(PATIENCE)
+    assert calls[0] == [1, 4]
+    assert isinstance(calls[1], KeyError)
+    assert pool.starmap_async(add, [(1, 2)]).get(PATIENCE) == [3]
+
+
+def test_a_result_that_is_not_there_in_time() -> None:
+    """get() and next() raise multiprocessing.TimeoutError, successful() ValueError."""
+    lock = FORK.Lock()
+    with Pool(1, initializer=keep, initargs=(lock,), context=FORK) as pool:
+        with lock:
+            result = pool.apply_async(wait_for_kept_lock)
+            results: Any = pool.imap(square, [3])
+            with pytest.raises(multiprocessing.TimeoutError):
+                result.get(0.01)
+            with pytest.raises(multiprocessing.TimeoutError):
+                results.next(0.01)
+            with pytest.raises(ValueError, match="not ready"):
+                result.successful()
+        assert results.next(PATIENCE) == 9
+        result.get(PATIENCE)
+    pool.join()
+
+
+def test_an_exception_has_the_traceback_of_the_worker(pool: Pool) -> None:
+    """The cause of a raised exception is the text of the worker's traceback."""
+    with pytest.raises(KeyError) as caught:
+        pool.apply(fail, ("x",))
+    assert type(caught.value.__cause__) is STANDARD.RemoteTraceback
+    assert "raise KeyError(x)" in str(caught.value.__cause__)
+
+
+def test_what_cannot_be_pickled_fails_its_task_alone(pool: Pool) -> None:
+    """What cannot be pickled, or unpickled, either way, fails its task; others go on."""
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pool.apply(square, (lambda: 1,))
+    with pytest.raises(STANDARD.MaybeEncodingError):
+        pool.apply(not_picklable, (1,))
+    with pytest.raises(KeyError, match="on arrival"):
+        pool.apply(unpicklable_there, (1,))
+    with pytest.raises(KeyError, match="on arrival"):
+        pool.apply(square, (Unpicklable(),))
+    assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
+
+
+class Breaking:
+    """Says that it has 10 items and raises at the fourth."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        raise LookupError("iterable")
+
+
+def test_an_iterable_that_raises(pool: Pool) -> None:
+    """Its exception comes where its item would have come, without a remote cause."""
+    for chunksize in (1, 2, 20):
+        with pytest.raises(LookupError) as caught:
+            pool.map(square, Breaking(), chunksize)
+        assert caught.value.__cause__ is None
+    results = pool.imap(square, Breaking())
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    with pytest.raises(LookupError):
+        next(results)
+    assert list(results) == []
+
+
+def test_long_iterables_side_by_side() -> None:
+    """Iterables of imap are read not far ahead of the workers, several at once."""
+    taken = []
+
+    def items() -> Iterator[bytes]:
+        for number in range(10_000):
+            taken.append(number)
+            yield bytes(1 << 20)
+
+    with Pool(1, context=FORK) as pool:
+        both = zip(pool.imap(len, items()), pool.imap(len, items()), strict=False)
+        assert [next(both) for _ in range(3)] == [(1 << 20, 1 << 20)] * 3
+        assert len(taken) < 1000
+    pool.join()
+
+
+def test_a_callback_that_raises_is_reported_and_harms_nobody() -> None:
+    """Its exception reaches threading.excepthook; the result is there and the pool goes on."""
+    reported: list[Any] = []
+    before = threading.excepthook
+    threading.excepthook = lambda args: reported.append(args.exc_value)
+    try:
+        with Pool(1, context=FORK) as pool:
+            assert pool.apply_async(square, (2,), callback=fail).get(PATIENCE) == 4
+            assert pool.apply(square, (3,)) == 9
+        pool.join()
+    finally:
+        threading.excepthook = before
+    assert [type(each) for each in reported] == [KeyError]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"processes": 0},
+        {"processes": -1},
+        {"maxtasksperchild": 0},
+        {"maxtasksperchild": 0.5},
+        {"retries": -1},
+    ],
+)
+def test_what_the_constructor_rejects(arguments: dict[str, Any]) -> None:
+    """Numbers of workers, tasks and retries that cannot be."""
+    with pytest.raises(ValueError):
+        Pool(**arguments)
+
+
+def test_an_initializer_that_cannot_be_called() -> None:
+    """It is a TypeError."""
+    with pytest.raises(TypeError):
+        Pool(1, initializer=1)  # type: ignore[arg-type]
+
+
+def test_workers_are_replaced_after_so_many_tasks() -> None:
+    """maxtasksperchild: no worker does more tasks than that, and all tasks are done."""
+    with Pool(2, maxtasksperchild=3, context=FORK) as pool:
+        pids = pool.map(own_pid, range(20), chunksize=1)
+        pool.close()
+        pool.join()
+    assert max(pids.count(pid) for pid in pids) <= 3
+    assert len(set(pids)) >= 7
+
+
+def test_the_initializer_is_called_in_each_worker() -> None:
+    """initializer(*initargs) is called before a worker's first task."""
+    with Pool(2, keep, ("given",), context=FORK) as pool:
+        assert set(pool.map(kept, range(10))) == {"given"}
+        assert "state=RUN pool_size=2" in repr(pool)
+    pool.join()
+
+
+def test_a_closed_pool_finishes_and_takes_no_more() -> None:
+    """close() lets everything be done; later calls, and join() before close(), are errors."""
+    pool = Pool(2, context=FORK)
+    with pytest.raises(ValueError, match="still running"):
+        pool.join()
+    results = [pool.apply_async(square, (x,)) for x in range(20)]
+    later = pool.imap(square, range(20))
+    pool.close()
+    pool.join()
+    assert [each.get(0) for each in results] == list(later) == [x * x for x in range(20)]
+    for call in (pool.map, pool.imap, pool.map_async, pool.apply):
+        with pytest.raises(ValueError, match="not running"):
+            call(square, [1])
+    with pytest.raises(ValueError, match="not running"):
+        pool.__enter__()
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(pool)
+
+
+def test_a_pool_that_was_forgotten_warns_and_ends() -> None:
+    """Dropping a running pool is a ResourceWarning; its workers end."""
+    pool = Pool(1, context=FORK)
+    worker = pool._pool[0]
+    with pytest.warns(ResourceWarning, match="unclosed running multiprocessing pool"):
+        del pool
+    worker.join(PATIENCE)
+    assert worker.exitcode is not None
+
+
+def test_a_dropped_pool_stays_for_its_results() -> None:
+    """As long as somebody waits for a result the pool is not collected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        assert list(Pool(1, context=FORK).imap(square, range(5))) == [0, 1, 4, 9, 16]
+        assert Pool(1, context=FORK).apply_async(square, (5,)).get(PATIENCE) == 25

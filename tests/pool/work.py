@@ -1,0 +1,149 @@
+"""What the workers of the tests' pools do."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmreduce.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LARGE = 1 << 20
+"""Bytes of arrays that certainly travel by shared memory."""
+FOREVER = 600.0
+"""Seconds; whoever sleeps so long is killed before."""
+
+
+def square(x: Any) -> Any:
+    return x * x
+
+
+def add(x: Any, y: Any) -> Any:
+    return x + y
+
+
+def fail(x: Any) -> None:
+    raise KeyError(x)
+
+
+def own_pid(_: Any = None) -> int:
+    return os.getpid()
+
+
+def end_at(x: int, at: int, how: str) -> int:
+    """Return ``x``, or end the process in this way if it is ``at``."""
+    if x == at:
+        end(how)
+    return x
+
+
+def end(how: str) -> None:
+    if how == "exit":
+        sys.exit(3)
+    if how == "_exit":
+        os._exit(4)
+    # pytest's would print the stack.
+    faulthandler.disable()
+    os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(FOREVER)
+
+
+def end_at_2_by_sigkill(x: int) -> int:
+    return end_at(x, 2, "SIGKILL")
+
+
+def end_once(path: str, value: Any) -> float:
+    """Spoil the array and kill the process in the first call; return its sum in the second."""
+    try:
+        Path(path).touch(exist_ok=False)
+    except FileExistsError:
+        return float(value.sum())
+    value[:] = -1
+    end("SIGKILL")
+    raise AssertionError("not reached")
+
+
+def touch_and_sleep(path: str) -> None:
+    Path(path).touch()
+    time.sleep(FOREVER)
+
+
+def filled(value: float) -> Any:
+    return np.full(LARGE // 8, value)
+
+
+def total(array: Any) -> float:
+    return float(array.sum())
+
+
+def first_of(array: Any) -> float:
+    """Return the first element, having overwritten it."""
+    value = float(array[0])
+    array[:] = -1
+    return value
+
+
+def doubled_in_place(array: Any) -> Any:
+    array *= 2
+    return array
+
+
+def set_first(array: Any) -> None:
+    array[0] = 7
+
+
+class Unpicklable:
+    """Cannot be unpickled by whoever receives it."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return fail, ("on arrival",)
+
+
+def unpicklable_there(_: Any) -> Any:
+    return Unpicklable()
+
+
+def not_picklable(_: Any) -> Any:
+    return lambda: 42
+
+
+def sum_of_squares_by_a_pool(method: str, start: int) -> int:
+    """Use a pool inside a worker."""
+    context: Any = multiprocessing.get_context(method)
+    with Pool(2, context=context) as pool:
+        return sum(pool.map(square, range(start, start + 4)))
+
+
+def broken_initializer() -> None:
+    raise ValueError("no")
+
+
+_given: list[Any] = []
+
+
+def keep(value: Any) -> None:
+    _given.append(value)
+
+
+def kept(_: Any) -> Any:
+    return _given[-1]
+
+
+def release_kept_and_sleep() -> None:
+    _given[-1].release()
+    time.sleep(FOREVER)
+
+
+def wait_for_kept_lock() -> None:
+    with _given[-1]:
+        pass
