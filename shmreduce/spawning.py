@@ -453,7 +453,8 @@ def start_processes(
     death_signal : int, optional
         The signal that the processes get at the death of this one; by default
         SIGINT, which raises KeyboardInterrupt in them. SIGKILL for functions
-        that handle SIGINT otherwise, 0 to let the processes live on.
+        that handle SIGINT otherwise, 0 to let the processes live on. A process
+        that handles the signal is killed 30 seconds later.
 
     Returns
     -------
