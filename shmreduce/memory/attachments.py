@@ -188,10 +188,6 @@ class Attachments:
         return known
 
     def _attach(self, handle: Handle, arrived: Mapping[bytes, int]) -> None:
-        inherited = self._inherited.get(handle.token)
-        if inherited is not None and inherited.fd != -1:
-            self._adopt(locks.reopen(inherited.fd), inherited.file.name, inherited)
-            return
         self.close_idle(_MOST_IDLE)
         try:
             self._open(handle, arrived)
@@ -205,6 +201,10 @@ class Attachments:
                 raise self._failure(handle, again) from again
 
     def _open(self, handle: Handle, arrived: Mapping[bytes, int]) -> None:
+        inherited = self._inherited.get(handle.token)
+        if inherited is not None and inherited.fd != -1:
+            self._adopt(locks.reopen(inherited.fd), inherited.file.name, inherited)
+            return
         strategy = find_strategy(handle.strategy)
         fd = arrived.get(handle.token)
         try:
