@@ -544,6 +544,11 @@ class Heap:
         return sum(size * len(stack) for size, stack in list(self.warm.items()))
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes that all blocks have pages for, free ones included, tables not."""
+        return sum(segment.reserved - segment.layout.slot_words for segment in list(self.segments))
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of shared memory that the heap's segments have pages for."""
         return sum(segment.reserved for segment in list(self.segments))

@@ -98,7 +98,7 @@ class IdleReturn:
             for heap in heaps:
                 self._look_after(heap, seconds, left)
                 left = max(0, left - heap.warm_bytes)
-            if sum(heap.reserved_bytes for heap in heaps) <= keep:
+            if sum(heap.block_bytes for heap in heaps) <= keep:
                 return
 
     def _look_after(self, heap: Heap, seconds: float, keep: int) -> None:

@@ -138,9 +138,7 @@ def process_state() -> ProcessState:
         warm=sum(heap.warm_bytes for heap in heaps),
         waiting=runtime.live.unsettled,
         descriptors=frozenset(
-            fd
-            for each in segments
-            for fd in (*each.descriptors(), runtime.live.ledger.descriptor)
+            fd for each in segments for fd in (*each.descriptors(), runtime.live.ledger.descriptor)
         ),
     )
 

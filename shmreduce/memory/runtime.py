@@ -134,7 +134,7 @@ class Runtime:
 
     def on_growth(self) -> None:
         """Have somebody look after heaps that hold more than they may keep idle."""
-        if sum(heap.reserved_bytes for heap in self.heaps) > get_settings().idle_keep:
+        if sum(heap.block_bytes for heap in self.heaps) > get_settings().idle_keep:
             self.idle_return.start()
 
     # The end
@@ -219,6 +219,8 @@ def configure(settings: Settings) -> None:
     runtime = current()
     runtime.strategies.add(current_strategy())
     _ = runtime.family
+    # They may allow less idle memory than there is.
+    runtime.on_growth()
 
 
 def _leave() -> None:
