@@ -10,6 +10,7 @@ A plugin's tests derive from :class:`ReducerContract` or
     pytest_plugins = ["shmreduce.testing.pytest_plugin"]
 
 ``leaks``         what this process holds, before and after
+``guard``         fails a test that leaves something behind
 ``processes``     a child process that answers questions, with bounded waits
 ``reducers``      the suite for reducers
 ``strategies``    the suite for sharing strategies

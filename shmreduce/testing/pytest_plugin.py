@@ -1,6 +1,6 @@
 """The pytest fixture that fails a test which leaks shared memory.
 
-May import :mod:`shmreduce.testing.leaks` and pytest. To be loaded by a
+May import :mod:`shmreduce.testing.guard` and pytest. To be loaded by a
 ``conftest.py``: ``pytest_plugins = ["shmreduce.testing.pytest_plugin"]``.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shmreduce.testing.leaks import find_leaks, take_census
+from shmreduce.testing.guard import no_leaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,15 +28,15 @@ def shmreduce_patience() -> float:
 
 
 @pytest.fixture
-def shmreduce_no_leaks(shmreduce_patience: float) -> Iterator[None]:
+def shmreduce_no_leaks(
+    request: pytest.FixtureRequest, shmreduce_patience: float
+) -> Iterator[None]:
     """Fail the test if it leaves blocks, messages, descriptors or segments behind.
+
+    A test that failed is not looked at: its traceback holds what it had.
 
     To guard all tests of a module:
     ``pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")``.
     """
-    before = take_census()
-    yield
-    leaks = find_leaks(before, shmreduce_patience)
-    if leaks:
-        listed = "\n".join(f"  {leak}" for leak in leaks)
-        pytest.fail(f"the test left shared memory behind:\n{listed}", pytrace=False)
+    with no_leaks(request, shmreduce_patience):
+        yield

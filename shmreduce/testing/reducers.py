@@ -1,6 +1,6 @@
 """The contract suite for reducers.
 
-May import public names of :mod:`shmreduce`, ``leaks`` and ``processes`` of this
+May import public names of :mod:`shmreduce`, ``guard`` and ``processes`` of this
 package, and pytest.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import shmreduce
-from shmreduce.testing.leaks import find_leaks, take_census
+from shmreduce.testing.guard import no_leaks
 from shmreduce.testing.processes import OtherProcess
 
 if TYPE_CHECKING:
@@ -73,12 +73,9 @@ class ReducerContract:
         raise NotImplementedError(f"{type(self).__qualname__} must define write()")
 
     @pytest.fixture(autouse=True)
-    def _installed_and_nothing_left(self) -> Iterator[None]:
-        with shmreduce.install():
-            before = take_census()
+    def _installed_and_nothing_left(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        with shmreduce.install(), no_leaks(request):
             yield
-            leaks = find_leaks(before)
-            assert not leaks, f"left behind: {leaks}"
 
     # By value
 

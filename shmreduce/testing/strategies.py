@@ -1,6 +1,6 @@
 """The contract suite for sharing strategies.
 
-May import public names of :mod:`shmreduce`, ``leaks`` and ``processes`` of this
+May import public names of :mod:`shmreduce`, ``guard`` and ``processes`` of this
 package, and pytest.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shmreduce.testing.leaks import find_leaks, take_census
+from shmreduce.testing.guard import no_leaks
 from shmreduce.testing.processes import OtherProcess
 
 if TYPE_CHECKING:
@@ -50,11 +50,9 @@ class StrategyContract:
         raise NotImplementedError(f"{type(self).__qualname__} must define make_strategy()")
 
     @pytest.fixture(autouse=True)
-    def _nothing_is_left(self) -> Iterator[None]:
-        before = take_census()
-        yield
-        leaks = find_leaks(before)
-        assert not leaks, f"left behind: {leaks}"
+    def _nothing_is_left(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        with no_leaks(request):
+            yield
 
     @pytest.fixture
     def strategy(self) -> SharingStrategy:

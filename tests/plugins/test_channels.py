@@ -37,7 +37,7 @@ def samples() -> dict[str, Any]:
         "read-only": read_only,
         "big-endian": numbers.astype(">f4"),
         "text": np.array(["short", "longer"] * (COUNT // 2)),
-        "dates": np.datetime64("2000-01-01") + np.arange(COUNT),
+        "dates": np.datetime64("2000-01-01") + np.arange(COUNT).astype("m8[D]"),
         "records": numbers.view([("x", "f4"), ("y", "i4")]).view(np.recarray),
         "masked": ma.masked_array(numbers, mask=numbers % 2 == 0),
         "objects": np.array([None, "text"] * 3, object),
