@@ -1,0 +1,1 @@
+"""Tests of the channels of shmreduce: Pipe, queues, contexts."""

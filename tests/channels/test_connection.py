@@ -1,0 +1,483 @@
+"""One pipe: its interface, its sizes, its ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import selectors
+import signal
+import threading
+from multiprocessing import resource_sharer
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import packets
+from shmreduce.connection import Connection
+from shmreduce.memory import runtime
+from tests.channels.channels import PATIENCE, context_of, eventually, within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Children
+
+SIZES = sorted(
+    {
+        size + more
+        for size in (0, 1, packets.INLINE_BODY, 128 << 10, packets.LARGEST_PACKET, 1 << 20)
+        for more in (-40, -1, 0, 1)
+        if size + more >= 0
+    }
+)
+
+
+@pytest.fixture
+def pipe(shmreduce_no_leaks: None) -> Iterator[tuple[Any, Any]]:
+    """Both ends of a pipe, in this process."""
+    here, there = shmreduce.Pipe()
+    yield here, there
+    here.close()
+    there.close()
+
+
+def _refuse(*_: Any) -> None:
+    raise shmreduce.OutOfSharedMemoryError("no room")
+
+
+@pytest.fixture(params=["error", "nothing"])
+def no_room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block can be had; by an error, or because pickling is to be used instead."""
+    way = _refuse if request.param == "error" else lambda *_: None
+    monkeypatch.setattr(shmreduce.Message, "allocate", way)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_objects_and_bytes_of_any_size_arrive(pipe: tuple[Any, Any], size: int) -> None:
+    """Sizes around each threshold arrive whole, pickled and as bytes."""
+    here, there = pipe
+    data = os.urandom(size)
+    here.send(data)
+    assert there.recv() == data
+    here.send_bytes(data)
+    assert there.recv_bytes() == data
+    here.send(np.frombuffer(data, "u1"))
+    assert there.recv().tobytes() == data
+
+
+def test_objects_and_bytes_are_the_same_messages(pipe: tuple[Any, Any]) -> None:
+    """What is sent as an object can be received as its pickle, and the other way round."""
+    here, there = pipe
+    for value in ([1, 2], "x" * 100_000):
+        here.send(value)
+        assert pickle.loads(there.recv_bytes()) == value
+        here.send_bytes(ForkingPickler.dumps(value))
+        assert there.recv() == value
+
+
+def test_pickle_taken_as_bytes_has_its_memory_opened(pipe: tuple[Any, Any]) -> None:
+    """An array can be unpickled from the bytes of its message."""
+    here, there = pipe
+    here.send(np.arange(100_000))
+    assert pickle.loads(there.recv_bytes())[-1] == 99_999
+
+
+def test_array_is_what_it_was_when_sent(pipe: tuple[Any, Any]) -> None:
+    """A change after ``send`` is not seen by the receiver, nor one there by the sender."""
+    here, there = pipe
+    array = np.zeros(100_000)
+    here.send(array)
+    array += 1
+    received = there.recv()
+    assert not received.any()
+    received += 2
+    assert (array == 1).all()
+
+
+def test_shared_array_stays_shared(pipe: tuple[Any, Any]) -> None:
+    """A shared array is the same memory at both ends."""
+    here, there = pipe
+    array = shmreduce.zeros(1000)
+    here.send(array)
+    there.recv()[5] = 7
+    assert array[5] == 7
+
+
+@pytest.mark.usefixtures("no_room")
+def test_large_message_without_room_is_refused(pipe: tuple[Any, Any]) -> None:
+    """What does not fit a packet and gets no block is a named error, and nothing is sent."""
+    here, there = pipe
+    for send, message in ((here.send_bytes, bytes(1 << 20)), (here.send, "x" * (1 << 20))):
+        with pytest.raises(shmreduce.OutOfSharedMemoryError):
+            send(message)
+    assert not there.poll()
+
+
+@pytest.mark.usefixtures("no_room")
+def test_middle_message_without_room_goes_in_the_packet(pipe: tuple[Any, Any]) -> None:
+    """What fits a packet is sent in it when there is no block for it."""
+    here, there = pipe
+    for size in (packets.INLINE_BODY + 1, packets.LARGEST_PACKET - 5000):
+        here.send_bytes(bytes(size))
+        assert there.recv_bytes() == bytes(size)
+
+
+# The interface of multiprocessing.connection.Connection
+
+
+def test_it_is_a_connection(pipe: tuple[Any, Any]) -> None:
+    """It is an instance of the standard class, has a descriptor and says its directions."""
+    here, _ = pipe
+    assert isinstance(here, multiprocessing.connection.Connection)
+    assert os.fstat(here.fileno())
+    assert (here.readable, here.writable, here.closed) == (True, True, False)
+    here.close()
+    assert here.closed
+
+
+def test_one_way_ends_refuse_the_other_way() -> None:
+    """As the standard ends do, with OSError."""
+    reader, writer = shmreduce.Pipe(duplex=False)
+    with reader, writer:
+        for refused in (reader.send, reader.send_bytes):
+            with pytest.raises(OSError, match="read-only"):
+                refused(b"x")
+        for refused in (writer.recv, writer.recv_bytes, writer.poll):
+            with pytest.raises(OSError, match="write-only"):
+                refused()
+
+
+def test_closed_ends_refuse_everything(pipe: tuple[Any, Any]) -> None:
+    """With OSError."""
+    here, _ = pipe
+    here.close()
+    for call in (here.recv, here.recv_bytes, here.poll, here.fileno, lambda: here.send(1)):
+        with pytest.raises(OSError, match="closed"):
+            call()
+
+
+def test_bytes_into_a_buffer(pipe: tuple[Any, Any]) -> None:
+    """They are written at the offset; a buffer that is too short is an error with the message."""
+    here, there = pipe
+    buffer = bytearray(10)
+    here.send_bytes(b"abcdef", 1, 3)
+    assert there.recv_bytes_into(buffer, 2) == 3
+    assert bytes(buffer) == b"\0\0bcd\0\0\0\0\0"
+    here.send_bytes(b"longer than ten")
+    with pytest.raises(multiprocessing.BufferTooShort) as caught:
+        there.recv_bytes_into(buffer)
+    assert caught.value.args == (b"longer than ten",)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_longer_than_allowed_is_an_error(pipe: tuple[Any, Any], size: int) -> None:
+    """``recv_bytes(maxlength)`` refuses longer messages."""
+    here, there = pipe
+    here.send_bytes(bytes(size))
+    with pytest.raises(OSError, match="bad message length"):
+        there.recv_bytes(size - 1)
+
+
+def test_empty_message_is_no_end(pipe: tuple[Any, Any]) -> None:
+    """A message of no bytes is a message."""
+    here, there = pipe
+    here.send_bytes(b"")
+    assert there.recv_bytes() == b""
+
+
+def test_poll_and_wait_and_selectors(pipe: tuple[Any, Any]) -> None:
+    """All three tell when there is something to receive."""
+    here, there = pipe
+    with selectors.DefaultSelector() as selector:
+        selector.register(there, selectors.EVENT_READ)
+        assert not there.poll()
+        assert not there.poll(0.01)
+        assert not wait([there], 0)
+        assert not selector.select(0)
+        here.send(1)
+        assert there.poll(PATIENCE)
+        assert wait([there], PATIENCE) == [there]
+        assert len(selector.select(PATIENCE)) == 1
+        assert there.recv() == 1
+
+
+# Ends that are gone
+
+
+@pytest.mark.parametrize("unread", [0, 3])
+def test_end_of_file_comes_after_the_last_message(unread: int) -> None:
+    """Messages that were sent before the other end was closed are received first."""
+    here, there = shmreduce.Pipe()
+    for number in range(unread):
+        there.send(number)
+    here.send("never read")
+    there.close()
+    assert [within(here.recv) for _ in range(unread)] == list(range(unread))
+    with pytest.raises(EOFError):
+        within(here.recv)
+    with pytest.raises(EOFError):
+        within(here.recv_bytes)
+    here.close()
+
+
+def test_nobody_to_receive_is_a_broken_pipe(shmreduce_no_leaks: None) -> None:
+    """Sending to a closed end is BrokenPipeError, and the array's block is free again."""
+    here, there = shmreduce.Pipe()
+    here.send(1)
+    there.close()
+    for message in (1, np.zeros(100_000)):
+        with pytest.raises(BrokenPipeError):
+            here.send(message)
+    here.close()
+
+
+def test_message_that_is_dropped_with_the_pipe_leaves_no_descriptor() -> None:
+    """Descriptors in unread messages go with the pipe."""
+    array = shmreduce.zeros(1000)
+    counts = []
+    for _ in range(20):
+        here, there = shmreduce.Pipe()
+        here.send(array)
+        del here, there
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert len(set(counts)) == 1
+
+
+def test_full_pipe_waits(pipe: tuple[Any, Any]) -> None:
+    """A sender waits for room; nothing is lost and the order is kept."""
+    here, there = pipe
+    count = 20_000
+    sender = threading.Thread(target=lambda: [here.send(number) for number in range(count)])
+    sender.start()
+    assert within(lambda: [there.recv() for _ in range(count)]) == list(range(count))
+    sender.join(PATIENCE)
+
+
+def test_hundreds_of_messages_need_no_reader(pipe: tuple[Any, Any]) -> None:
+    """As many small messages as a pipe always has room for can be sent with nobody reading."""
+    here, there = pipe
+    within(lambda: [here.send(number) for number in range(200)])
+    assert [there.recv() for _ in range(200)] == list(range(200))
+
+
+def test_interrupted_receive_goes_on(pipe: tuple[Any, Any]) -> None:
+    """A signal whose handler returns interrupts neither ``recv`` nor ``poll``."""
+    here, there = pipe
+    caught: list[int] = []
+
+    def answer(number: int, _: Any) -> None:
+        caught.append(number)
+        here.send("after the signal")
+
+    before = signal.signal(signal.SIGALRM, answer)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert there.recv() == "after the signal"
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert there.poll(PATIENCE)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(caught) == 2
+
+
+def test_interrupt_that_raises_loses_no_message(pipe: tuple[Any, Any]) -> None:
+    """A handler that raises ends ``recv``; what comes later is received later."""
+    here, there = pipe
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            there.recv()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    here.send(np.arange(100_000))
+    assert there.recv()[-1] == 99_999
+
+
+# Errors
+
+
+class Explosive:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _explode, ()
+
+
+def _explode() -> None:
+    raise ZeroDivisionError
+
+
+def test_message_that_cannot_be_unpickled_releases_its_blocks(pipe: tuple[Any, Any]) -> None:
+    """The error is the object's own; the blocks are free again."""
+    here, there = pipe
+    for _ in range(3):
+        here.send([np.zeros(1 << 20), Explosive(), np.zeros(1 << 20)])
+        with pytest.raises(ZeroDivisionError):
+            there.recv()
+    eventually(lambda: not blocks_out())
+
+
+def test_message_that_cannot_be_pickled_releases_its_blocks(pipe: tuple[Any, Any]) -> None:
+    """Nothing is sent."""
+    here, there = pipe
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        here.send([np.zeros(1 << 20), lambda: 1])
+    assert not there.poll()
+    eventually(lambda: not blocks_out())
+
+
+def blocks_out() -> int:
+    """Return how many by-value blocks of this process are not free."""
+    state = runtime.current()
+    state.live.settle()
+    for heap in state.heaps:
+        heap.collect()
+    return sum(
+        len(segment.out) for heap in state.heaps if heap.kind == 0 for segment in heap.segments
+    )
+
+
+def test_too_many_descriptors_under_way(
+    pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel takes no more descriptors, the message goes without."""
+    here, there = pipe
+    sendmsg = here._socket.sendmsg
+
+    class Refusing:
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def sendmsg(self, buffers: Any, control: Any, flags: int) -> int:
+            if control:
+                raise OSError(109, "Too many references")
+            return int(sendmsg(buffers, control, flags))
+
+    monkeypatch.setattr(here, "_socket", Refusing(here._socket))
+    here.send(np.arange(100_000))
+    assert there.recv()[-1] == 99_999
+
+
+# Children
+
+
+def produce_and_vanish(writer: Any, count: int, how: str) -> None:
+    """Send arrays, and be gone."""
+    for number in range(count):
+        writer.send((number, np.full(1 << 18, number)))
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_producer_may_be_gone(children: Children, how: str) -> None:
+    """What a process sent is received after it was killed, or ended."""
+    reader, writer = context_of(children).Pipe(duplex=False)
+    process = children.start(produce_and_vanish, writer, 5, how)
+    writer.close()
+    children.join(process)
+    assert process.exitcode == (-signal.SIGKILL if how == "killed" else 0)
+    for number in range(5):
+        got, array = within(reader.recv)
+        assert got == number
+        assert (array == number).all()
+    with pytest.raises(EOFError):
+        within(reader.recv)
+    reader.close()
+
+
+def echo(connection: Any) -> None:
+    """Send back what comes, until None does."""
+    while (message := connection.recv()) is not None:
+        connection.send(message)
+    connection.close()
+
+
+def test_pipe_reaches_children(children: Children) -> None:
+    """An end is an argument of a process under every start method."""
+    here, there = context_of(children).Pipe()
+    process = children.start(echo, there)
+    there.close()
+    for message in ("text", np.arange(3), np.arange(1 << 20), bytes(1 << 20)):
+        here.send(message)
+        assert within(here.poll, PATIENCE)
+        assert np.array_equal(here.recv(), message)
+    here.send(None)
+    children.join(process)
+    here.close()
+
+
+def test_end_travels_through_another_pipe(pipe: tuple[Any, Any]) -> None:
+    """An end can be sent as a message."""
+    here, there = pipe
+    reader, writer = shmreduce.Pipe(duplex=False)
+    here.send(writer)
+    copy = within(there.recv)
+    assert isinstance(copy, Connection)
+    copy.send(np.arange(100_000))
+    assert within(reader.recv)[-1] == 99_999
+    for end in (reader, writer, copy):
+        end.close()
+    resource_sharer.stop(PATIENCE)
+
+
+def receive_without_descriptors(connection: Any) -> None:
+    """Receive an array while no descriptor is free; then once more, when there are."""
+    import resource
+
+    import numpy  # noqa: F401, ICN001 - not without descriptors
+
+    import shmreduce_fd  # noqa: F401
+
+    shmreduce.get_all_sharing_strategies()
+    connection.send("ready")
+    connection.poll(PATIENCE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        connection.recv()
+        raise RuntimeError("received without a descriptor")
+    except shmreduce.AttachError as error:
+        message = error.message_bytes
+    finally:
+        for fd in taken:
+            os.close(fd)
+    assert message is not None
+    connection.send(pickle.loads(message).sum())
+
+
+def test_reader_out_of_descriptors_is_told_and_can_try_again(children: Children) -> None:
+    """The error keeps the message, which loads once descriptors are free."""
+    here, there = context_of(children).Pipe()
+    process = children.start(receive_without_descriptors, there)
+    there.close()
+    assert within(here.recv) == "ready"
+    here.send(np.ones(1 << 18))
+    assert within(here.recv) == 1 << 18
+    here.close()
+    children.join(process)

@@ -1,0 +1,245 @@
+"""The names of multiprocessing, and that the standard library stays as it is."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import Reducer
+from tests.channels.channels import PATIENCE, context_of, within
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.conftest import Children
+
+
+@pytest.mark.parametrize("name", multiprocessing.__all__)
+def test_every_name_of_multiprocessing_is_there(name: str) -> None:
+    """On the module and on each context, with the same parameters."""
+    ours, theirs = getattr(shmreduce, name), getattr(multiprocessing, name)
+    if not inspect.isclass(ours) and callable(ours):
+        expected = list(inspect.signature(theirs).parameters)
+        assert list(inspect.signature(ours).parameters)[: len(expected)] == expected
+    for method in multiprocessing.get_all_start_methods():
+        standard = multiprocessing.get_context(method)
+        if hasattr(standard, name):
+            assert hasattr(shmreduce.get_context(method), name)
+
+
+def test_nothing_of_the_standard_library_is_changed(tmp_path: Path) -> None:
+    """A program that uses every channel of ours finds multiprocessing as it was."""
+    program = """
+import multiprocessing as theirs, shmreduce as ours
+import multiprocessing.connection, multiprocessing.queues
+from multiprocessing.reduction import ForkingPickler
+
+def state():
+    classes = (
+        ForkingPickler,
+        theirs.connection.Connection,
+        theirs.queues.Queue,
+        theirs.context.BaseContext,
+    )
+    others = [dict(ForkingPickler._extra_reducers), theirs.get_start_method(allow_none=True)]
+    return [dict(vars(each)) for each in classes] + others
+
+def work(queue):
+    queue.put(1)
+
+if __name__ == "__main__":
+    before = state()
+    for method in ("fork", "spawn"):
+        context = ours.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=work, args=(queue,))
+        process.start(); queue.get(); process.join()
+    ours.set_start_method("spawn")
+    with ours.Pool(1) as pool:
+        pool.map(abs, [1])
+    assert state() == before
+    assert theirs.get_start_method(allow_none=True) is None
+    theirs.set_start_method("fork")
+    assert ours.get_start_method() == "spawn"
+    print("the same")
+"""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    answer = subprocess.run(
+        [sys.executable, "-W", "error", path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert answer.stdout == "the same\n", answer.stderr
+
+
+def test_contexts_keep_to_themselves() -> None:
+    """Those of one module are never those of the other."""
+    assert shmreduce.get_context("spawn") is shmreduce.get_context("spawn")
+    assert shmreduce.get_context("spawn") is not multiprocessing.get_context("spawn")
+    with pytest.raises(ValueError, match="cannot find context"):
+        shmreduce.get_context("spoon")
+    with pytest.raises(ValueError, match="concrete"):
+        shmreduce.get_context("fork").set_start_method("spawn")
+
+
+def what_holds(queue: Any, array: Any) -> None:
+    """Tell what a child finds."""
+    queue.put(
+        (
+            shmreduce.get_start_method(),
+            shmreduce.get_sharing_strategy(),
+            shmreduce.get_settings().inline_limit,
+            "reducer_override" in vars(ForkingPickler),
+            shmreduce.is_shared(array),
+        )
+    )
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_child_has_start_method_strategy_and_settings(children: Children, installed: bool) -> None:
+    """It has its parent's, and is installed only if the parent is."""
+    context = context_of(children)
+    shmreduce.uninstall()
+    before = shmreduce.get_sharing_strategy()
+    shmreduce.set_sharing_strategy(children.strategy)
+    try:
+        if installed:
+            shmreduce.install()
+        queue = context.SimpleQueue()
+        process = children.start(what_holds, queue, shmreduce.ones(3))
+        method, strategy, limit, is_installed, is_shared = within(queue.get)
+        children.join(process)
+        queue.close()
+    finally:
+        shmreduce.uninstall()
+        shmreduce.set_sharing_strategy(before)
+    assert (method, strategy) == (children.method, children.strategy)
+    assert limit == shmreduce.get_settings().inline_limit
+    assert is_installed is installed
+    assert is_shared
+
+
+class Marked:
+    """A class of the tests' own."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+
+class MarkedReducer(Reducer):
+    """Reduces it."""
+
+    types = (Marked,)
+
+    def reduce(self, obj: Any, message: Any) -> Any:
+        return Marked, ("ours",)
+
+
+def pickled_by_user(_: Any) -> Any:
+    """Reduce it for ``ForkingPickler.register``."""
+    return Marked, ("theirs",)
+
+
+def test_registrations_of_both_kinds_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reducers of the registry, and before them those registered with ForkingPickler."""
+    reducer = MarkedReducer()
+    shmreduce.register_reducer(reducer)
+    here, there = shmreduce.Pipe()
+    try:
+        here.send(Marked("as it is"))
+        assert there.recv().way == "ours"
+        monkeypatch.setitem(ForkingPickler._extra_reducers, Marked, pickled_by_user)  # type: ignore[attr-defined]
+        here.send(Marked("as it is"))
+        assert there.recv().way == "theirs"
+    finally:
+        shmreduce.unregister_reducer(reducer)
+        here.close()
+        there.close()
+
+
+def test_override_that_somebody_gave_to_the_pickler_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A ``reducer_override`` of ForkingPickler is asked, installed or not."""
+
+    def override(pickler: Any, obj: Any) -> Any:
+        return pickled_by_user(obj) if isinstance(obj, Marked) else NotImplemented
+
+    monkeypatch.setattr(ForkingPickler, "reducer_override", override, raising=False)
+    here, there = shmreduce.Pipe()
+    with here, there:
+        here.send(Marked("as it is"))
+        assert there.recv().way == "theirs"
+        with shmreduce.install(override=True):
+            here.send(Marked("as it is"))
+            assert there.recv().way == "theirs"
+
+
+def add(queue: Any, array: Any) -> None:
+    """Add one to a shared array and tell the sum."""
+    array += 1
+    queue.put(array.sum())
+
+
+def test_both_libraries_side_by_side(children: Children) -> None:
+    """A process of the standard library and one of ours, each with its own channels."""
+    shmreduce.uninstall()
+    ours = shmreduce.get_context(children.method)
+    array = shmreduce.zeros(1000)
+    queue = ours.Queue()
+    process = children.start(add, children.context.Queue(), np.zeros(3))
+    children.join(process)
+    children.context = ours
+    process = children.start(add, queue, array)
+    assert within(queue.get) == 1000
+    children.join(process)
+    assert array.sum() == 1000
+    queue.close()
+    queue.join_thread()
+
+
+def unpicklable(_: Any) -> None:
+    """Do nothing."""
+
+
+def test_arguments_that_cannot_be_pickled_are_an_error(children: Children) -> None:
+    """Of ``start``, where arguments are pickled; nothing is left behind."""
+    process = context_of(children).Process(
+        target=unpicklable, args=((np.ones(1 << 18), lambda: 1),)
+    )
+    if children.method == "fork":
+        pytest.skip("the arguments of a forked child are not pickled")
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        process.start()
+
+
+def in_worker(array: Any) -> Any:
+    """Return the double."""
+    return array * 2
+
+
+def test_manager_and_pool_and_locks(children: Children) -> None:
+    """What a context makes besides channels works in its children."""
+    context = context_of(children)
+    with context.Manager() as manager:
+        shared = manager.dict(a=1)
+        assert dict(shared) == {"a": 1}
+    with context.Pool(2) as pool:
+        results = pool.map_async(in_worker, [np.ones(1 << 18)] * 3).get(PATIENCE)
+        pool.close()
+        pool.join()
+    assert all((each == 2).all() for each in results)
+    with context.Lock(), context.RLock():
+        assert context.Semaphore(1).acquire(timeout=PATIENCE)

@@ -1,0 +1,384 @@
+"""SimpleQueue, Queue and JoinableQueue: their interface, many users, users that die."""
+
+from __future__ import annotations
+
+import os
+import queue as standard_queue
+import signal
+import threading
+import time
+from collections import Counter
+from multiprocessing import resource_sharer
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from tests.channels.channels import PATIENCE, context_of, eventually, within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Children
+
+KINDS = ("SimpleQueue", "Queue", "JoinableQueue")
+
+
+@pytest.fixture(params=KINDS)
+def queue(request: pytest.FixtureRequest, shmreduce_no_leaks: None) -> Iterator[Any]:
+    """A queue of each kind, in this process."""
+    made = getattr(shmreduce, request.param)()
+    yield made
+    close(made)
+
+
+@pytest.fixture
+def bounded(shmreduce_no_leaks: None) -> Iterator[Any]:
+    """A Queue for two objects."""
+    made = shmreduce.Queue(2)
+    yield made
+    close(made)
+
+
+def close(queue: Any) -> None:
+    """Close a queue of any kind, used or not, and see to it that its thread has gone."""
+    queue.close()
+    if hasattr(queue, "join_thread"):
+        queue.join_thread()
+    queue._reader.close()
+    queue._writer.close()
+
+
+# What a queue carries
+
+
+def test_objects_come_out_in_order(queue: Any) -> None:
+    """In the order in which they were put in, whatever their size."""
+    sizes = [0, 1, 1000, 40_000, 300_000, 5, 1 << 20, 2]
+    for size in sizes:
+        queue.put(np.full(size, size % 251, np.uint8))
+    for size in sizes:
+        array = within(queue.get)
+        assert array.size == size
+        assert (array == size % 251).all()
+    assert queue.empty()
+
+
+def test_array_is_what_it_was_when_put(queue: Any) -> None:
+    """A change after ``put`` is not seen by the receiver, also where a thread writes."""
+    arrays = [np.zeros(size) for size in (10, 100_000)]
+    held = [queue.put([number, array]) for number in range(10) for array in arrays]
+    for array in arrays:
+        array[:] = 1
+    assert not any(within(queue.get)[1].any() for _ in held)
+
+
+def test_more_than_the_pipe_holds() -> None:
+    """A Queue takes any number of objects while nobody reads; the snapshot holds for all."""
+    queue = shmreduce.Queue()
+    array = np.zeros(10)
+    for number in range(20_000):
+        array[0] = number
+        queue.put(array)
+    assert within(lambda: [queue.get()[0] for _ in range(20_000)]) == list(range(20_000))
+    close(queue)
+
+
+def test_shared_array_stays_shared(queue: Any) -> None:
+    """What was written after ``put`` to a shared array is seen."""
+    array = shmreduce.zeros(1000)
+    queue.put(array)
+    array[3] = 5
+    assert within(queue.get)[3] == 5
+
+
+# The interface of multiprocessing.Queue
+
+
+def test_full_and_empty(bounded: Any) -> None:
+    """Both are raised at once, or after the time that was given."""
+    for block, timeout in ((False, None), (True, 0.01), (True, 0), (True, -1)):
+        with pytest.raises(standard_queue.Empty):
+            bounded.get(block, timeout)
+    bounded.put(1)
+    bounded.put(2, timeout=1)
+    assert bounded.full()
+    assert bounded.qsize() == 2
+    for block, timeout in ((False, None), (True, 0.01), (True, 0)):
+        with pytest.raises(standard_queue.Full):
+            bounded.put(3, block, timeout)
+    assert [bounded.get_nowait(), bounded.get(timeout=PATIENCE)] == [1, 2]
+    assert bounded.empty()
+    assert bounded.qsize() == 0
+
+
+def test_timeout_is_kept_when_others_are_faster() -> None:
+    """``get`` with a timeout ends in time although other readers take what comes."""
+    queue = shmreduce.Queue()
+    stop = threading.Event()
+
+    def steal() -> None:
+        while not stop.is_set():
+            try:
+                queue.get(timeout=0.01)
+            except standard_queue.Empty:
+                queue.put("bait")
+
+    thieves = [threading.Thread(target=steal) for _ in range(2)]
+    for thief in thieves:
+        thief.start()
+    for _ in range(5):
+        began = time.monotonic()
+        try:
+            within(queue.get, True, 0.05)
+        except standard_queue.Empty:
+            assert time.monotonic() - began >= 0.05
+    stop.set()
+    for thief in thieves:
+        thief.join(PATIENCE)
+    close(queue)
+
+
+def test_closed_queue_refuses() -> None:
+    """``put`` and ``get`` are ValueError after ``close``; the pipe is closed if it was used."""
+    queue = shmreduce.Queue()
+    queue.put(1)
+    close(queue)
+    with pytest.raises(ValueError, match="is closed"):
+        queue.put(1)
+    with pytest.raises(ValueError, match="is closed"):
+        queue.get()
+    with pytest.raises(OSError, match="is closed"):
+        queue.empty()
+
+
+def test_simple_queue_can_be_closed_while_someone_else_uses_it() -> None:
+    """The other end of the pipe tells the end of file."""
+    queue = shmreduce.SimpleQueue()
+    queue.put(1)
+    assert not queue.empty()
+    queue._writer.close()
+    assert within(queue.get) == 1
+    with pytest.raises(EOFError):
+        within(queue.get)
+    queue.close()
+
+
+def test_unpicklable_object_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told of on standard error, gives its place back and stops nothing."""
+    queue = shmreduce.Queue(1)
+    queue.put(lambda: 1)
+    queue.put(np.ones(100_000), timeout=PATIENCE)
+    assert within(queue.get).sum() == 100_000
+    close(queue)
+    assert "lambda" in capsys.readouterr().err
+
+
+def test_no_room_is_told_to_who_puts() -> None:
+    """Without shared memory ``put`` raises, and the place is free again."""
+    queue = shmreduce.Queue(1)
+    with shmreduce.install(budget=1):
+        for _ in range(2):
+            with pytest.raises(shmreduce.OutOfSharedMemoryError):
+                queue.put(np.ones(1 << 20))
+    queue.put(1, timeout=PATIENCE)
+    assert within(queue.get) == 1
+    close(queue)
+
+
+def test_join_waits_for_what_is_done() -> None:
+    """``join`` returns once ``task_done`` was called for each object, not more often."""
+    queue = shmreduce.JoinableQueue()
+    for number in range(5):
+        queue.put(number)
+    joiner = threading.Thread(target=queue.join, daemon=True)
+    joiner.start()
+    for _ in range(5):
+        assert joiner.is_alive()
+        queue.get()
+        queue.task_done()
+    joiner.join(PATIENCE)
+    assert not joiner.is_alive()
+    with pytest.raises(ValueError, match="too many times"):
+        queue.task_done()
+    close(queue)
+
+
+def test_only_children_get_a_queue(queue: Any) -> None:
+    """Pickled for anything but a child that is being started, it is RuntimeError."""
+    ours, theirs = shmreduce.Pipe()
+    with ours, theirs, pytest.raises(RuntimeError, match="inheritance"):
+        ours.send(queue)
+
+
+# Many processes
+
+
+def produce(queue: Any, number: int, count: int) -> None:
+    """Put arrays of many sizes in, each with its mark."""
+    for turn in range(count):
+        size = (10, 5000, 40_000)[turn % 3]
+        queue.put((number, turn, np.full(size, 1000 * number + turn)))
+
+
+def consume(queue: Any, answers: Any) -> None:
+    """Check what comes until the end, and tell what came."""
+    seen = []
+    while (message := queue.get()) is not None:
+        number, turn, array = message
+        assert (array == 1000 * number + turn).all()
+        seen.append((number, turn))
+    answers.put(seen)
+
+
+@pytest.mark.parametrize("kind", ["SimpleQueue", "Queue"])
+def test_many_producers_and_consumers(children: Children, kind: str) -> None:
+    """Each message arrives once, whole; none is lost."""
+    context = context_of(children)
+    producers, consumers, count = 4, 3, 25
+    queue, answers = getattr(context, kind)(), context.SimpleQueue()
+    readers = [children.start(consume, queue, answers) for _ in range(consumers)]
+    writers = [children.start(produce, queue, number, count) for number in range(producers)]
+    children.join(*writers)
+    for _ in range(consumers):
+        queue.put(None)
+    seen = [each for _ in range(consumers) for each in within(answers.get)]
+    children.join(*readers)
+    expected = {(number, turn) for number in range(producers) for turn in range(count)}
+    assert Counter(seen) == Counter(expected)
+    close(queue)
+    close(answers)
+
+
+def put_and_die(queue: Any, count: int) -> None:
+    """Put arrays in, then be killed."""
+    for number in range(count):
+        queue.put(np.full(1 << 18, number))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["SimpleQueue", "Queue"])
+def test_killed_producer_loses_nothing(children: Children, kind: str) -> None:
+    """What it had put in comes out; others can go on putting in."""
+    context = context_of(children)
+    queue = getattr(context, kind)()
+    victim = children.start(put_and_die, queue, 6)
+    children.join(victim)
+    assert victim.exitcode == -signal.SIGKILL
+    assert [int(within(queue.get)[-1]) for _ in range(6)] == list(range(6))
+    queue.put(np.ones(1 << 18))
+    assert within(queue.get).sum() == 1 << 18
+    close(queue)
+
+
+class Slow:
+    """Takes for ever to unpickle: whoever receives it is in the middle of a message."""
+
+    def __init__(self, ready: Any, array: Any) -> None:
+        self.ready, self.array = ready, array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _be_slow, (self.array, self.ready)
+
+
+def _be_slow(array: Any, ready: Any) -> None:
+    ready.send("in the middle")
+    time.sleep(PATIENCE)
+
+
+def get_one(queue: Any) -> None:
+    """Take one message out."""
+    queue.get()
+
+
+@pytest.mark.parametrize("kind", ["SimpleQueue", "Queue"])
+def test_killed_reader_blocks_nobody(children: Children, kind: str) -> None:
+    """One that is killed in the middle of a large message, or while it waits, holds nothing."""
+    context = context_of(children)
+    queue = getattr(context, kind)()
+    waiting = children.start(get_one, queue)
+    here, there = context.Pipe()
+    queue.put(Slow(there, np.ones(1 << 20)))
+    there.close()
+    assert within(here.recv) == "in the middle"
+    waiting.kill()
+    children.join(waiting)
+    idle = children.start(get_one, queue)
+    idle.kill()
+    children.join(idle)
+    queue.put("next")
+    assert within(queue.get) == "next"
+    here.close()
+    resource_sharer.stop(PATIENCE)
+    close(queue)
+
+
+def put_from_threads(queue: Any, count: int) -> None:
+    """Send from two threads while a third forks."""
+    threads = [threading.Thread(target=produce, args=(queue, each, count)) for each in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    for thread in threads:
+        thread.join()
+
+
+def test_fork_in_a_sender_with_threads(children: Children) -> None:
+    """Forks while other threads send lose and repeat nothing."""
+    queue = context_of(children).SimpleQueue()
+    process = children.start(put_from_threads, queue, 60)
+    seen = set()
+    for _ in range(120):
+        number, turn, array = within(queue.get)
+        assert (array == 1000 * number + turn).all()
+        seen.add((number, turn))
+    assert len(seen) == 120
+    children.join(process)
+    close(queue)
+
+
+def put_and_end(queue: Any, count: int) -> None:
+    """Put much in and end: the thread has to flush first."""
+    for number in range(count):
+        queue.put(np.full(100, number))
+
+
+def test_process_that_ends_flushes_its_queue(children: Children) -> None:
+    """Nothing that was put in is lost when the process ends normally."""
+    queue = context_of(children).Queue()
+    process = children.start(put_and_end, queue, 8000)
+    assert within(lambda: [int(queue.get()[0]) for _ in range(8000)]) == list(range(8000))
+    children.join(process)
+    close(queue)
+
+
+def put_and_cancel(queue: Any) -> None:
+    """Put more in than fits, and do not wait for it."""
+    for _ in range(20_000):
+        queue.put(bytes(1000))
+    queue.cancel_join_thread()
+
+
+def test_cancelled_thread_is_not_waited_for(children: Children) -> None:
+    """After ``cancel_join_thread`` a process ends with messages unsent."""
+    queue = context_of(children).Queue()
+    process = children.start(put_and_cancel, queue)
+    children.join(process)
+    assert process.exitcode == 0
+    assert within(queue.get) == bytes(1000)
+    close(queue)
+
+
+def test_blocks_are_used_again(queue: Any) -> None:
+    """A thousand large arrays through a queue need the memory of a few."""
+    from shmreduce.memory.inspection import process_state
+
+    for number in range(100):
+        queue.put(np.full(1 << 18, number))
+        assert within(queue.get)[0] == number
+    eventually(lambda: process_state().reserved < 64 << 20)
