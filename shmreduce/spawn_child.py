@@ -1,7 +1,7 @@
 """What a process of the spawn family does, and how it tells its parent the outcome.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.parent_death` and
-:mod:`shmreduce.prctl`.
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.parent_death`,
+:mod:`shmreduce.pickling` and :mod:`shmreduce.prctl`.
 
 The outcome is written to an unnamed file that the parent made, not to a pipe:
 the child never waits for a reader, the parent never waits for the rest of a
@@ -10,6 +10,7 @@ message, and what a killed child left behind is there whole or not at all.
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import sys
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
+from shmreduce import pickling
 from shmreduce.descriptor import Descriptor
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import set_thread_name
@@ -27,11 +29,31 @@ from shmreduce.prctl import set_thread_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Call", "Raised", "ReportFile", "Returned", "run_call"]
+__all__ = ["Call", "Raised", "ReportFile", "Returned", "Way", "run_call"]
 
 _EMPTY, _COMPLETE = b"\0", b"\1"
 _NAME_BYTES = 15
 """What the kernel keeps of a thread's name."""
+
+
+class Way(enum.Enum):
+    """How results and exceptions are pickled: as the context pickles arguments."""
+
+    STANDARD = "by the standard library's pickler, which shmreduce.install() may have taught"
+    OWN = "by the pickler of shmreduce"
+
+    def dumps(self, obj: object) -> bytes:
+        """Return an object as bytes for the parent."""
+        if self is Way.STANDARD:
+            return bytes(ForkingPickler.dumps(obj))
+        data, message = pickling.dumps(obj)
+        if message is not None:
+            message.commit()
+        return bytes(data)
+
+    def loads(self, data: bytes) -> Any:
+        """Return the object that a child has pickled."""
+        return ForkingPickler.loads(data) if self is Way.STANDARD else pickling.loads(data)
 
 
 @dataclass(frozen=True)
@@ -111,6 +133,7 @@ class Call:
     index: int
     arguments: tuple[Any, ...]
     wants_result: bool
+    way: Way
     report: ReportFile
     parent: int
     lifeline: Descriptor
@@ -134,15 +157,15 @@ def run_call(call: Call) -> None:
         if call.starting is not None:
             _wait_for_others(call.starting)
         result = call.function(call.index, *call.arguments)
-        data = bytes(ForkingPickler.dumps(result)) if call.wants_result else None
+        data = call.way.dumps(result) if call.wants_result else None
         call.report.write(Returned(data))
     except SystemExit as error:
         if not error.code:
-            call.report.write(Returned(bytes(ForkingPickler.dumps(None))))
+            call.report.write(Returned(call.way.dumps(None)))
         raise
     # KeyboardInterrupt too: a function that was interrupted has not succeeded.
     except BaseException as error:
-        call.report.write(_describe(error))
+        call.report.write(_describe(error, call.way))
         sys.exit(1)
     finally:
         if parent_is_gone():
@@ -156,13 +179,13 @@ def _wait_for_others(starting: Descriptor) -> None:
         raise SystemExit(1)
 
 
-def _describe(error: BaseException) -> Raised:
+def _describe(error: BaseException, way: Way) -> Raised:
     at = time.monotonic()
     # Without the frame of run_call.
     trace = error.__traceback__ and error.__traceback__.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
     try:
-        return Raised(at, text, bytes(ForkingPickler.dumps(error)), "")
+        return Raised(at, text, way.dumps(error), "")
     except Exception as failure:
         return Raised(at, text, None, f"{type(failure).__name__}: {failure}")
 

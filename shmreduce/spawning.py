@@ -1,7 +1,8 @@
 """Starts processes that run one function, and joins them as one.
 
-May import :mod:`shmreduce.errors`, :mod:`shmreduce.descriptor`,
-:mod:`shmreduce.parent_death` and :mod:`shmreduce.spawn_child`.
+May import :mod:`shmreduce.context` and what is below it,
+:mod:`shmreduce.descriptor`, :mod:`shmreduce.parent_death` and
+:mod:`shmreduce.spawn_child`.
 
 The functions have the names, signatures and
 behaviour of torch.multiprocessing's, and more; the page
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -21,9 +21,9 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from multiprocessing.connection import wait
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
+from shmreduce import connection, context
 from shmreduce.descriptor import Descriptor
 from shmreduce.errors import (
     ConfigurationError,
@@ -33,7 +33,7 @@ from shmreduce.errors import (
     ProcessTimeoutError,
 )
 from shmreduce.parent_death import Lifeline
-from shmreduce.spawn_child import Call, Raised, ReportFile, Returned, run_call
+from shmreduce.spawn_child import Call, Raised, ReportFile, Returned, Way, run_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,8 +55,11 @@ _INTERRUPTED_SECONDS = 1.0
 class _Child:
     """A process with what its parent keeps for it."""
 
-    def __init__(self, process: BaseProcess, report: ReportFile, lifeline: Lifeline) -> None:
+    def __init__(
+        self, process: BaseProcess, way: Way, report: ReportFile, lifeline: Lifeline
+    ) -> None:
         self.process = process
+        self.way = way
         self.report = report
         self.lifeline = lifeline
         self._pidfd = _open_pidfd(process)
@@ -276,7 +279,7 @@ class ProcessContext:
         pid = self.processes[first].pid or 0
         outcome = outcomes[first]
         if isinstance(outcome, Raised):
-            return _raised(outcome, first, pid)
+            return _raised(outcome, self._children[first].way, first, pid)
         return _exited(self._children[first].exit_code, first, pid)
 
     def _load_result(self, index: int) -> Any:
@@ -292,7 +295,7 @@ class ProcessContext:
                     0,
                 )
             try:
-                self._results[index] = ForkingPickler.loads(outcome.result)
+                self._results[index] = child.way.loads(outcome.result)
             except Exception as error:
                 error.add_note(f"while the result of process {index} was loaded")
                 raise
@@ -314,13 +317,13 @@ class _Stop:
 
     Parameters
     ----------
-    context : ProcessContext
+    processes : ProcessContext
     grace_period : float or None
         As of :meth:`ProcessContext.join`.
     """
 
-    def __init__(self, context: ProcessContext, grace_period: float | None) -> None:
-        self._context = context
+    def __init__(self, processes: ProcessContext, grace_period: float | None) -> None:
+        self._context = processes
         patience = _TERMINATION_SECONDS if grace_period is None else grace_period
         self._steps: list[tuple[Callable[[BaseProcess], None], float]] = [
             (_leave, grace_period or 0.0),
@@ -378,7 +381,7 @@ def _remaining(deadline: float) -> float | None:
     return None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
 
 
-def _raised(outcome: Raised, index: int, pid: int) -> ProcessRaisedException:
+def _raised(outcome: Raised, way: Way, index: int, pid: int) -> ProcessRaisedException:
     """Return the error for an exception, with that as its cause if it can be loaded."""
     error = ProcessRaisedException(
         f"\n\n-- Process {index} terminated with the following error:\n{outcome.text}", index, pid
@@ -386,7 +389,7 @@ def _raised(outcome: Raised, index: int, pid: int) -> ProcessRaisedException:
     reason = outcome.reason
     if outcome.error is not None:
         try:
-            cause = ForkingPickler.loads(outcome.error)
+            cause = way.loads(outcome.error)
         # Whatever the constructor of somebody's exception raises.
         except Exception as failure:
             reason = f"{type(failure).__name__}: {failure}"
@@ -446,10 +449,12 @@ def start_processes(
     start_method : str
         ``"spawn"``, ``"fork"`` or ``"forkserver"``; not looked at with ``ctx``.
     ctx : multiprocessing context, optional
-        What makes the processes; by default that of ``start_method``.
+        What makes the processes; by default shmreduce's of ``start_method``,
+        with which arrays in arguments and results travel by shared memory.
+        With one of :mod:`multiprocessing` they do so where shmreduce is
+        installed.
     results : bool
-        Keep what ``fn`` returns. Arrays in it travel by shared memory where
-        shmreduce is installed.
+        Keep what ``fn`` returns.
     death_signal : int, optional
         The signal that the processes get at the death of this one; by default
         SIGINT, which raises KeyboardInterrupt in them. SIGKILL for functions
@@ -491,25 +496,25 @@ def start_processes(
             value=nprocs,
         )
     if ctx is None:
-        ctx = multiprocessing.get_context(start_method)
+        ctx = context.get_context(start_method)
     signal_number = signal.SIGINT if death_signal is None else death_signal
     starter = _Starter(ctx, fn, tuple(args), daemon, results, signal_number)
     if _starts_in_parallel(ctx):
         children = starter.start_in_parallel(nprocs)
     else:
         children = starter.start_in_turn(nprocs)
-    context = ProcessContext(children, results=results)
+    processes = ProcessContext(children, results=results)
     if not join:
-        return context
+        return processes
     try:
-        while not context.join():
+        while not processes.join():
             pass
     except ProcessException:
         raise
     except BaseException:
-        context._abandon()
+        processes._abandon()
         raise
-    return context.results() if results else None
+    return processes.results() if results else None
 
 
 def spawn(
@@ -565,6 +570,13 @@ def _starts_in_parallel(ctx: Any) -> bool:
     )
 
 
+def _way_of(ctx: Any) -> Way:
+    """Return how a context pickles: its children know how to read it."""
+    kind = ctx.Process
+    ours = isinstance(kind, type) and issubclass(kind, (context._Process, context.Process))
+    return Way.OWN if ours and connection.supported() else Way.STANDARD
+
+
 class _Starter:
     """Starts the processes of one call, all of them or none."""
 
@@ -578,6 +590,7 @@ class _Starter:
         death_signal: int,
     ) -> None:
         self._ctx = ctx
+        self._way = _way_of(ctx)
         self._function = function
         self._arguments = arguments
         self._daemon = daemon
@@ -620,6 +633,7 @@ class _Starter:
             index,
             self._arguments,
             self._wants_result,
+            self._way,
             report,
             os.getpid(),
             lifeline.reader,
@@ -633,7 +647,7 @@ class _Starter:
             lifeline.reader.close()
         # Held as long as multiprocessing holds the process, whoever drops the context.
         process._shmreduce_lifeline = lifeline
-        return _Child(process, report, lifeline)
+        return _Child(process, self._way, report, lifeline)
 
 
 def _end(children: list[_Child]) -> None:

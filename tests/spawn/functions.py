@@ -7,6 +7,7 @@ that nothing is left of a test that fails.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import multiprocessing
 import os
@@ -62,6 +63,8 @@ def one_fails_after_another(index: int, reader: Connection, writer: Connection) 
 
 def abort_one(index: int) -> None:
     if index == 0:
+        # pytest's, which a forked process has inherited, prints a traceback.
+        faulthandler.disable()
         os.kill(os.getpid(), signal.SIGABRT)
     wait_for_a_signal()
 
@@ -156,6 +159,10 @@ def return_something_unloadable(index: int) -> object:
     result = UnloadableResult()
     result.__dict__["index"] = index
     return result
+
+
+def twice(index: int, array: Any) -> Any:
+    return 2 * array
 
 
 def large_array(index: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -37,7 +38,7 @@ def block_of(array: Any) -> shmreduce.Block | None:
     """Return the block of an array that was received."""
     while isinstance(array, np.ndarray):
         array = array.base
-    return shmreduce.find_block(array)
+    return None if array is None else shmreduce.find_block(array)
 
 
 # Results
@@ -120,6 +121,20 @@ def test_results_have_a_deadline(method: str) -> None:
     assert context.results(PATIENCE) == [None]
     reader.close()
     writer.close()
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_arrays_come_back_without_installation(method: str) -> None:
+    """With a context of shmreduce's own arrays travel by shared memory in any case."""
+    arguments = (np.full(500_000, 7.0),)
+    results = start_processes(functions.twice, arguments, start_method=method, results=True)
+    assert block_of(results[0]) is not None
+    assert results[0][-1] == 14
+    del results
+    standard = multiprocessing.get_context(method)
+    results = start_processes(functions.twice, arguments, ctx=standard, results=True)
+    assert block_of(results[0]) is None
+    assert results[0][-1] == 14
 
 
 def test_arrays_come_back(children: Children) -> None:
