@@ -97,6 +97,15 @@ _starting = threading.Lock()
 """Held while a worker is started: one forked meanwhile would keep its connection."""
 
 
+def _renew_lock() -> None:
+    # A forked worker was forked while it was held.
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 class _Worker:
     """One worker process, seen from the parent."""
 

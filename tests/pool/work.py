@@ -144,6 +144,14 @@ def release_kept_and_sleep() -> None:
     time.sleep(FOREVER)
 
 
+def nested_busy_pool() -> None:
+    """Have a pool of two that are busy, and be busy with waiting for them."""
+    context: Any = multiprocessing.get_context("fork")
+    with Pool(2, context=context) as pool:
+        results = [pool.apply_async(release_kept_and_sleep) for _ in range(2)]
+        results[0].get()
+
+
 def wait_for_kept_lock() -> None:
     with _given[-1]:
         pass

@@ -1,0 +1,235 @@
+"""Nothing is left of a pool: no process, thread, descriptor or memory."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+import shmreduce
+from shmreduce.executor import ProcessPoolExecutor
+from shmreduce.pool import Pool
+from tests.conftest import PATIENCE, START_METHODS
+from tests.pool.work import filled, square, sum_of_squares_by_a_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.conftest import Children
+
+FORK: Any = multiprocessing.get_context("fork")
+MEBIBYTE = 1 << 20
+
+
+def use_a_pool() -> None:
+    with Pool(1, context=FORK) as pool:
+        assert pool.map(square, range(3)) == [0, 1, 4]
+        assert pool.apply(filled, (1.0,))[0] == 1
+    pool.join()
+
+
+def use_an_executor() -> None:
+    with ProcessPoolExecutor(1, FORK) as executor:
+        assert executor.submit(square, 3).result(PATIENCE) == 9
+
+
+@pytest.mark.parametrize(("use", "count"), [(use_a_pool, 200), (use_an_executor, 30)])
+def test_many_pools_leave_nothing(use: Callable[[], None], count: int) -> None:
+    """Pools made and ended one after another: as many descriptors and threads as before."""
+    this = psutil.Process()
+    with shmreduce.install():
+        for _ in range(5):
+            use()
+        gc.collect()
+        before = (this.num_fds(), threading.active_count(), this.memory_info().rss)
+        for _ in range(count):
+            use()
+        gc.collect()
+        after = (this.num_fds(), threading.active_count(), this.memory_info().rss)
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < 16 * MEBIBYTE
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_pools_in_workers(method: str) -> None:
+    """A worker may have a pool of its own."""
+    with Pool(2, context=multiprocessing.get_context(method)) as pool:
+        results = pool.starmap(sum_of_squares_by_a_pool, [(method, 0), (method, 4)])
+    pool.join()
+    assert results == [0 + 1 + 4 + 9, 16 + 25 + 36 + 49]
+
+
+def test_several_pools_at_once(children: Children) -> None:
+    """A pool ends while another, made before or after it, goes on."""
+    first = Pool(1, context=children.context)
+    second = Pool(1, context=children.context)
+    for pool, other in ((first, second), (second, None)):
+        assert pool.apply(filled, (2.0,))[0] == 2
+        pool.close()
+        pool.join()
+        assert other is None or other.apply(square, (3,)) == 9
+
+
+# Programs
+
+
+class Program:
+    """A program in a process group of its own; nothing of it survives the test."""
+
+    def __init__(self, text: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", text],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent.parent.parent,
+        )
+
+    def wait_until_busy(self) -> None:
+        """Wait until the program's workers say that they are at work."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "busy\n"
+
+    def members(self) -> list[int]:
+        """Return the processes of the group that have not ended."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if (
+                    os.getpgid(process.pid) == self.process.pid
+                    and process.status() != psutil.STATUS_ZOMBIE
+                    and "resource_tracker" not in " ".join(process.cmdline())
+                ):
+                    found.append(process.pid)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        return found
+
+    def wait_for_the_end(self) -> None:
+        """Fail if a process is left after a while."""
+        deadline = time.monotonic() + PATIENCE
+        while self.members():
+            assert time.monotonic() < deadline, f"still there: {self.members()}"
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        if self.members():
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+BUSY = """
+import multiprocessing, sys, time
+from shmreduce.pool import Pool
+from tests.pool.work import keep, release_kept_and_sleep, nested_busy_pool
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context({method!r})
+    begun = context.Semaphore(0)
+    with Pool(2, keep, (begun,), context=context) as pool:
+        results = [pool.apply_async({function}) for _ in range(2)]
+        for _ in range(2 * {workers}):
+            begun.acquire()
+        print("busy", flush=True)
+        {wait}
+"""
+
+
+def busy(method: str, *, nested: bool = False, wait: str = "results[0].get()") -> str:
+    function = "nested_busy_pool" if nested else "release_kept_and_sleep"
+    workers = 2 if nested else 1
+    return BUSY.format(method=method, function=function, workers=workers, wait=wait)
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[[str], Program]]:
+    programs = []
+
+    def start(text: str) -> Program:
+        programs.append(Program(text))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.close()
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_ctrl_c_leaves_no_worker(method: str, run: Callable[[str], Program]) -> None:
+    """An interrupt of the terminal ends the program by KeyboardInterrupt, workers included."""
+    program = run(busy(method))
+    program.wait_until_busy()
+    os.killpg(program.process.pid, signal.SIGINT)
+    _, errors = program.process.communicate(timeout=PATIENCE)
+    assert program.process.returncode in {1, -signal.SIGINT}
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    program.wait_for_the_end()
+
+
+def test_ctrl_c_in_nested_pools(run: Callable[[str], Program]) -> None:
+    """Workers of workers end with an interrupt too."""
+    program = run(busy("fork", nested=True))
+    program.wait_until_busy()
+    os.killpg(program.process.pid, signal.SIGINT)
+    program.process.communicate(timeout=PATIENCE)
+    program.wait_for_the_end()
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_workers_die_with_a_parent_that_was_killed(
+    method: str, run: Callable[[str], Program]
+) -> None:
+    """After SIGKILL of the program alone its busy workers end, and those of its workers."""
+    program = run(busy(method, nested=method == "fork"))
+    program.wait_until_busy()
+    program.process.kill()
+    program.wait_for_the_end()
+
+
+def test_terminating_ends_the_workers_of_workers(run: Callable[[str], Program]) -> None:
+    """Leaving the `with` block kills busy workers and the pools that they have."""
+    program = run(busy("fork", nested=True, wait="pass"))
+    program.wait_until_busy()
+    _, errors = program.process.communicate(timeout=PATIENCE)
+    assert program.process.returncode == 0, errors
+    program.wait_for_the_end()
+
+
+def test_a_pool_that_is_open_at_the_end_of_the_program(run: Callable[[str], Program]) -> None:
+    """The program ends, and its workers with it."""
+    program = run(
+        "from shmreduce.pool import Pool\n"
+        "import multiprocessing\n"
+        "pool = Pool(2, context=multiprocessing.get_context('fork'))\n"
+        "assert pool.map(abs, [-1]) == [1]\n"
+    )
+    _, errors = program.process.communicate(timeout=PATIENCE)
+    assert program.process.returncode == 0, errors
+    program.wait_for_the_end()
+
+
+def test_what_an_executor_was_given_is_done_before_the_program_ends(
+    run: Callable[[str], Program],
+) -> None:
+    """An executor that was not shut down finishes its calls, as the standard one does."""
+    program = run(
+        "from shmreduce.executor import ProcessPoolExecutor\n"
+        "import multiprocessing\n"
+        "executor = ProcessPoolExecutor(1, multiprocessing.get_context('fork'))\n"
+        "futures = [executor.submit(print, n, flush=True) for n in range(5)]\n"
+    )
+    output, errors = program.process.communicate(timeout=PATIENCE)
+    assert output.split() == ["0", "1", "2", "3", "4"], errors
+    program.wait_for_the_end()
