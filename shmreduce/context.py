@@ -5,8 +5,8 @@ this layer are imported by the methods that make them.
 
 The contexts are those of :mod:`multiprocessing.context` with other channels, and
 with processes whose arguments go through the pickler of shmreduce. Nothing of
-:mod:`multiprocessing` itself is changed: the start method of this module's
-default context is its own.
+:mod:`multiprocessing` is changed. The start method that is chosen here or there
+holds for both: locks and other things of theirs go to children of ours.
 """
 
 from __future__ import annotations
@@ -101,17 +101,6 @@ def _get_ready() -> None:
         runtime.configure(get_settings())
 
 
-class _Process:
-    """What the processes of shmreduce do differently in the child."""
-
-    _start_method: str
-
-    def _bootstrap(self, *arguments: Any, **named: Any) -> Any:
-        if self._start_method is not None:
-            _default._actual_context = _concrete(self._start_method)  # type: ignore[attr-defined]
-        return super()._bootstrap(*arguments, **named)  # type: ignore[misc]
-
-
 class Process(_DefaultProcess):
     """A process of the default start method; see :class:`multiprocessing.Process`."""
 
@@ -124,7 +113,7 @@ class Process(_DefaultProcess):
         return _default.get_context().Process._after_fork()
 
 
-class ForkProcess(_Process, context.ForkProcess):
+class ForkProcess(context.ForkProcess):
     """A process that is forked."""
 
     @staticmethod
@@ -133,7 +122,7 @@ class ForkProcess(_Process, context.ForkProcess):
         return context.ForkProcess._Popen(process_obj)
 
 
-class SpawnProcess(_Process, context.SpawnProcess):
+class SpawnProcess(context.SpawnProcess):
     """A process with an interpreter of its own."""
 
     @staticmethod
@@ -144,7 +133,7 @@ class SpawnProcess(_Process, context.SpawnProcess):
         return SpawnPopen(process_obj)
 
 
-class ForkServerProcess(_Process, context.ForkServerProcess):
+class ForkServerProcess(context.ForkServerProcess):
     """A process that a server without threads forks."""
 
     @staticmethod
@@ -183,14 +172,18 @@ class DefaultContext(_Channels, context.DefaultContext):
 
     def get_context(self, method: str | None = None) -> Any:
         """Return the context in force, or that of a start method."""
-        if method is None:
-            return context.DefaultContext.get_context(self)
-        return _concrete(method)
+        return _concrete(self.get_start_method() if method is None else method)
+
+    def get_start_method(self, allow_none: bool = False) -> Any:
+        """Return how processes are started; see :func:`multiprocessing.get_start_method`."""
+        return _standard.get_start_method(allow_none)
 
     def set_start_method(self, method: str | None, force: bool = False) -> None:
         """Choose how processes are started; see :func:`multiprocessing.set_start_method`."""
-        super().set_start_method(method, force)
+        _standard.set_start_method(method, force)
 
+
+_standard: context.DefaultContext = context._default_context  # type: ignore[attr-defined]
 
 _contexts: dict[str, context.BaseContext] = {
     "fork": ForkContext(),
@@ -208,18 +201,7 @@ def _concrete(method: str) -> Any:
     return found
 
 
-def _usual_method() -> str:
-    """Return what the standard library starts processes by if nobody chooses."""
-    usual: str = context._default_context._default_context._name  # type: ignore[attr-defined]
-    return usual
-
-
-def adopt_start_method(method: str | None) -> None:
-    """Take over what the parent has chosen, in a child."""
-    _default.set_start_method(method, force=True)
-
-
-_default = DefaultContext(_contexts[_usual_method()])
+_default = DefaultContext(_standard)
 
 # The names of multiprocessing
 

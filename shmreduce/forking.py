@@ -425,20 +425,18 @@ class _Patch:
 # Children
 
 
-def as_child(process: object, *calls: Call) -> Child:
+def as_child(process: object) -> Child:
     """Return what to pickle for a child: installed if this process is.
 
     Parameters
     ----------
     process : object
         What is being started, a process object or what pickles as one.
-    *calls : Call
-        What the child does besides, before it looks at its arguments.
     """
-    if _state.installations:
-        override = any(installation._override for installation in _state.installations)
-        calls = (Call(_install_in_child, override), *calls)
-    return Child(process, *calls)
+    if not _state.installations:
+        return Child(process)
+    override = any(installation._override for installation in _state.installations)
+    return Child(process, Call(_install_in_child, override))
 
 
 def _install_in_child(override: bool) -> None:

@@ -1,21 +1,18 @@
 """Starts the children of shmreduce's own contexts.
 
-May import ``children``, ``pickling``, ``forking``, ``context`` and
-:mod:`multiprocessing`.
+May import ``pickling``, ``forking`` and :mod:`multiprocessing`.
 
 A child that is not forked gets its process object as a pickle, which the
 standard library makes by ``ForkingPickler``. What is put in its place here
-brings the settings, the family and the start method of the parent, and then the
-process object as the pickler of shmreduce made it.
+brings the settings and the family of the parent, and then the process object as
+the pickler of shmreduce made it.
 """
 
 from __future__ import annotations
 
-from multiprocessing import context, popen_forkserver, popen_spawn_posix
+from multiprocessing import popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.children import Call
-from shmreduce.context import adopt_start_method, get_start_method
 from shmreduce.forking import as_child
 from shmreduce.pickling import dumps, loads
 
@@ -47,23 +44,14 @@ class _Argument:
         self._name = process.name
 
     def __reduce__(self) -> tuple[Any, ...]:
-        method = get_start_method(allow_none=True)
-        child = as_child(_Packed(self._process), Call(adopt_start_method, method))
-        return child.__reduce__()
+        return as_child(_Packed(self._process)).__reduce__()
 
 
 class _Launch:
     """Has the process object pickled by shmreduce."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
-        standard: Any = context._default_context
-        unset = standard._actual_context is None
-        try:
-            super()._launch(_Argument(process_obj))  # type: ignore[misc]
-        finally:
-            # By asking for the start method, the standard library settles it.
-            if unset and standard._actual_context is standard._default_context:
-                standard._actual_context = None
+        super()._launch(_Argument(process_obj))  # type: ignore[misc]
 
 
 class SpawnPopen(_Launch, popen_spawn_posix.Popen):

@@ -50,8 +50,7 @@ def state():
         theirs.queues.Queue,
         theirs.context.BaseContext,
     )
-    others = [dict(ForkingPickler._extra_reducers), theirs.get_start_method(allow_none=True)]
-    return [dict(vars(each)) for each in classes] + others
+    return [dict(vars(each)) for each in classes] + [dict(ForkingPickler._extra_reducers)]
 
 def work(queue):
     queue.put(1)
@@ -63,13 +62,9 @@ if __name__ == "__main__":
         queue = context.SimpleQueue()
         process = context.Process(target=work, args=(queue,))
         process.start(); queue.get(); process.join()
-    ours.set_start_method("spawn")
     with ours.Pool(1) as pool:
         pool.map(abs, [1])
     assert state() == before
-    assert theirs.get_start_method(allow_none=True) is None
-    theirs.set_start_method("fork")
-    assert ours.get_start_method() == "spawn"
     print("the same")
 """
     path = tmp_path / "program.py"
@@ -92,6 +87,23 @@ def test_contexts_keep_to_themselves() -> None:
         shmreduce.get_context("spoon")
     with pytest.raises(ValueError, match="concrete"):
         shmreduce.get_context("fork").set_start_method("spawn")
+
+
+def test_the_start_method_is_one_for_both() -> None:
+    """What was chosen in one module holds in the other: locks go to children of either."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        for chosen, other in ((shmreduce, multiprocessing), (multiprocessing, shmreduce)):
+            for method in ("spawn", "fork"):
+                chosen.set_start_method(method, force=True)
+                assert other.get_start_method() == method
+                assert shmreduce.get_context() is shmreduce.get_context(method)
+        with pytest.raises(RuntimeError, match="already"):
+            shmreduce.set_start_method("spawn")
+        shmreduce.set_start_method(None, force=True)
+        assert shmreduce.get_start_method(allow_none=True) is None
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def what_holds(queue: Any, array: Any) -> None:
