@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shmreduce import Block
 
-__all__ = ["array_over", "bytes_covered", "find_block_of", "offset_in", "root_of"]
+__all__ = ["array_over", "find_block_of", "offset_in", "root_of"]
 
 # as_strided() leaves an object of a class without public name between its
 # result and the array it was given.
@@ -46,30 +46,6 @@ def offset_in(block: Block, array: np.ndarray[Any, Any]) -> int:
     """Return how far from the start of ``block`` the array's first element is, in bytes."""
     address: int = array.__array_interface__["data"][0]
     return address - block.address
-
-
-def bytes_covered(array: np.ndarray[Any, Any]) -> int:
-    """Return how many bytes of its block the array's elements take up at most.
-
-    Elements of a broadcast array lie on top of each other; those of a slice
-    leave gaps. The smaller of what the elements take and what they span is an
-    upper bound for both.
-
-    Examples
-    --------
-    >>> bytes_covered(np.broadcast_to(np.zeros(3), (1000, 3)))
-    24
-    >>> bytes_covered(np.zeros(1000)[::10])
-    800
-    """
-    if array.size == 0:
-        return 0
-    span: int = array.itemsize + sum(
-        (length - 1) * abs(stride)
-        for length, stride in zip(array.shape, array.strides, strict=True)
-    )
-    nbytes: int = array.nbytes
-    return min(nbytes, span)
 
 
 def root_of(block: Block) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy import ma
 
 from shmreduce_numpy import rebuild
-from shmreduce_numpy.blocks import bytes_covered, find_block_of, offset_in
+from shmreduce_numpy.blocks import find_block_of, offset_in
 from shmreduce_numpy.classes import Protocol, protocol_of
 from shmreduce_numpy.dtypes import describe_dtype
 
@@ -61,7 +61,8 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         return _reduce_masked(array) if message.shared_memory else NotImplemented
     block = find_block_of(array)
     if block is not None and block.shared:
-        handle = message.refer(block, bytes_covered(array))
+        # However little of it the array covers: a shared block is never copied.
+        handle = message.refer(block, block.nbytes)
         if handle is not None:
             template = None if protocol is Protocol.ARRAY else _without_data(array)
             return _reference(array, block, handle, template)

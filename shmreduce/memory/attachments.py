@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
@@ -123,14 +122,13 @@ class Attachments:
         """Return what a forked child can reach through inherited descriptors."""
         return {**self._inherited, **self.directory}
 
-    @contextmanager
-    def pinned(
-        self, handle: Handle, arrived: Mapping[bytes, int] = MappingProxyType({})
-    ) -> Iterator[Segment]:
-        """Open the handle's segment and keep it open for a ``with`` block.
+    def pin(
+        self, handle: Handle, mark: object, arrived: Mapping[bytes, int] = MappingProxyType({})
+    ) -> Segment:
+        """Open the handle's segment and keep it open until :meth:`Segment.unpin`.
 
-        ``arrived`` has descriptors of segments by token, which came with the
-        message and stay the caller's.
+        ``mark`` identifies the call. ``arrived`` has descriptors of segments by
+        token, which came with the message and stay the caller's.
         """
         if handle.boot != self.boot:
             raise WrongHostError(
@@ -144,15 +142,11 @@ class Attachments:
                 here=self.boot.hex(),
                 there=handle.boot.hex(),
             )
-        mark = object()
         segment = self._pin(handle.token, mark)
         while segment is None:
             self._attach(handle, arrived)
             segment = self._pin(handle.token, mark)
-        try:
-            yield segment
-        finally:
-            segment.pins.pop(mark, None)
+        return segment
 
     def own_view_of(self, segment: Segment) -> Segment:
         """Return this process's segment for one that may be its parent's.
@@ -173,7 +167,7 @@ class Attachments:
         if self.directory.get(token) is segment:
             return segment
         # Closed between the two looks.
-        segment.pins.pop(mark, None)
+        segment.unpin(mark)
         return None
 
     def _adopt(self, fd: int, name: str | None, like: Segment) -> Segment:

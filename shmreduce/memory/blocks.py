@@ -131,18 +131,23 @@ class Block:
         The bytes, format ``B``; read-only at receivers of a ``ro`` block.
     """
 
-    __slots__ = ("_record", "_root", "address", "buffer", "mode", "nbytes", "shared")
+    __slots__ = ("_read_only", "_record", "_root", "address", "mode", "nbytes", "shared")
 
     def __init__(self, record: Record, root: Any, *, read_only: bool = False) -> None:
         self._record = record
         self._root = root
+        self._read_only = read_only or record.read_only
         self.nbytes = record.nbytes
         self.mode: Mode = record.mode
         self.shared = record.shared
         mapping = record.mapping
         self.address: int = mapping.address + record.segment.offsets[record.block] - mapping.offset
-        view = memoryview(root).cast("B")[: record.nbytes]
-        self.buffer: memoryview = view.toreadonly() if read_only or record.read_only else view
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes, format ``B``; read-only at receivers of a ``ro`` block."""
+        view = memoryview(self._root).cast("B")[: self.nbytes]
+        return view.toreadonly() if self._read_only else view
 
     def __repr__(self) -> str:
         kind = "shared" if self.shared else "by value"
@@ -278,6 +283,8 @@ class LiveBlocks:
 
     def settle(self) -> None:
         """Try again to release what could not be released at once."""
+        if not self._waiting and not self._visible_to_children:
+            return
         for _ in range(len(self._waiting)):
             try:
                 record = self._waiting.popleft()

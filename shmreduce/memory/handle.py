@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["MARK", "Handle"]
 
 MARK = b"shmreduce\0hdl\x01\n"
-# mark, checksum, token, boot, generation, nonce, nbytes, block, slot, pid, shared, mode,
+# Behind mark and checksum: token, boot, generation, nonce, nbytes, block, slot, pid, shared, mode,
 # lengths of the strategy's name and of the locator
-_FIXED = struct.Struct("<15sI16s16sQQQIIIBBHH")
+_FIXED = struct.Struct("<16s16sQQQIIIBBHH")
+_CHECKSUM = struct.Struct("<I")
+_FIXED_FROM = len(MARK) + _CHECKSUM.size
+_SHORTEST = _FIXED_FROM + _FIXED.size
 _MODES: tuple[Mode, ...] = ("rw", "ro", "cow")
-_CHECKED_FROM = 19
 
 
 class Handle(NamedTuple):
@@ -68,32 +70,33 @@ class Handle(NamedTuple):
         """Return the handle's bytes."""
         name = self.strategy.encode()
         where = self.locator.encode()
-        data = _FIXED.pack(
-            MARK,
-            0,
-            self.token,
-            self.boot,
-            self.generation,
-            self.nonce,
-            self.nbytes,
-            self.block,
-            self.slot,
-            self.pid,
-            self.shared,
-            _MODES.index(self.mode),
-            len(name),
-            len(where),
+        checked = (
+            _FIXED.pack(
+                self.token,
+                self.boot,
+                self.generation,
+                self.nonce,
+                self.nbytes,
+                self.block,
+                self.slot,
+                self.pid,
+                self.shared,
+                _MODES.index(self.mode),
+                len(name),
+                len(where),
+            )
+            + name
+            + where
         )
-        rest = data[_CHECKED_FROM:] + name + where
-        return MARK + struct.pack("<I", zlib.crc32(rest)) + rest
+        return MARK + _CHECKSUM.pack(zlib.crc32(checked)) + checked
 
     @staticmethod
     def size_at(data: bytes, start: int) -> int:
         """Return how long the handle at ``start`` says it is, 0 if truncated."""
-        if len(data) - start < _FIXED.size:
+        if len(data) - start < _SHORTEST:
             return 0
-        *_, name_size, where_size = _FIXED.unpack_from(data, start)
-        return _FIXED.size + int(name_size) + int(where_size)
+        *_, name_size, where_size = _FIXED.unpack_from(data, start + _FIXED_FROM)
+        return _SHORTEST + int(name_size) + int(where_size)
 
     @classmethod
     def unpack(cls, data: bytes) -> Handle:
@@ -104,11 +107,9 @@ class Handle(NamedTuple):
         InvalidHandleError
             If the bytes are not a handle, are truncated or damaged.
         """
-        if not isinstance(data, bytes) or len(data) < _FIXED.size or not data.startswith(MARK):
+        if not isinstance(data, bytes) or len(data) < _SHORTEST or not data.startswith(MARK):
             raise _invalid("it is too short or does not begin with a handle's mark")
         (
-            _,
-            checksum,
             token,
             boot,
             generation,
@@ -121,16 +122,18 @@ class Handle(NamedTuple):
             mode,
             name_size,
             where_size,
-        ) = _FIXED.unpack_from(data)
-        if len(data) != _FIXED.size + name_size + where_size:
+        ) = _FIXED.unpack_from(data, _FIXED_FROM)
+        end = _SHORTEST + name_size
+        if len(data) != end + where_size:
             raise _invalid("its length is wrong")
-        if zlib.crc32(memoryview(data)[_CHECKED_FROM:]) != checksum:
+        (checksum,) = _CHECKSUM.unpack_from(data, len(MARK))
+        if zlib.crc32(data[_FIXED_FROM:]) != checksum:
             raise _invalid("its checksum does not match")
         if mode >= len(_MODES):
             raise _invalid(f"its mode is {mode}")
         try:
-            name = data[_FIXED.size : _FIXED.size + name_size].decode()
-            where = data[_FIXED.size + name_size :].decode()
+            name = data[_SHORTEST:end].decode()
+            where = data[end:].decode()
         except UnicodeDecodeError as error:
             raise _invalid("its names are not text") from error
         return cls(

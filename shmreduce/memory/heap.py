@@ -187,6 +187,9 @@ class HeapHost(Protocol):
     def budget(self) -> int:
         """Return how many bytes the family may reserve."""
 
+    def cool_others(self, asking: Heap) -> int:
+        """Give back what the other heaps have free; return how many bytes."""
+
     def give_up(self) -> None:
         """End messages that nobody is going to read."""
 
@@ -324,7 +327,7 @@ class Heap:
             found = self._take_warm(size)
             if found is not None:
                 return found
-            if not self.cool(0):
+            if not self.cool(0) + self._host.cool_others(self):
                 raise
             return self._carve_or_grow(size)
 

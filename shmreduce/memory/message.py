@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -386,7 +387,9 @@ def import_block(handle: bytes) -> Block:
     what = Handle.unpack(handle)
     runtime = current()
     runtime.live.settle()
-    with runtime.attachments.pinned(what, _arrived_here()) as segment:
+    mark = object()
+    segment = runtime.attachments.pin(what, mark, _arrived_here())
+    try:
         if what.shared != (segment.header.kind == SHARED):
             raise InvalidHandleError(
                 f"the handle calls block {what.block} of segment {segment.token.hex()} "
@@ -400,6 +403,8 @@ def import_block(handle: bytes) -> Block:
                 segment.consume(what.block, what.generation, what.slot, what.nonce)
                 return known
         found = _claim(runtime, segment, what)
+    finally:
+        segment.unpin(mark)
     if segment.orphan:
         runtime.attachments.tidy_mailbox()
     return found
@@ -460,7 +465,7 @@ def discard_message(data: bytes | bytearray | memoryview) -> None:
     """
     for what in _handles_in(data):
         try:
-            with current().attachments.pinned(what, _arrived_here()) as segment:
+            with _pinned(what) as segment:
                 segment.consume(what.block, what.generation, what.slot, what.nonce)
         except (AttachError, StaleHandleError):
             # Nothing is left that could be released.
@@ -475,11 +480,21 @@ def attach_message(data: bytes | bytearray | memoryview) -> None:
     """
     for what in _handles_in(data):
         try:
-            with current().attachments.pinned(what, _arrived_here()):
+            with _pinned(what):
                 continue
         except AttachError:
             # Whoever unpickles the message is told.
             continue
+
+
+@contextmanager
+def _pinned(what: Handle) -> Iterator[Segment]:
+    mark = object()
+    segment = current().attachments.pin(what, mark, _arrived_here())
+    try:
+        yield segment
+    finally:
+        segment.unpin(mark)
 
 
 def _arrived_here() -> Arrived:

@@ -126,6 +126,19 @@ class Runtime:
         budget = get_settings().budget
         return self.family.budget if budget is None else budget
 
+    def cool_others(self, asking: Heap) -> int:
+        """Give back what the other heaps have free; return how many bytes."""
+        released = 0
+        for heap in self.heaps:
+            if heap is not asking:
+                heap.collect()
+                # Not waiting: that heap's thread may be waiting for this one.
+                with heap.exclusive(wait=False) as got:
+                    if got:
+                        heap.reap()
+                        released += heap.cool(0)
+        return released
+
     def give_up(self) -> None:
         """End messages that nobody is going to read."""
         timeout = get_settings().message_timeout

@@ -26,9 +26,8 @@ import os
 import stat
 import time
 from collections import deque
-from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.errors import (
     AlreadyLoadedError,
@@ -84,8 +83,7 @@ _WORTH_A_RESCAN = 64
 _PRUNE_FROM = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """One message that this process sent.
 
     ``child`` refers to the Popen of the child for whose start it was pickled,
@@ -243,6 +241,10 @@ class Segment:
         if self.owner or self.holds or self.pins:
             return False
         return not self.outbox or not self.unread()
+
+    def unpin(self, mark: object) -> None:
+        """End a call that needed the segment to stay open."""
+        self.pins.pop(mark, None)
 
     def sent(self, message: Sent) -> None:
         """Remember a message that was sent by this process."""
