@@ -284,13 +284,13 @@ class Crew:
         self._take_in()
         if self._terminating:
             return False
-        if self._dismissed or (self._closing and not self._busy()):
-            self._dismiss()
-            if not self.workers:
-                return False
-        else:
+        if not self._dismissed:
             self._replace()
             self._hand_out()
+        if self._closing and not self._busy():
+            self._dismiss()
+        if self._dismissed and not self.workers:
+            return False
         self._look()
         return True
 
@@ -339,6 +339,8 @@ class Crew:
         return self._dismissed or self.broken_by is not None or len(self.workers) >= self.wanted
 
     def _replace(self) -> None:
+        if self._closing and not self._busy():
+            return
         while not self._complete() and time.monotonic() >= self._next_start:
             try:
                 self._hire()

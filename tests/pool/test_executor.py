@@ -1,0 +1,198 @@
+"""The executor is that of concurrent.futures, but for what a death costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import CancelledError
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from shmreduce import WorkerDied
+from shmreduce.executor import ProcessPoolExecutor
+from tests.conftest import PATIENCE
+from tests.pool.work import (
+    LARGE,
+    add,
+    broken_initializer,
+    end,
+    end_at_2_by_sigkill,
+    end_once,
+    fail,
+    filled,
+    keep,
+    kept,
+    not_picklable,
+    own_pid,
+    release_kept_and_sleep,
+    square,
+    total,
+    wait_for_kept_lock,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Children
+
+FORK: Any = multiprocessing.get_context("fork")
+SPAWN: Any = multiprocessing.get_context("spawn")
+
+
+def test_results_and_exceptions() -> None:
+    """Futures have the value or the exception, with the worker's traceback as its cause."""
+    with ProcessPoolExecutor(2, FORK) as executor:
+        assert executor.submit(add, 1, y=2).result(PATIENCE) == 3
+        error = executor.submit(fail, "x").exception(PATIENCE)
+        assert isinstance(error, KeyError)
+        assert "raise KeyError(x)" in str(error.__cause__)
+        assert isinstance(executor.submit(end, "exit").exception(PATIENCE), SystemExit)
+        assert executor.submit(square, lambda: 1).exception(PATIENCE) is not None
+        assert executor.submit(not_picklable, 1).exception(PATIENCE) is not None
+        assert executor.submit(square, 4).result(PATIENCE) == 16
+
+
+def test_map() -> None:
+    """Map takes several iterables, chunks, a timeout and a bound on what is taken ahead."""
+    taken = []
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    with ProcessPoolExecutor(2, FORK) as executor:
+        expected = [x + 1 for x in range(100)]
+        assert list(executor.map(add, range(100), [1] * 100, chunksize=7)) == expected
+        results = executor.map(square, items(), buffersize=3)
+        assert taken == [0, 1, 2]
+        assert [next(results), next(results)] == [0, 1]
+        assert len(taken) <= 5
+        assert list(results) == [x * x for x in range(2, 100)]
+        with pytest.raises(ValueError, match="chunksize"):
+            executor.map(square, [1], chunksize=0)
+        with pytest.raises(ValueError, match="buffersize"):
+            executor.map(square, [1], buffersize=0)
+
+
+def test_results_that_do_not_come_in_time() -> None:
+    """Map raises TimeoutError, and cancels what has not begun."""
+    lock = FORK.Lock()
+    with ProcessPoolExecutor(1, FORK, keep, (lock,)) as executor, lock:
+        waiting = executor.submit(wait_for_kept_lock)
+        results = executor.map(square, range(3), timeout=0.01)
+        with pytest.raises(TimeoutError):
+            list(results)
+        assert not waiting.done()
+
+
+def test_a_death_costs_one_future(children: Children) -> None:
+    """The future of a killed worker has WorkerDied, a BrokenProcessPool; all others go on."""
+    with ProcessPoolExecutor(2, children.context) as executor:
+        futures = [executor.submit(end_at_2_by_sigkill, x) for x in range(6)]
+        error = futures.pop(2).exception(PATIENCE)
+        assert isinstance(error, WorkerDied)
+        assert isinstance(error, BrokenProcessPool)
+        assert error.signal_name == "SIGKILL"
+        assert [each.result(PATIENCE) for each in futures] == [0, 1, 3, 4, 5]
+        arrays = list(executor.map(filled, range(4)))
+        assert [total(each) for each in arrays] == [x * LARGE / 8 for x in range(4)]
+
+
+def test_another_try(tmp_path: Path) -> None:
+    """With retries the next worker gets the arguments as they were."""
+    with ProcessPoolExecutor(1, FORK, retries=1) as executor:
+        array = np.ones(4)
+        assert executor.submit(end_once, str(tmp_path / "a"), array).result(PATIENCE) == 4
+
+
+def test_workers_that_cannot_be_started() -> None:
+    """Futures, and submit(), fail with BrokenProcessPool, the initializer's error its cause."""
+    with ProcessPoolExecutor(1, FORK, broken_initializer) as executor:
+        error = executor.submit(square, 1).exception(PATIENCE)
+        assert isinstance(error, BrokenProcessPool)
+        assert isinstance(error.__cause__, ValueError)
+        with pytest.raises(BrokenProcessPool):
+            executor.submit(square, 1)
+
+
+def test_shutting_down() -> None:
+    """Shutdown waits for what was submitted, or cancels what has not begun; then no more."""
+    executor = ProcessPoolExecutor(1, FORK)
+    futures = [executor.submit(square, x) for x in range(5)]
+    executor.shutdown()
+    assert [each.result(0) for each in futures] == [0, 1, 4, 9, 16]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(square, 1)
+    begun = FORK.Semaphore(0)
+    executor = ProcessPoolExecutor(1, FORK, keep, (begun,))
+    running = executor.submit(release_kept_and_sleep)
+    waiting = [executor.submit(square, x) for x in range(3)]
+    assert begun.acquire(timeout=PATIENCE)
+    pid = next(iter(executor._processes))
+    assert pid is not None
+    executor.shutdown(wait=False, cancel_futures=True)
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance(running.exception(PATIENCE), WorkerDied)
+    for each in waiting:
+        with pytest.raises(CancelledError):
+            each.result(PATIENCE)
+    executor.shutdown()
+
+
+def test_a_dropped_executor_finishes() -> None:
+    """What was submitted is done when nobody holds the executor any more; no thread is left."""
+    executor = ProcessPoolExecutor(1, FORK)
+    thread = executor._crew.thread
+    future = executor.submit(square, 3)
+    del executor
+    assert future.result(PATIENCE) == 9
+    thread.join(PATIENCE)
+    assert thread not in threading.enumerate()
+
+
+def test_workers_are_started_when_needed() -> None:
+    """With start methods other than fork an idle worker is used before another is started."""
+    with ProcessPoolExecutor(4, SPAWN) as executor:
+        pids = {executor.submit(own_pid).result(PATIENCE) for _ in range(4)}
+        assert len(pids) == 1
+        assert list(executor._processes) == list(pids)
+
+
+def test_the_initializer_is_called_first() -> None:
+    """initializer(*initargs) is called in each worker."""
+    with ProcessPoolExecutor(1, FORK, keep, ("given",)) as executor:
+        assert executor.submit(kept, None).result(PATIENCE) == "given"
+
+
+def test_workers_leave_after_so_many_tasks() -> None:
+    """max_tasks_per_child replaces workers; not with fork, and spawn is its default."""
+    with ProcessPoolExecutor(1, SPAWN, max_tasks_per_child=2) as executor:
+        pids = [executor.submit(own_pid).result(PATIENCE) for _ in range(4)]
+        assert pids[0] == pids[1] != pids[2] == pids[3]
+    with pytest.raises(ValueError, match="fork"):
+        ProcessPoolExecutor(1, FORK, max_tasks_per_child=2)
+    with ProcessPoolExecutor(1, max_tasks_per_child=2) as executor:
+        assert not executor._forks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"max_workers": 0}, ValueError),
+        ({"initializer": 1}, TypeError),
+        ({"max_tasks_per_child": 0}, ValueError),
+        ({"max_tasks_per_child": 1.5}, TypeError),
+        ({"retries": -1}, ValueError),
+    ],
+)
+def test_what_the_constructor_rejects(arguments: dict[str, Any], error: type[Exception]) -> None:
+    """Numbers that cannot be, and an initializer that is none."""
+    with pytest.raises(error):
+        ProcessPoolExecutor(**arguments)
