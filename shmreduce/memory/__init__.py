@@ -9,6 +9,7 @@ The modules, lowest first; each may import only those before it:
 ``ledger``      which forked children may still see this process's memory
 ``sweep``       removes the names that killed owners left
 ``family``      the processes that share one budget and one mailbox
+``headroom``    how much memory the system can still give
 ``heap``        the allocator over the segments that this process made
 ``attachments`` the segments of other processes, opened once
 ``blocks``      live blocks of this process and the death of their last view

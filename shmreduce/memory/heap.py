@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
 from shmreduce.memory import locks
+from shmreduce.memory.headroom import Machine, headroom
 from shmreduce.memory.layout import (
     BY_VALUE,
     CHUNK_SLOTS,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import SegmentFile, SharingStrategy
     from shmreduce.memory.family import Family
 
-__all__ = ["Heap", "HeapBusyError", "HeapHost", "OwnedSegment", "headroom", "size_class"]
+__all__ = ["Heap", "HeapBusyError", "HeapHost", "OwnedSegment", "size_class"]
 
 # Segments are sparse, so large ones cost addresses only; few of them keep
 # descriptors and mappings few.
@@ -57,6 +58,8 @@ _SMALLEST_BLOCK = 64
 _POPULATE_FROM = 256 << 10
 _SLAB = 256 << 10
 _REAP_SECONDS = 1.0
+
+_MACHINE = Machine()
 
 
 class HeapBusyError(Exception):
@@ -377,7 +380,7 @@ class Heap:
         segment.reserved += nbytes
 
     def _reserve(self, segment: OwnedSegment, offset: int, size: int) -> None:
-        available = headroom()
+        available = headroom(_MACHINE)
         if available is not None and size > available:
             # The kernel would not refuse, it would kill somebody.
             raise self._no_room(size, available, errno.ENOMEM)
@@ -573,56 +576,3 @@ def _discard_file(strategy: SharingStrategy, file: SegmentFile) -> None:
             raise
     if file.name is not None:
         strategy.unlink(file.name)
-
-
-def headroom() -> int | None:
-    """Return how many bytes of memory the system can still give, None if unknown.
-
-    The smaller of MemAvailable (proc(5)) and what the cgroup's limit leaves,
-    reclaimable file pages included.
-    """
-    found = [value for value in (_mem_available(), _cgroup_headroom()) if value is not None]
-    return min(found) if found else None
-
-
-def _mem_available() -> int | None:
-    try:
-        with open("/proc/meminfo", "rb") as file:
-            for line in file:
-                if line.startswith(b"MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
-
-
-def _cgroup_headroom() -> int | None:
-    for limit, usage, statistics, key in (
-        (
-            "/sys/fs/cgroup/memory.max",
-            "/sys/fs/cgroup/memory.current",
-            "/sys/fs/cgroup/memory.stat",
-            b"inactive_file ",
-        ),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-            "/sys/fs/cgroup/memory/memory.stat",
-            b"total_inactive_file ",
-        ),
-    ):
-        try:
-            with open(limit, "rb") as file:
-                text = file.read().strip()
-            if text == b"max":
-                return None
-            with open(usage, "rb") as file:
-                used = int(file.read())
-            with open(statistics, "rb") as file:
-                reclaimable = next(
-                    (int(line.split()[1]) for line in file if line.startswith(key)), 0
-                )
-        except OSError:
-            continue
-        return max(0, int(text) - used + reclaimable)
-    return None

@@ -176,7 +176,9 @@ def remove_leftovers() -> list[str]:
 
 
 def _strategies() -> Iterable[SharingStrategy]:
-    return [claim.strategy for claim in get_registry().strategies().values()]
+    claims = get_registry().strategies().values()
+    # One that does not work here has no segments, and may have nowhere to look.
+    return [claim.strategy for claim in claims if claim.strategy.unusable_reason() is None]
 
 
 def _candidates() -> Iterator[tuple[str, int | None]]:

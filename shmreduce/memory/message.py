@@ -229,6 +229,11 @@ class Message:
         self._taken.append((segment, record.block, record.generation, slot, nonce, None))
         return self._handle(segment, record, slot, nonce)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was given out, or all of it has been kept or taken back."""
+        return not self._taken
+
     def segments(self) -> list[Segment]:
         """Return the segments that the message refers to, until it is committed."""
         return list(dict.fromkeys(each[0] for each in self._taken))

@@ -20,7 +20,8 @@ from shmreduce.memory import locks
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import Family, Letter
-from shmreduce.memory.heap import Heap, headroom
+from shmreduce.memory.headroom import Machine, headroom
+from shmreduce.memory.heap import Heap
 from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce.memory.sweep import sweep
@@ -194,7 +195,7 @@ class Runtime:
 
 
 def _default_budget() -> int:
-    room = headroom()
+    room = headroom(Machine())
     return _BUDGET_UNKNOWN if room is None else int(room * _BUDGET_SHARE)
 
 

@@ -43,6 +43,7 @@ MEMORY_LAYERS = [
     {"segment"},
     {"ledger", "sweep"},
     {"family"},
+    {"headroom"},
     {"heap"},
     {"attachments"},
     {"blocks"},

@@ -12,8 +12,9 @@ import pytest
 from shmreduce import PlatformError
 from shmreduce.cli import doctor
 from shmreduce.cli.doctor import limits, system
-from shmreduce.cli.doctor.findings import Finding, Machine
+from shmreduce.cli.doctor.findings import Finding
 from shmreduce.memory import locks
+from shmreduce.memory.headroom import Machine
 from tests.cli.commands import read_json, run
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shmreduce.cli.doctor import installation, limits, system
-from shmreduce.cli.doctor.findings import Finding, Machine
+from shmreduce.cli.doctor.findings import Finding
 from shmreduce.cli.text import Table, print_json
 from shmreduce.errors import ShmreduceError
+from shmreduce.memory.headroom import Machine
 
 if TYPE_CHECKING:
     import argparse

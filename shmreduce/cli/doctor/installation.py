@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shmreduce.cli.doctor.findings import Finding, Machine
+from shmreduce.cli.doctor.findings import Finding
 from shmreduce.cli.plugins import find_plugins, is_usable
 from shmreduce.errors import ConfigurationError, StrategyUnusableError, UnknownStrategyError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from shmreduce.memory.headroom import Machine
 
 __all__ = ["leftovers", "plugins", "settings", "strategies"]
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import TYPE_CHECKING
 
-from shmreduce.cli.doctor.findings import Finding, Machine
+from shmreduce.cli.doctor.findings import Finding
 from shmreduce.cli.text import size_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from shmreduce.memory.headroom import Machine, cgroup_limits
 
 __all__ = [
     "address_space",
@@ -105,7 +102,7 @@ def available_memory(machine: Machine) -> Finding:
 
 def cgroup_memory(machine: Machine) -> Finding:
     """Look at the memory limit of the cgroup and of those above it: shared memory counts."""
-    limits = sorted(_cgroup_limits(machine))
+    limits = sorted(cgroup_limits(machine))
     if not limits:
         return Finding("cgroup memory limit", "ok", "none")
     headroom, limit, folder = limits[0]
@@ -148,52 +145,6 @@ def overcommit(machine: Machine) -> Finding:
         "strict (vm.overcommit_memory=2): mapping may fail although memory is free",
         "raise vm.overcommit_ratio, or `sysctl -w vm.overcommit_memory=0`",
     )
-
-
-def _cgroup_limits(machine: Machine) -> Iterator[tuple[int, int, str]]:
-    """Yield headroom, limit and name of every limited cgroup that this process is in.
-
-    Version 2 puts one line ``0::/path`` into /proc/self/cgroup, version 1 a line
-    for each controller (cgroups(7)). Pages of files can be dropped, so they do
-    not count as used.
-    """
-    for line in (machine.text("/proc/self/cgroup") or "").splitlines():
-        _number, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _limits_upwards(
-                machine, "/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
-            )
-        elif "memory" in controllers.split(","):
-            yield from _limits_upwards(
-                machine,
-                "/sys/fs/cgroup/memory",
-                path,
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-
-
-def _limits_upwards(
-    machine: Machine, mount: str, path: str, limit: str, usage: str, droppable: str
-) -> Iterator[tuple[int, int, str]]:
-    total = machine.memory("MemTotal")
-    parts = [part for part in path.split("/") if part]
-    for length in range(len(parts), -1, -1):
-        folder = "/".join([mount, *parts[:length]])
-        most, used = machine.number(f"{folder}/{limit}"), machine.number(f"{folder}/{usage}")
-        # Version 1 says "no limit" by a number that no machine reaches.
-        if most is None or used is None or (total is not None and most >= total):
-            continue
-        yield max(0, most - used + _statistic(machine, folder, droppable)), most, folder
-
-
-def _statistic(machine: Machine, folder: str, key: str) -> int:
-    for line in (machine.text(f"{folder}/memory.stat") or "").splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0
 
 
 def _limit_text(limit: int) -> str:

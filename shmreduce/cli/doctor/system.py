@@ -9,9 +9,13 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shmreduce.cli.doctor.findings import Finding, Machine
+from shmreduce.cli.doctor.findings import Finding
 from shmreduce.memory import locks
+
+if TYPE_CHECKING:
+    from shmreduce.memory.headroom import Machine
 
 __all__ = [
     "anonymous_files",

@@ -1,0 +1,119 @@
+"""How much memory the system can still give, from what the kernel tells.
+
+Imports nothing of shmreduce.
+
+Shared memory counts as memory of the cgroup that touches it first. A memfd has
+no file system whose size would bound it, so asking for more than there is does
+not fail: the kernel kills somebody instead. Hence the look beforehand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Machine", "cgroup_limits", "headroom"]
+
+
+class Machine:
+    """The files in which the kernel tells about itself.
+
+    Parameters
+    ----------
+    root : path
+        Where the file system begins; tests put files of their own there.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.root = root
+
+    def path(self, name: str) -> Path:
+        """Return where the file of this absolute name is."""
+        return self.root / name.lstrip("/")
+
+    def text(self, name: str) -> str | None:
+        """Return a file's text, or None if it cannot be read."""
+        try:
+            return self.path(name).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def number(self, name: str) -> int | None:
+        """Return a file's number, or None if there is none (``max``, say)."""
+        text = self.text(name)
+        return int(text) if text is not None and text.isdigit() else None
+
+    def field(self, name: str, key: str) -> str | None:
+        """Return the text after ``key:`` in a file of such lines."""
+        for line in (self.text(name) or "").splitlines():
+            before, colon, after = line.partition(":")
+            if colon and before == key:
+                return after.strip()
+        return None
+
+    def memory(self, key: str) -> int | None:
+        """Return a line of ``/proc/meminfo`` in bytes (proc_meminfo(5))."""
+        text = self.field("/proc/meminfo", key)
+        return None if text is None else int(text.split()[0]) * 1024
+
+
+def headroom(machine: Machine) -> int | None:
+    """Return how many bytes of memory the system can still give, None if unknown.
+
+    The smaller of MemAvailable (proc_meminfo(5)) and what the limits of the
+    cgroups leave, pages of files that can be dropped included.
+    """
+    found = [left for left, _, _ in cgroup_limits(machine)]
+    available = machine.memory("MemAvailable")
+    if available is not None:
+        found.append(available)
+    return min(found) if found else None
+
+
+def cgroup_limits(machine: Machine) -> Iterator[tuple[int, int, str]]:
+    """Yield headroom, limit and name of every limited cgroup that this process is in.
+
+    Version 2 puts one line ``0::/path`` into /proc/self/cgroup, version 1 a line
+    for each controller (cgroups(7)). Pages of files can be dropped, so they do
+    not count as used.
+    """
+    for line in (machine.text("/proc/self/cgroup") or "").splitlines():
+        _number, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _limits_upwards(
+                machine, "/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            yield from _limits_upwards(
+                machine,
+                "/sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+
+
+def _limits_upwards(
+    machine: Machine, mount: str, path: str, limit: str, usage: str, droppable: str
+) -> Iterator[tuple[int, int, str]]:
+    total = machine.memory("MemTotal")
+    parts = [part for part in path.split("/") if part]
+    for length in range(len(parts), -1, -1):
+        folder = "/".join([mount, *parts[:length]])
+        most, used = machine.number(f"{folder}/{limit}"), machine.number(f"{folder}/{usage}")
+        # Version 1 says "no limit" by a number that no machine reaches.
+        if most is None or used is None or (total is not None and most >= total):
+            continue
+        yield max(0, most - used + _statistic(machine, folder, droppable)), most, folder
+
+
+def _statistic(machine: Machine, folder: str, key: str) -> int:
+    for line in (machine.text(f"{folder}/memory.stat") or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
