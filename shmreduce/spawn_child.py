@@ -14,14 +14,12 @@ import enum
 import os
 import pickle
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
-from shmreduce import pickling
 from shmreduce.descriptor import Descriptor
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import set_thread_name
@@ -46,6 +44,9 @@ class Way(enum.Enum):
         """Return an object as bytes for the parent."""
         if self is Way.STANDARD:
             return bytes(ForkingPickler.dumps(obj))
+        # Not needed in each process, and not quick to import.
+        from shmreduce import pickling
+
         data, message = pickling.dumps(obj)
         if message is not None:
             message.commit()
@@ -53,7 +54,11 @@ class Way(enum.Enum):
 
     def loads(self, data: bytes) -> Any:
         """Return the object that a child has pickled."""
-        return ForkingPickler.loads(data) if self is Way.STANDARD else pickling.loads(data)
+        if self is Way.STANDARD:
+            return ForkingPickler.loads(data)
+        from shmreduce import pickling
+
+        return pickling.loads(data)
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ class ReportFile:
 def _unnamed_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("shmreduce-outcome", os.MFD_CLOEXEC)
+    import tempfile
+
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

@@ -573,7 +573,10 @@ def _starts_in_parallel(ctx: Any) -> bool:
 def _way_of(ctx: Any) -> Way:
     """Return how a context pickles: its children know how to read it."""
     kind = ctx.Process
-    ours = isinstance(kind, type) and issubclass(kind, (context._Process, context.Process))
+    ours = isinstance(kind, type) and issubclass(
+        kind,
+        context.Process | context.ForkProcess | context.SpawnProcess | context.ForkServerProcess,
+    )
     return Way.OWN if ours and connection.supported() else Way.STANDARD
 
 
