@@ -33,8 +33,11 @@ __all__ = ["Connection", "Pipe", "give_buffer", "supported"]
 _BUFFER = 2 << 20
 """Bytes asked for: the kernel counts about 1 KiB for each message, however small."""
 _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+# Plain integers: to combine members of an enumeration takes longer than to send.
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
+_DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
 _SPARE_BUFFERS = 4
 
@@ -130,7 +133,7 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = _take_buffer()
         try:
-            return self._receive(buffer, 0 if wait else socket.MSG_DONTWAIT), buffer
+            return self._receive(buffer, 0 if wait else _DO_NOT_WAIT), buffer
         except BlockingIOError:
             return None
 
@@ -144,7 +147,7 @@ class Connection(multiprocessing.connection.Connection):
             is then still good, whatever the reason.
         """
         if not wait:
-            self._write(packet, _NO_SIGNAL | socket.MSG_DONTWAIT)
+            self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
             return
         try:
             self._write(packet, _NO_SIGNAL)
@@ -188,9 +191,7 @@ class Connection(multiprocessing.connection.Connection):
         if descriptors:
             rights = array.array("i", descriptors)
             try:
-                self._socket.sendmsg(
-                    [packet.data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags
-                )
+                self._socket.sendmsg([packet.data], [(_SOCKET_LEVEL, _RIGHTS, rights)], flags)
             except OSError as error:
                 # Too many descriptors are under way, or one was closed since its
                 # array was given up: the receiver opens the segment by its name.
@@ -265,7 +266,7 @@ def _descriptors_in(control: list[Any]) -> list[int]:
     # Where none is free (EMFILE) the kernel drops the rest, with MSG_CTRUNC.
     found = array.array("i")
     for level, kind, data in control:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+        if level == _SOCKET_LEVEL and kind == _RIGHTS:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
     return found.tolist()
 

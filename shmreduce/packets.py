@@ -101,7 +101,7 @@ def pack(obj: Any) -> Packet:
         any error of pickling.
     """
     data, message = dumps(obj)
-    if message is None and data.nbytes <= INLINE_BODY:
+    if data.nbytes <= INLINE_BODY and (message is None or message.is_empty):
         return Packet(_PLAIN + data, ())
     return _make(data, message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -444,10 +445,9 @@ def receive_without_descriptors(connection: Any) -> None:
     """Receive an array while no descriptor is free; then once more, when there are."""
     import resource
 
-    import numpy  # noqa: F401, ICN001 - not without descriptors
-
-    import shmreduce_fd  # noqa: F401
-
+    for name in ("numpy", "shmreduce_fd.strategy", "shmreduce_numpy.rebuild"):
+        # Not without descriptors.
+        importlib.import_module(name)
     shmreduce.get_all_sharing_strategies()
     connection.send("ready")
     connection.poll(PATIENCE)

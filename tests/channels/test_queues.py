@@ -175,10 +175,15 @@ def test_unpicklable_object_is_dropped(capsys: pytest.CaptureFixture[str]) -> No
     assert "lambda" in capsys.readouterr().err
 
 
-def test_no_room_is_told_to_who_puts() -> None:
+def _refuse(*_: Any) -> None:
+    raise shmreduce.OutOfSharedMemoryError("no room")
+
+
+def test_no_room_is_told_to_who_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without shared memory ``put`` raises, and the place is free again."""
     queue = shmreduce.Queue(1)
-    with shmreduce.install(budget=1):
+    with monkeypatch.context() as patch:
+        patch.setattr(shmreduce.Message, "allocate", _refuse)
         for _ in range(2):
             with pytest.raises(shmreduce.OutOfSharedMemoryError):
                 queue.put(np.ones(1 << 20))
