@@ -105,6 +105,7 @@ if TYPE_CHECKING:
         WorkerDied,
         WrongHostError,
     )
+    from shmreduce.executor import ProcessPoolExecutor
     from shmreduce.forking import Installation, install, uninstall
     from shmreduce.hookspecs import hookimpl
     from shmreduce.memory.attachments import open_process_descriptor
@@ -154,6 +155,7 @@ __all__ = [
     "ProcessError",
     "ProcessException",
     "ProcessExitedException",
+    "ProcessPoolExecutor",
     "ProcessRaisedException",
     "ProcessTimeoutError",
     "ProducerDied",
@@ -269,6 +271,7 @@ _DEFINED_IN = {
     ),
     "shmreduce.contracts": ("ArrayFactory", "Mode", "Reducer", "SegmentFile", "SharingStrategy"),
     "shmreduce.discovery": ("register_reducer", "unregister_reducer"),
+    "shmreduce.executor": ("ProcessPoolExecutor",),
     "shmreduce.forking": ("Installation", "install", "uninstall"),
     "shmreduce.hookspecs": ("hookimpl",),
     "shmreduce.memory.attachments": ("open_process_descriptor",),

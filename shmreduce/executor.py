@@ -13,9 +13,10 @@ import time
 import weakref
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, util
+from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
+from shmreduce.context import get_context
 from shmreduce.errors import WorkerDied
 from shmreduce.pool import checked_retries, processors
 from shmreduce.pool_crew import Crew
@@ -76,15 +77,16 @@ class ProcessPoolExecutor(Executor):
 
     Beyond it: a worker that is killed fails its own future alone, with
     :class:`~shmreduce.WorkerDied` (also a ``BrokenProcessPool``), or the task
-    is tried again; the others go on with a new worker. Arrays travel by shared
-    memory.
+    is tried again; the others go on with a new worker.
 
     Parameters
     ----------
     max_workers : int, optional
         How many workers; by default as many as there are processors.
     mp_context : multiprocessing context, optional
-        Starts the workers.
+        Starts the workers; by default :func:`shmreduce.get_context`'s. Arrays
+        travel by shared memory with a context of shmreduce, and with any after
+        :func:`shmreduce.install`.
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts. If no
         worker can be started for that, futures fail with ``BrokenProcessPool``.
@@ -103,9 +105,9 @@ class ProcessPoolExecutor(Executor):
 
     Examples
     --------
-    >>> import multiprocessing
-    >>> context = multiprocessing.get_context("fork")
-    >>> with ProcessPoolExecutor(2, context) as executor:
+    >>> import shmreduce
+    >>> context = shmreduce.get_context("fork")
+    >>> with shmreduce.ProcessPoolExecutor(2, context) as executor:
     ...     list(executor.map(pow, [2, 3], [3, 2]))
     [8, 9]
     """

@@ -10,9 +10,10 @@ import os
 import threading
 import warnings
 from collections.abc import Sized
-from multiprocessing import get_context, util
+from multiprocessing import util
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from shmreduce.context import get_context
 from shmreduce.errors import TaskAbandonedError, WorkerDied
 from shmreduce.pool_crew import Crew
 from shmreduce.pool_progress import make_bar, with_bar
@@ -44,8 +45,8 @@ class Pool:
     """A pool of worker processes, as :class:`multiprocessing.pool.Pool`.
 
     Beyond it: a worker that is killed fails its task with
-    :class:`~shmreduce.WorkerDied` at once, or the task is tried again; workers
-    may have pools and children of their own; arrays travel by shared memory.
+    :class:`~shmreduce.WorkerDied` at once, or the task is tried again, and workers
+    may have pools and children of their own.
 
     Parameters
     ----------
@@ -58,7 +59,9 @@ class Pool:
     maxtasksperchild : int, optional
         After so many tasks a worker leaves and a new one takes its place.
     context : multiprocessing context, optional
-        Starts the workers.
+        Starts the workers; by default :func:`shmreduce.get_context`'s. Arrays
+        travel by shared memory with a context of shmreduce, and with any after
+        :func:`shmreduce.install`.
     retries : int
         How often a task is tried again whose worker was killed. For tasks
         that do no harm when they are begun twice.
@@ -71,9 +74,8 @@ class Pool:
 
     Examples
     --------
-    >>> import shmreduce, multiprocessing
-    >>> context = multiprocessing.get_context("fork")
-    >>> with shmreduce.pool.Pool(2, context=context) as pool:
+    >>> import shmreduce
+    >>> with shmreduce.get_context("fork").Pool(2) as pool:
     ...     pool.map(abs, [-1, 2, -3])
     [1, 2, 3]
     """

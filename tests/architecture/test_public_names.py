@@ -47,6 +47,7 @@ CLASSES = {
     "Installation",
     "Message",
     "ProcessContext",
+    "ProcessPoolExecutor",
     "Reducer",
     "SegmentFile",
     "Settings",
