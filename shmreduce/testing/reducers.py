@@ -246,12 +246,12 @@ def _round_trip(obj: Any) -> Any:
 
 
 def _send_over_tcp(obj: Any) -> Any:
-    """Send an object to this very process, but by a connection that may cross hosts."""
-    received: list[Any] = []
+    """Send a large object to this process, but by a connection that may cross hosts."""
+    received: list[bytes] = []
 
     def serve() -> None:
         with listener.accept() as connection:
-            received.append(connection.recv())
+            received.append(connection.recv_bytes())
 
     with Listener(("localhost", 0), authkey=b"contract") as listener:
         server = threading.Thread(target=serve)
@@ -260,7 +260,8 @@ def _send_over_tcp(obj: Any) -> Any:
             connection.send(obj)
             server.join(30)
     assert received, "the connection broke"
-    return received[0]
+    assert len(received[0]) > _LARGE // 2, "the object is not in the message"
+    return ForkingPickler.loads(received[0])
 
 
 class _PickledOnPurposeError(Exception):
