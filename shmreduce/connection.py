@@ -135,6 +135,7 @@ class Connection(multiprocessing.connection.Connection):
         try:
             return self._receive(buffer, 0 if wait else _DO_NOT_WAIT), buffer
         except BlockingIOError:
+            give_buffer(buffer)
             return None
 
     def transmit(self, packet: Packet, *, wait: bool = True) -> None:

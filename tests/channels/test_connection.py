@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import pickle
 import selectors
 import signal
+import socket
 import threading
 from multiprocessing import resource_sharer
 from multiprocessing.connection import wait
@@ -131,6 +133,18 @@ def test_middle_message_without_room_goes_in_the_packet(pipe: tuple[Any, Any]) -
     for size in (packets.INLINE_BODY + 1, packets.LARGEST_PACKET - 5000):
         here.send_bytes(bytes(size))
         assert there.recv_bytes() == bytes(size)
+
+
+@pytest.mark.usefixtures("no_room")
+def test_packet_that_the_socket_does_not_take_is_an_error(pipe: tuple[Any, Any]) -> None:
+    """Where the buffer of the socket is smaller than a packet: EMSGSIZE, and the pipe goes on."""
+    here, there = pipe
+    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
+    with pytest.raises(OSError, match="too long") as caught:
+        here.send_bytes(bytes(100_000))
+    assert caught.value.errno == errno.EMSGSIZE
+    here.send("short")
+    assert there.recv() == "short"
 
 
 # The interface of multiprocessing.connection.Connection
