@@ -183,7 +183,7 @@ class DefaultContext(_Channels, context.DefaultContext):
         _standard.set_start_method(method, force)
 
 
-_standard: context.DefaultContext = context._default_context  # type: ignore[attr-defined]
+_standard: context.DefaultContext = context._default_context
 
 _contexts: dict[str, context.BaseContext] = {
     "fork": ForkContext(),
