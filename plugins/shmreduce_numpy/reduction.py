@@ -47,7 +47,11 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     cls = type(array)
     if cls is np.ndarray:
         # Most arrays by far, so first of all.
-        if array.base is None and array.nbytes < message.inline_limit:
+        base = array.base
+        if array.nbytes < message.inline_limit and (
+            base is None or (type(base) is np.ndarray and base.base is None)
+        ):
+            # In memory of NumPy's own, that is.
             return _reduce_inline(array, message)
         protocol = Protocol.ARRAY
     else:
@@ -131,6 +135,8 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
         fortran = flags.f_contiguous and not flags.c_contiguous
         data = array.tobytes("F" if fortran else "C")
         return rebuild.rebuild_small, (dtype.char, array.shape, fortran, data)
+    if dtype.hasobject:
+        return NotImplemented
     # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
     # ones, and native ones of those in the other byte order.
     order = _order_of(array)

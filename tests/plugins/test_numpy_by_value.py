@@ -148,9 +148,25 @@ def test_titles_of_fields_arrive(count: int) -> None:
 )
 def test_python_objects_are_pickled(original: Array) -> None:
     """Arrays of Python objects go by ordinary pickling, objects and all."""
-    received = round_trip(original)
-    assert received.dtype == original.dtype
-    assert received.tolist() == original.tolist()
+    read_only = original[:10].copy()
+    read_only.flags.writeable = False
+    for array in (original, original[:10], read_only, read_only[::2]):
+        received = round_trip(array)
+        assert received.dtype == array.dtype
+        assert received.tolist() == array.tolist()
+        assert received.flags.owndata
+
+
+class Probe:
+    """An object whose copies can be told from it."""
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+def test_python_objects_are_copied(writeable: bool) -> None:
+    """Every object of an array is pickled: no address of one ever travels."""
+    original = np.array([Probe()])
+    original.flags.writeable = writeable
+    assert round_trip(original)[0] is not original[0]
 
 
 @pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="needs NumPy 2")
