@@ -237,8 +237,10 @@ class Attachments:
                 pid=handle.pid,
             )
         return ProducerDied(
-            f"process {handle.pid}, which sent the array, died before it was read, and its "
-            f"segment {handle.token.hex()} with it. Send again from a living process",
+            f"process {handle.pid}, which sent the array, is dead, and segment "
+            f"{handle.token.hex()} is gone with it: it was killed before the array was read, or "
+            "it ended after another process had loaded this very message. Send again from a "
+            "living process, once for each receiver",
             segment=handle.token.hex(),
             locator=handle.locator,
             reason="the producer died",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["abandoned", "sweep"]
 
-_UNFINISHED_SECONDS = 60.0
+_UNFINISHED_SECONDS = 2.0
 
 
 def sweep(strategy: SharingStrategy) -> list[str]:
@@ -52,7 +52,8 @@ def abandoned(name: str) -> bool:
             return False
         check_file(fd, None)
     except InvalidHandleError:
-        # Killed while making it, or about to finish making it.
+        # Killed while making it, or about to finish making it. One that was only
+        # stopped loses the name, no more: its locators lead to its descriptor too.
         return time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
     except (OSError, ShmreduceError):
         return False

@@ -26,7 +26,7 @@ from shmreduce.errors import (
     StaleHandleError,
 )
 from tests.stress import breaking
-from tests.stress.links import Link, PipeLink, pickle_once
+from tests.stress.links import BROADCAST, Link, PipeLink, pickle_once
 from tests.stress.pattern import complaint, fill, seed_of_slice
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class Actor:
             born = Held(shmreduce.share(born.array), born.seed, "rw", own=False)
             self.keep(born)
         kind = "value" if born.own else "rw"
-        data = pickle_once(("arrays", [(born.array, born.seed, kind)]))
+        data = pickle_once(("arrays", [(born.array, born.seed, kind)], BROADCAST.decode()))
         for peer in peers:
             link = self.part.outgoing[peer]
             if isinstance(link, PipeLink):
@@ -314,7 +314,11 @@ class Actor:
         except StaleHandleError:
             self.counts["stale"] += 1
         except ProducerDied as error:
-            self.tell("producer died", producer=error.pid)
+            if isinstance(link, PipeLink) and link.was_broadcast():
+                # Another reader was first, and then the producer ended.
+                self.counts["too late"] += 1
+            else:
+                self.tell("producer died", producer=error.pid)
         except EOFError:
             self.ended.add(peer)
             return

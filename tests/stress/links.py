@@ -16,6 +16,8 @@ from typing import Any
 
 __all__ = ["KINDS", "Link", "make_link"]
 
+BROADCAST = b"to several readers"
+"""Stands in every message that was pickled once for several links."""
 _MOST_WAITING = 16
 
 
@@ -45,6 +47,7 @@ class Link(ABC):
 class PipeLink(Link):
     def __init__(self, context: Any) -> None:
         self._reader, self._writer = context.Pipe(duplex=False)
+        self._last = b""
 
     def has_room(self) -> bool:
         return bool(select.select([], [self._writer.fileno()], [], 0)[1])
@@ -60,7 +63,13 @@ class PipeLink(Link):
         return bool(self._reader.poll(0))
 
     def receive(self) -> Any:
-        return self._reader.recv()
+        # As Connection.recv does, but the bytes are kept for was_broadcast().
+        self._last = self._reader.recv_bytes()
+        return ForkingPickler.loads(self._last)
+
+    def was_broadcast(self) -> bool:
+        """Whether the last message went to several readers."""
+        return BROADCAST in self._last
 
 
 class SimpleQueueLink(Link):
