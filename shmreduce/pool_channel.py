@@ -15,6 +15,7 @@ the pool lives as long as they do.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from multiprocessing.reduction import ForkingPickler
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce import connection, packets, pickling
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
 __all__ = [
@@ -102,6 +104,16 @@ class Channel:
         """
         return self._connection.recv_bytes()
 
+    def receive(self) -> Callable[[], Any]:
+        """Wait for an answer, and return what unpickles it; to be called once.
+
+        Raises
+        ------
+        EOFError, OSError
+            If the other side is gone.
+        """
+        return functools.partial(self.loads, self.receive_bytes())
+
     def poll(self) -> bool:
         """Whether a message, or the end, is there."""
         return self._connection.poll(0)
@@ -145,6 +157,19 @@ class _OwnChannel(Channel):
 
     def send_packed(self, message: Any) -> None:
         self._connection.transmit(message)
+
+    def receive(self) -> Callable[[], Any]:
+        found = self._connection.receive(wait=True)
+        if found is None:
+            raise EOFError
+        return functools.partial(_unpickle, *found)
+
+
+def _unpickle(arrival: packets.Arrival, buffer: bytearray) -> Any:
+    try:
+        return arrival.load()
+    finally:
+        connection.give_buffer(buffer)
 
 
 def channel_class(context: Any) -> type[Channel]:

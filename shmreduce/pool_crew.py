@@ -34,11 +34,13 @@ which a worker's own children may have a copy. When a worker has died, the
 answers that it still sent are read first. Then:
 
 - none of its tasks is left: nothing is lost, a new worker takes its place;
-- it had begun with the oldest one (3.): that task is tried again if
-  ``retries`` says so, else :class:`~shmreduce.WorkerDied` is its answer;
-- it had not, or there are more: they go to other workers. A task before which
-  two workers in a row have died is treated as begun: reading it may be what
-  kills them.
+- it had begun with one and not answered (3.): that task is tried again if
+  ``retries`` says so, else :class:`~shmreduce.WorkerDied` is its answer. The
+  same if it had answered, but the memory of the answer went with it, which
+  happens on connections of :mod:`multiprocessing` only;
+- it had not begun: the task goes to another worker. One before which two
+  workers in a row have died is treated as begun: reading it may be what kills
+  them.
 - it died before it was ready: the pool tries again, and gives up, failing what
   waits, after as many such deaths in a row as it has workers, and two more.
 
@@ -59,7 +61,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import TaskAbandonedError
+from shmreduce.errors import ProducerDied, TaskAbandonedError
 from shmreduce.parent_death import Lifeline
 from shmreduce.pool_channel import (
     FAILED,
@@ -386,21 +388,19 @@ class Crew:
         self._remove(worker)
         if not worker.ready and not worker.refused:
             self._failed_to_start(self._death(worker, exitcode, None, None))
-        if not worker.tasks:
-            return
-        first = worker.tasks[0]
-        begun = worker.marks.begun > worker.answered
-        first.deaths += not begun
-        if begun or first.deaths > 1:
-            worker.tasks.popleft()
-            if first.next_try():
-                worker.tasks.appendleft(first)
-            else:
-                index = first.first
-                if index is not None and begun:
-                    index += worker.marks.position
-                self._fail(first, self._death(worker, exitcode, index, first))
-        self._waiting.extendleft(reversed(worker.tasks))
+        begun = worker.marks.begun - worker.answered
+        again = []
+        for place, task in enumerate(worker.tasks, 1):
+            task.deaths += begun == 0 and place == 1
+            charged = place <= begun or task.deaths > 1
+            if not charged or task.next_try():
+                again.append(task)
+                continue
+            index = task.first
+            if index is not None and place == begun:
+                index += worker.marks.position
+            self._fail(task, self._death(worker, exitcode, index, task))
+        self._waiting.extendleft(reversed(again))
         worker.tasks.clear()
 
     def _death(
@@ -511,21 +511,32 @@ class Crew:
             except OSError:
                 # It has died. Its process will be seen to end, and the task goes on then.
                 return
+            except Exception as error:
+                # No memory for a large one.
+                worker.tasks.pop()
+                worker.sent -= 1
+                self._fail(task, error)
+                continue
             return
 
     def _receive(self, worker: _Worker) -> None:
         """Read what a worker has to say."""
         try:
-            data = worker.channel.receive_bytes()
+            unpickle = worker.channel.receive()
         except (EOFError, OSError):
-            self._selector.unregister(worker.channel.fileno())
-            worker.silent = True
+            self._stop_listening(worker)
             return
         try:
-            kind, value = worker.channel.loads(data)
+            kind, value = unpickle()
+        except ProducerDied as error:
+            if error.pid == worker.process.pid:
+                # Its answer's memory went with it, as on connections of multiprocessing.
+                self._stop_listening(worker)
+                worker.process.kill()
+                return
+            kind, value = False, error
         except Exception as error:
             kind, value = False, error
-        del data
         if kind == READY:
             worker.ready = True
             self._failures = 0
@@ -540,6 +551,10 @@ class Crew:
             task = worker.tasks.popleft()
             task.done()
             task.receiver.answer(task.index, bool(kind), value)
+
+    def _stop_listening(self, worker: _Worker) -> None:
+        self._selector.unregister(worker.channel.fileno())
+        worker.silent = True
 
     def _fail(self, task: Task, error: BaseException) -> None:
         task.discard()

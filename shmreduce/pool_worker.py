@@ -94,9 +94,17 @@ def _initialize(channel: Channel, orders: Orders) -> bool:
 
 def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
     done = 0
+    data: bytes | Exception
     while orders.limit is None or done < orders.limit:
-        data = _next(channel)
-        if data is None:
+        try:
+            data = channel.receive_bytes()
+        except (EOFError, OSError):
+            # The parent is gone.
+            return
+        except Exception as error:
+            # The memory of a large task cannot be opened: no descriptor is free, say.
+            data = error
+        if data == STOP:
             return
         done += 1
         marks.position = 0
@@ -110,16 +118,7 @@ def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
             gc.collect(0)
 
 
-def _next(channel: Channel) -> bytes | None:
-    try:
-        data = channel.receive_bytes()
-    except (EOFError, OSError):
-        # The parent is gone.
-        return None
-    return None if data == STOP else data
-
-
-def _answer(channel: Channel, data: bytes, marks: Marks, orders: Orders) -> bool:
+def _answer(channel: Channel, data: bytes | Exception, marks: Marks, orders: Orders) -> bool:
     """Do one task and send its answer; False if there is nobody to send it to."""
     succeeded, value = _run(channel, data, marks, orders.catch)
     try:
@@ -136,9 +135,11 @@ def _answer(channel: Channel, data: bytes, marks: Marks, orders: Orders) -> bool
 
 
 def _run(
-    channel: Channel, data: bytes, marks: Marks, catch: type[BaseException]
+    channel: Channel, data: bytes | Exception, marks: Marks, catch: type[BaseException]
 ) -> tuple[bool, Any]:
     try:
+        if isinstance(data, Exception):
+            raise data
         how, function, arguments, keywords = channel.loads(data)
         del data
         if how == ONCE:
