@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import functools
 import io
 import multiprocessing.connection
 import os
+import select
 import socket
+import sys
+import termios
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +44,10 @@ _DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
 _SPARE_BUFFERS = 4
+_WAITS_FROM = 16 << 20
+"""Bytes from which ``send_bytes`` waits for the reader, lest streams fill the memory."""
+_LONGEST_PAUSE = 20
+"""Milliseconds."""
 
 _spare: list[bytearray] = []
 """Buffers to read into; a thread takes one for as long as it needs it."""
@@ -161,7 +169,10 @@ class Connection(multiprocessing.connection.Connection):
     # What the base class calls
 
     def _send_bytes(self, buf: memoryview) -> None:
-        self.transmit(pack_bytes(buf))
+        packet = pack_bytes(buf)
+        self.transmit(packet)
+        if buf.nbytes >= _WAITS_FROM:
+            self._await_reader(packet)
 
     def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
         buffer = _take_buffer()
@@ -184,6 +195,24 @@ class Connection(multiprocessing.connection.Connection):
         # An end has one direction at least.
         self._check_readable()  # type: ignore[attr-defined]
         self._check_writable()  # type: ignore[attr-defined]
+
+    def _await_reader(self, packet: Packet) -> None:
+        """Wait until a message has been received, as a pipe that is full makes its writer wait."""
+        hangup = select.poll()
+        # No events: only the end of the other side is told.
+        hangup.register(self.fileno(), 0)
+        pause = 1
+        # The block may stay unread although the packet was: its reader was killed.
+        while not packet.is_read() and self._unread_bytes():
+            if hangup.poll(pause) and not packet.is_read():
+                packet.discard()
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _unread_bytes(self) -> int:
+        # SIOCOUTQ (unix(7)) has the number of TIOCOUTQ.
+        answer = fcntl.ioctl(self.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(answer, sys.byteorder)
 
     # The socket
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.children import Call
 from shmreduce.errors import AttachError, OutOfSharedMemoryError, SegmentError
+from shmreduce.memory.handle import Handle
 from shmreduce.memory.message import (
     Loading,
     Message,
@@ -26,6 +27,7 @@ from shmreduce.memory.message import (
     import_block,
 )
 from shmreduce.memory.runtime import current
+from shmreduce.memory.segment import MESSAGE
 from shmreduce.pickling import dumps, loads
 
 if TYPE_CHECKING:
@@ -59,16 +61,23 @@ class Packet:
         Whose descriptors are to go with it.
     handles : bytes-like
         Where the handles stand that it refers to.
+    body : bytes, optional
+        The handle of the block that has the message.
     """
 
-    __slots__ = ("_handles", "data", "segments")
+    __slots__ = ("_body", "_handles", "data", "segments")
 
     def __init__(
-        self, data: bytes, segments: Sequence[Segment], handles: bytes | memoryview = b""
+        self,
+        data: bytes,
+        segments: Sequence[Segment],
+        handles: bytes | memoryview = b"",
+        body: bytes | None = None,
     ) -> None:
         self.data = data
         self.segments = segments
         self._handles = handles
+        self._body = body
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to send along; they stay the segments'.
@@ -83,6 +92,17 @@ class Packet:
             except OSError:
                 break
         return found
+
+    def is_read(self) -> bool:
+        """Return whether somebody has taken the block that has the message, if there is one."""
+        if self._body is None:
+            return True
+        what = Handle.unpack(self._body)
+        return all(
+            segment.words[what.slot] != MESSAGE | what.nonce
+            for segment in self.segments
+            if segment.token == what.token
+        )
 
     def discard(self) -> None:
         """Give back what the message refers to: it will not be sent."""
@@ -117,7 +137,7 @@ def _make(body: memoryview, message: Message | None) -> Packet:
             return Packet(_PLAIN + body, ())
         message = Message()
     try:
-        kind, written = _IN_PACKET, body
+        kind, written, handle = _IN_PACKET, body, None
         if body.nbytes > INLINE_BODY:
             handle = _move_to_block(body, message)
             if handle is not None:
@@ -129,7 +149,7 @@ def _make(body: memoryview, message: Message | None) -> Packet:
     except BaseException:
         message.rollback()
         raise
-    return Packet(data, segments, body)
+    return Packet(data, segments, body, handle)
 
 
 def _move_to_block(body: memoryview, message: Message) -> bytes | None:

@@ -226,6 +226,44 @@ def test_poll_and_wait_and_selectors(pipe: tuple[Any, Any]) -> None:
         assert there.recv() == 1
 
 
+def test_very_large_bytes_wait_for_their_reader(pipe: tuple[Any, Any]) -> None:
+    """``send_bytes`` of 16 MiB returns once they are received; order and bytes are kept."""
+    here, there = pipe
+    data = os.urandom(16 << 20)
+    sent = threading.Event()
+
+    def send() -> None:
+        here.send_bytes(data)
+        sent.set()
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert there.poll(PATIENCE)
+    assert not sent.is_set()
+    assert there.recv_bytes() == data
+    assert sent.wait(PATIENCE)
+    sender.join(PATIENCE)
+
+
+def test_very_large_bytes_for_nobody_are_a_broken_pipe(pipe: tuple[Any, Any]) -> None:
+    """If the other end is closed meanwhile, the sender is told."""
+    here, there = pipe
+    errors: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            here.send_bytes(bytes(16 << 20))
+        except OSError as error:
+            errors.append(error)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert there.poll(PATIENCE)
+    there.close()
+    sender.join(PATIENCE)
+    assert [type(each) for each in errors] == [BrokenPipeError]
+
+
 # Ends that are gone
 
 
