@@ -81,8 +81,10 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     try:
         return os.open(f"/proc/{pid}/fd/{fd}", flags)
     except OSError as error:
-        # A socket cannot be opened this way (ENXIO): the number was reused.
-        if error.errno in _GONE:
+        # A socket cannot be opened this way (ENXIO): the number was reused. What
+        # is left of a process that has ended belongs to root (EACCES).
+        ended = error.errno == errno.EACCES and not _is_alive(pid)
+        if error.errno in _GONE or ended:
             gone = "the process or its descriptor is gone"
             raise FileNotFoundError(errno.ENOENT, gone) from error
         raise

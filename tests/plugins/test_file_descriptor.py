@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import shmreduce
-from shmreduce.testing import StrategyContract
+from shmreduce.testing import OtherProcess, StrategyContract
 from shmreduce_fd.strategy import FileDescriptorStrategy
 
 if TYPE_CHECKING:
@@ -57,6 +57,25 @@ def test_a_damaged_locator_is_refused(locator: str) -> None:
     with pytest.raises(shmreduce.InvalidHandleError) as caught:
         FileDescriptorStrategy().open(locator)
     assert repr(locator) in str(caught.value)
+
+
+def test_a_process_that_nobody_has_waited_for_is_gone() -> None:
+    """To whoever is not root, too, who may not look at what is left of it."""
+    with OtherProcess("fork") as other, pytest.raises(FileNotFoundError):
+        other.ask(_open_of_ended_child)
+
+
+def _open_of_ended_child() -> None:
+    if os.geteuid() == 0:
+        os.setresuid(65534, 65534, 65534)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        FileDescriptorStrategy().open(f"{pid}:0")
+    finally:
+        os.waitpid(pid, 0)
 
 
 def test_older_kernels_lack_the_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
