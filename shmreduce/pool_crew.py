@@ -23,9 +23,9 @@ anybody else's way.
    its parent dies.
 
 While a worker is idle, a task of any size is sent to it: it reads at once. A
-busy worker gets one more, small enough not to fill the connection, and only if
-tasks have been short lately; a task that waits behind a long one could have
-been done by somebody else.
+busy worker gets a few more, small enough not to fill the connection, and only
+if tasks have been short lately and many wait: a task that waits behind a long
+one could have been done by somebody else.
 
 Who may die where
 -----------------
@@ -41,8 +41,9 @@ answers that it still sent are read first. Then:
 - it had not begun: the task goes to another worker. One before which two
   workers in a row have died is treated as begun: reading it may be what kills
   them.
-- it died before it was ready: the pool tries again, and gives up, failing what
-  waits, after as many such deaths in a row as it has workers, and two more.
+- it died before it was ready: the pool tries again, with pauses. It gives up,
+  failing what waits, after as many such deaths in a row as it has workers and
+  ten more; two more if the initializer raised.
 
 The parent's death ends the workers: idle ones read the end of the connection,
 busy ones get a signal (:mod:`shmreduce.parent_death`).
@@ -90,10 +91,14 @@ _REAP = 1.0
 _PAUSE = 0.02
 """Seconds to wait after a worker could not be started, more each time."""
 _LONGEST_PAUSE = 1.0
+_PATIENCE = 10
+"""Workers, beyond the pool's size, that may fail to start in a row."""
 _SHORT = 1e-3
 """Seconds: tasks that take less are worth sending ahead."""
-_AHEAD = 16 << 10
-"""Bytes that may be sent to a worker that is not reading."""
+_DEPTH = 4
+"""Short tasks that a worker may have: it then need not sleep between them."""
+_AHEAD = 2 << 10
+"""Bytes of a task that may be sent to a worker that is not reading."""
 
 _starting = threading.Lock()
 """Held while a worker is started: one forked meanwhile would keep its connection."""
@@ -424,12 +429,12 @@ class Crew:
             index=index,
         )
 
-    def _failed_to_start(self, error: BaseException) -> None:
+    def _failed_to_start(self, error: BaseException, patience: int = _PATIENCE) -> None:
         self._failures += 1
         pause = min(_LONGEST_PAUSE, _PAUSE * self._failures)
         self._next_start = time.monotonic() + pause
         nobody = not any(worker.ready for worker in self.workers)
-        if self.broken_by is None and nobody and self._failures >= self.size + 2:
+        if self.broken_by is None and nobody and self._failures >= self.size + patience:
             self._break(error)
 
     def _break(self, error: BaseException) -> None:
@@ -483,18 +488,19 @@ class Crew:
         for worker in self.workers:
             if not worker.tasks:
                 self._give(worker)
-        if self._pace < _SHORT:
+        if self._pace < _SHORT and len(self._waiting) > _DEPTH * len(self.workers):
             for worker in self.workers:
-                if len(worker.tasks) == 1 and len(worker.tasks[0].data) < _AHEAD:
-                    self._give(worker, limit=_AHEAD)
+                while worker.tasks and len(worker.tasks) < _DEPTH:
+                    if not self._give(worker, limit=_AHEAD):
+                        break
 
-    def _give(self, worker: _Worker, limit: int | None = None) -> None:
-        """Send the next task to a worker that can take one."""
+    def _give(self, worker: _Worker, limit: int | None = None) -> bool:
+        """Send the next task to a worker that can take one; False if it was not sent."""
         while self._waiting and worker.ready and not worker.silent:
             if self._orders.limit is not None and worker.sent >= self._orders.limit:
-                return
+                return False
             if limit is not None and len(self._waiting[0].data) > limit:
-                return
+                return False
             task = self._waiting.popleft()
             task.leave_queue()
             # One that is given to a second worker was wanted when the first got it.
@@ -510,14 +516,15 @@ class Crew:
                 worker.channel.send_bytes(task.data)
             except OSError:
                 # It has died. Its process will be seen to end, and the task goes on then.
-                return
+                return False
             except Exception as error:
                 # No memory for a large one.
                 worker.tasks.pop()
                 worker.sent -= 1
                 self._fail(task, error)
                 continue
-            return
+            return True
+        return False
 
     def _receive(self, worker: _Worker) -> None:
         """Read what a worker has to say."""
@@ -542,7 +549,8 @@ class Crew:
             self._failures = 0
         elif kind == FAILED:
             worker.refused = True
-            self._failed_to_start(value)
+            # It will raise in the next worker too.
+            self._failed_to_start(value, patience=2)
         else:
             now = time.monotonic()
             self._pace += 0.2 * (now - worker.since - self._pace)
