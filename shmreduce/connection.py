@@ -202,11 +202,17 @@ class Connection(multiprocessing.connection.Connection):
         # No events: only the end of the other side is told.
         hangup.register(self.fileno(), 0)
         pause = 1
-        # The block may stay unread although the packet was: its reader was killed.
-        while not packet.is_read() and self._unread_bytes():
-            if hangup.poll(pause) and not packet.is_read():
+        while not packet.is_read():
+            # Before the look at the other end, whose closing throws messages away.
+            taken = not self._unread_bytes()
+            if hangup.poll(0 if taken else pause):
+                if packet.is_read():
+                    return
                 packet.discard()
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+            if taken:
+                # Received, but the block stays unread if the reader was killed.
+                return
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _unread_bytes(self) -> int:

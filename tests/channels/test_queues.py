@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from tests.channels.channels import PATIENCE, context_of, eventually, within
+from tests.channels.channels import PATIENCE, context_of, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -380,10 +380,11 @@ def test_cancelled_thread_is_not_waited_for(children: Children) -> None:
 
 
 def test_blocks_are_used_again(queue: Any) -> None:
-    """A thousand large arrays through a queue need the memory of a few."""
+    """A hundred large arrays through a queue need the memory of a few."""
     from shmreduce.memory.inspection import process_state
 
+    before = process_state().reserved
     for number in range(100):
         queue.put(np.full(1 << 18, number))
         assert within(queue.get)[0] == number
-    eventually(lambda: process_state().reserved < 64 << 20)
+    assert process_state().reserved - before < 64 << 20
