@@ -12,7 +12,7 @@ import sys
 import threading
 from multiprocessing.context import TimeoutError  # noqa: A004 - the one that users catch
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ class ApplyResult:
         Called in the pool's thread with the value, or the exception.
     """
 
-    __class_getitem__ = classmethod(GenericAlias)
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)
 
     def __init__(
         self,

@@ -169,7 +169,9 @@ def test_python_objects_are_copied(writeable: bool) -> None:
     assert round_trip(original)[0] is not original[0]
 
 
-@pytest.mark.skipif(not hasattr(getattr(np, "dtypes", None), "StringDType"), reason="needs NumPy 2")
+@pytest.mark.skipif(
+    not hasattr(getattr(np, "dtypes", None), "StringDType"), reason="needs NumPy 2"
+)
 def test_strings_of_any_length_are_pickled() -> None:
     """Arrays of StringDType, whose text lies elsewhere, go by ordinary pickling."""
     original = np.array(["short", "long" * 50] * 5_000, np.dtypes.StringDType())
