@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from shmreduce import ShmreduceError
 from shmreduce.cli import main, plugins
 from shmreduce.extras import MissingExtraError, import_extra
 from tests.cli.commands import PATIENCE, read_json, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_version_is_that_of_the_package() -> None:
@@ -39,11 +36,26 @@ def test_an_error_of_ours_is_told_without_a_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_of_the_system_is_told_without_a_traceback(tmp_path: Path) -> None:
-    """An OSError, such as a directory that is missing, is status 2, too."""
-    done = run("ls", status=2, SHMREDUCE_DIRECTORY=str(tmp_path / "missing"))
-    assert done.stderr.startswith("shmreduce ls: ")
+def test_an_error_of_the_system_is_told_without_a_traceback() -> None:
+    """An OSError, such as a full disk under the output, is status 2, too."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shmreduce", "plugins"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("shmreduce plugins: ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_strategy_that_does_not_work_here_is_passed_over(tmp_path: Path) -> None:
+    """ls shows what the other strategies have when the directory of one is missing."""
+    done = run("ls", SHMREDUCE_DIRECTORY=str(tmp_path / "missing"))
+    assert done.stderr == ""
 
 
 def test_an_interrupt_ends_with_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
