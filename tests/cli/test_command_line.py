@@ -53,7 +53,7 @@ def test_an_error_of_the_system_is_told_without_a_traceback() -> None:
 
 
 def test_a_strategy_that_does_not_work_here_is_passed_over(tmp_path: Path) -> None:
-    """ls shows what the other strategies have when the directory of one is missing."""
+    """Other strategies' segments are listed when the directory of one is missing."""
     done = run("ls", SHMREDUCE_DIRECTORY=str(tmp_path / "missing"))
     assert done.stderr == ""
 
