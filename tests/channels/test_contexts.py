@@ -15,6 +15,7 @@ import pytest
 
 import shmreduce
 from shmreduce import Reducer
+from shmreduce.settings import set_settings
 from tests.channels.channels import PATIENCE, context_of, within
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def test_child_has_start_method_strategy_and_settings(children: Children, instal
     """It has its parent's, and is installed only if the parent is."""
     context = context_of(children)
     shmreduce.uninstall()
-    before = shmreduce.get_sharing_strategy()
+    before = shmreduce.get_settings()
     shmreduce.set_sharing_strategy(children.strategy)
     try:
         if installed:
@@ -136,7 +137,7 @@ def test_child_has_start_method_strategy_and_settings(children: Children, instal
         queue.close()
     finally:
         shmreduce.uninstall()
-        shmreduce.set_sharing_strategy(before)
+        set_settings(before)
     assert (method, strategy) == (children.method, children.strategy)
     assert limit == shmreduce.get_settings().inline_limit
     assert is_installed is installed

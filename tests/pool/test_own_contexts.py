@@ -71,11 +71,15 @@ def test_kills_at_any_moment(own: bool) -> None:
     chance = random.Random(5)
     context: Any = (shmreduce if own else multiprocessing).get_context("fork")
     done = threading.Event()
+    results_seen = threading.Semaphore(3)
 
     def kill_now_and_then() -> None:
+        # At most once for each result: faster than workers can start, a pool
+        # rightly gives up.
         while not done.wait(chance.random() * 0.02):
-            for worker in pool._pool[:1]:
-                worker.kill()
+            if results_seen.acquire(timeout=0.02):
+                for worker in pool._pool[:1]:
+                    worker.kill()
 
     with shmreduce.install(), Pool(2, context=context) as pool:
         killer = threading.Thread(target=kill_now_and_then)
@@ -88,6 +92,7 @@ def test_kills_at_any_moment(own: bool) -> None:
                 except WorkerDied as error:
                     got = error.index
                 assert got == number
+                results_seen.release()
         finally:
             done.set()
             killer.join()
