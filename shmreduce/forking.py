@@ -417,7 +417,11 @@ class _Patch:
             """Unpickle a message; what it holds is given back if that fails."""
             if not self.active:
                 return previous(data, **options)
-            return load_message(previous, data, **options)
+            try:
+                return load_message(previous, data, **options)
+            finally:
+                # As in load_message: not to be kept by a traceback.
+                del data
 
         return loads
 

@@ -160,6 +160,10 @@ def load_message(
         raise
     finally:
         loading.close()
+        # Connection.recv() passes a view of a BytesIO. In a traceback it would
+        # be collected together with it, and CPython 3.13 complains of a BytesIO
+        # that dies with views.
+        del data
 
 
 def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
@@ -343,7 +347,10 @@ def loads(data: Any, arrived: Mapping[bytes, int] | None = None) -> Any:
     >>> loads(b"N.") is None
     True
     """
-    return load_message(pickle.loads, data, arrived)
+    try:
+        return load_message(pickle.loads, data, arrived)
+    finally:
+        del data
 
 
 def _load_with_buffers(handle: bytes, places: list[tuple[int, int, bool]], data: bytes) -> Any:
