@@ -183,6 +183,8 @@ class Plugins:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._synchronised_with: tuple[object, ...] | None = None
+        self.settled_with: Settings | None = None
+        """The settings with which everything is done, and nothing is left to be said."""
 
     def synchronise(self, settings: Settings) -> None:
         """Load the plugins that the settings ask for; drop the others.
@@ -202,6 +204,7 @@ class Plugins:
         ShmreduceWarning
             Once for each broken plugin.
         """
+        self.settled_with = None
         wanted = (settings.autoload, settings.plugins, settings.blocked)
         if wanted != self._synchronised_with:
             self._check_names(settings)
@@ -214,6 +217,7 @@ class Plugins:
                     self._load(plugin)
             self._synchronised_with = wanted
         self._speak_up()
+        self.settled_with = settings
 
     def array_factory(self) -> ArrayFactory | None:
         """Return the first array factory, in order of the plugins' names."""
@@ -370,11 +374,16 @@ def get_plugins() -> Plugins:
     PluginError, ReducerConflictError, StrategyConflictError
         As :meth:`Plugins.synchronise`.
     """
+    settings = get_settings()
+    plugins = _process.plugins
+    # Asked for each message.
+    if plugins is not None and plugins.settled_with is settings:
+        return plugins
     with _process.lock:
         if _process.plugins is None:
             _process.plugins = Plugins(_process.registry)
         _process.plugins.hush(_process.hushed)
-        _process.plugins.synchronise(get_settings())
+        _process.plugins.synchronise(settings)
         return _process.plugins
 
 

@@ -102,14 +102,20 @@ def ask_reducer(
     return result
 
 
-def dump_message(pickler: Any, obj: Any, dump: Callable[[Any, Any], None]) -> Message | None:
+def dump_message(
+    pickler: Any,
+    obj: Any,
+    dump: Callable[[Any, Any], None],
+    begun: Message | None = None,
+) -> Message | None:
     """Pickle an object by ``dump(pickler, obj)``, the pickler's own method.
 
     Returns the message, to be committed or rolled back, or None if no reducer
-    needed one. If pickling fails nothing is held afterwards.
+    needed one; it is ``begun`` if that is given. If pickling fails nothing is
+    held afterwards.
     """
     state = pickler.__dict__
-    state[_MESSAGE] = None
+    state[_MESSAGE] = begun
     try:
         dump(pickler, obj)
     except BaseException:
@@ -206,6 +212,14 @@ class Pickled(NamedTuple):
     message: Message | None
 
 
+class Begun(NamedTuple):
+    """An object, what its reducer returned, and the message that this is part of."""
+
+    obj: object
+    reduced: tuple[Any, ...]
+    message: Message
+
+
 class Pickler(ForkingPickler):
     """Pickles for the channels of shmreduce.
 
@@ -220,16 +234,24 @@ class Pickler(ForkingPickler):
     keep_buffer : callable, optional
         Takes a buffer offered out of band and returns False, or returns True
         for one that is to be pickled like anything else.
+    begun : Begun, optional
+        What a reducer has made already of the object to be dumped.
     """
 
     def __init__(
-        self, file: io.BytesIO, keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None
+        self,
+        file: io.BytesIO,
+        keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
+        begun: Begun | None = None,
     ) -> None:
         super().__init__(file, _PROTOCOL, True, keep_buffer)
         self._find = get_registry().find
+        self._begun = begun
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle an object, or NotImplemented for the ordinary way."""
+        if self._begun is not None and obj is self._begun.obj:
+            return self._begun.reduced
         claim = self._find(type(obj))
         result = NotImplemented
         if claim is not None:
@@ -243,7 +265,8 @@ class Pickler(ForkingPickler):
 
     def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
         """Pickle an object; return the message, not committed yet, if there is one."""
-        return dump_message(self, obj, pickle.Pickler.dump)
+        message = None if self._begun is None else self._begun.message
+        return dump_message(self, obj, pickle.Pickler.dump, message)
 
 
 _NOBODY: Mapping[type, object] = {}
@@ -315,11 +338,44 @@ def dumps(obj: Any) -> Pickled:
     >>> message is None
     True
     """
-    if type(obj) in _ATOMS:
+    kind = type(obj)
+    if kind in _ATOMS:
         return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
+    claim = get_registry().find(kind)
+    if claim is None or kind in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
+        return _dump_whole(obj)
+    message = Message()
+    try:
+        reduced = claim.reducer.reduce(obj, message)
+        if type(reduced) is tuple and len(reduced) == 2 and _says_all(reduced[1]):
+            # Nobody has to be asked about any part of it: the quick pickler will do.
+            whole = Call(reduced[0], *reduced[1])
+            return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
+    except BaseException:
+        message.rollback()
+        raise
+    if type(reduced) is tuple:
+        return _dump_whole(obj, Begun(obj, reduced, message))
+    # In the ordinary way; or the reducer is at fault, and is told so there.
+    message.rollback()
+    return _dump_whole(obj)
+
+
+def _says_all(arguments: Any) -> bool:
+    """Whether these are atoms, and tuples of atoms."""
+    if type(arguments) is not tuple:
+        return False
+    for each in arguments:
+        kind = type(each)
+        if kind not in _ATOMS and (kind is not tuple or not _ATOMS.issuperset(map(type, each))):
+            return False
+    return True
+
+
+def _dump_whole(obj: Any, begun: Begun | None = None) -> Pickled:
     buffers = _Buffers()
     file = io.BytesIO()
-    message = Pickler(file, buffers.keep).dump(obj)
+    message = Pickler(file, buffers.keep, begun).dump(obj)
     if not buffers.kept:
         return Pickled(file.getbuffer(), message)
     if message is None:

@@ -83,15 +83,18 @@ def _reference(
     handle: bytes,
     template: np.ndarray[Any, Any] | None = None,
 ) -> Any:
-    # Where an array without bytes points to is anywhere, and NumPy checks it.
-    offset, strides = (offset_in(block, array), array.strides) if array.nbytes else (0, None)
+    flags = array.flags
+    strides = None if flags.c_contiguous else array.strides
+    # One that fills its block begins where that does. Where one without bytes
+    # points to is anywhere, and NumPy checks it.
+    fills = array.nbytes in (0, block.nbytes) and flags.forc
     arguments = (
         handle,
-        offset,
+        0 if fills else offset_in(block, array),
         array.shape,
         strides,
         describe_dtype(array.dtype),
-        array.flags.writeable,
+        flags.writeable,
     )
     if template is not None:
         return rebuild.rebuild_view_like, (template, *arguments)

@@ -1,7 +1,7 @@
 """Live blocks of this process, and what happens when their last view dies.
 
-May import errors, contracts, ``mapping``, ``layout``, ``segment``, ``ledger``
-and ``heap``.
+May import errors, contracts, ``mapping``, ``handle``, ``layout``, ``segment``,
+``ledger`` and ``heap``.
 
 Every block that this process can see has one *root*: the object at the bottom
 of all its views. A weak reference to the root tells when the last view has
@@ -20,6 +20,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import SegmentError
+from shmreduce.memory.handle import block_key
 from shmreduce.memory.heap import Heap, OwnedSegment
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import Mapping, make_root
@@ -46,6 +47,7 @@ class Record:
     """
 
     __slots__ = (
+        "address",
         "birth",
         "block",
         "cutting",
@@ -62,6 +64,7 @@ class Record:
         "segment",
         "shared",
         "slot",
+        "written",
     )
 
     def __init__(
@@ -84,6 +87,7 @@ class Record:
         self.generation = segment.generations[block]
         self.nbytes = nbytes
         self.mapping = mapping
+        self.address = mapping.address + segment.offsets[block] - mapping.offset
         self.shared = shared
         self.mode = mode
         self.slot = slot
@@ -95,6 +99,8 @@ class Record:
         self.cutting = _thread.allocate_lock()
         """Taken for good by the one thread that makes the pages private."""
         self.birth = self.death = live.ledger.birth
+        self.written: bytes | None = None
+        """What is the same in all handles that this process makes for the block."""
 
     @property
     def read_only(self) -> bool:
@@ -140,8 +146,7 @@ class Block:
         self.nbytes = record.nbytes
         self.mode: Mode = record.mode
         self.shared = record.shared
-        mapping = record.mapping
-        self.address: int = mapping.address + record.segment.offsets[record.block] - mapping.offset
+        self.address = record.address
 
     @property
     def buffer(self) -> memoryview:
@@ -168,7 +173,7 @@ class LiveBlocks:
         """Called when the last hold in another process's segment has ended."""
         self._inherited = inherited
         self._roots: dict[int, RootReference] = {}
-        self._shared: dict[tuple[bytes, int], RootReference] = {}
+        self._shared: dict[bytes, RootReference] = {}
         self._waiting: deque[Record] = deque()
         self._visible_to_children: deque[Record] = deque()
 
@@ -194,7 +199,7 @@ class LiveBlocks:
             # Another thread is about to fork and has not seen this one, perhaps.
             self.make_private(record)
         if record.shared and record.mode != "cow":
-            self._shared[segment.token, block] = reference
+            self._shared[block_key(segment.token, block, record.generation)] = reference
         return Block(record, root, read_only=read_only)
 
     def find(self, exporter: Any) -> Block | None:
@@ -210,11 +215,11 @@ class LiveBlocks:
             live = live._inherited
         return None
 
-    def find_shared(self, token: bytes, block: int, generation: int) -> Block | None:
-        """Return a received shared block that is alive here already."""
-        reference = self._shared.get((token, block))
+    def find_shared(self, key: bytes) -> Block | None:
+        """Return a shared block that is alive here already, by its key in handles."""
+        reference = self._shared.get(key)
         root = reference() if reference is not None else None
-        if reference is None or root is None or reference.record.generation != generation:
+        if reference is None or root is None:
             return None
         return Block(reference.record, root, read_only=reference.record.mode == "ro")
 
@@ -243,9 +248,10 @@ class LiveBlocks:
     def _died(self, reference: RootReference) -> None:
         record = reference.record
         self._roots.pop(reference.identity, None)
-        key = (record.segment.token, record.block)
-        if self._shared.get(key) is reference:
-            self._shared.pop(key, None)
+        if record.shared:
+            key = block_key(record.segment.token, record.block, record.generation)
+            if self._shared.get(key) is reference:
+                self._shared.pop(key, None)
         record.death = self.ledger.forks
         self._release(record)
 

@@ -4,30 +4,79 @@ May import errors and contracts.
 
 A handle is small, flat and self-checking: a mark by which it can be found in a
 pickle, a checksum against damage, and nothing that a receiver believes without
-looking at the segment's own tables.
+looking at the segment's own tables::
+
+    mark | checksum | slot, nonce | token, block, generation | the rest
+
+Slot and nonce are the lease's alone. What follows is the same in all handles
+that one process makes for one block, so that a sender packs it once; and token,
+block and generation are by themselves the *key* by which a receiver finds a
+block that it has already.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
 
 from shmreduce.errors import InvalidHandleError
 
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
 
-__all__ = ["MARK", "Handle"]
+__all__ = ["MARK", "Handle", "block_key", "key_of", "lease_of", "pack_handle"]
 
-MARK = b"shmreduce\0hdl\x01\n"
-# Behind mark and checksum: token, boot, generation, nonce, nbytes, block, slot, pid, shared, mode,
-# lengths of the strategy's name and of the locator
-_FIXED = struct.Struct("<16s16sQQQIIIBBHH")
+MARK = b"shmreduce\0hdl\x02\n"
 _CHECKSUM = struct.Struct("<I")
-_FIXED_FROM = len(MARK) + _CHECKSUM.size
-_SHORTEST = _FIXED_FROM + _FIXED.size
+# slot, nonce
+_LEASE = struct.Struct("<IQ")
+# token, block, generation
+_KEY = struct.Struct("<16sIQ")
+# boot, nbytes, pid, shared, mode, lengths of the strategy's name and of the locator
+_REST = struct.Struct("<16sQIBBHH")
+_FROM_LEASE = len(MARK) + _CHECKSUM.size
+_FROM_KEY = _FROM_LEASE + _LEASE.size
+_FROM_REST = _FROM_KEY + _KEY.size
+_SHORTEST = _FROM_REST + _REST.size
 _MODES: tuple[Mode, ...] = ("rw", "ro", "cow")
+
+
+def block_key(token: bytes, block: int, generation: int) -> bytes:
+    """Return what stands for one life of one block in every handle."""
+    return _KEY.pack(token, block, generation)
+
+
+def key_of(handle: bytes) -> bytes:
+    """Return the key that a handle has, or whatever stands there."""
+    return handle[_FROM_KEY:_FROM_REST]
+
+
+def lease_of(handle: bytes) -> tuple[int, int]:
+    """Return slot and nonce of a handle whose checksum is right.
+
+    Raises
+    ------
+    InvalidHandleError
+        If the bytes are not a handle, are truncated or damaged.
+    """
+    _check(handle)
+    slot, nonce = _LEASE.unpack_from(handle, _FROM_LEASE)
+    return slot, nonce
+
+
+def pack_handle(slot: int, nonce: int, constant: bytes) -> bytes:
+    """Return the handle of a lease; ``constant`` is from :meth:`Handle.constant`."""
+    checked = _LEASE.pack(slot, nonce) + constant
+    return MARK + _CHECKSUM.pack(crc32(checked)) + checked
+
+
+def _check(data: bytes) -> None:
+    if not isinstance(data, bytes) or len(data) < _SHORTEST or not data.startswith(MARK):
+        raise _invalid("it is too short or does not begin with a handle's mark")
+    (checksum,) = _CHECKSUM.unpack_from(data, len(MARK))
+    if crc32(data[_FROM_LEASE:]) != checksum:
+        raise _invalid("its checksum does not match")
 
 
 class Handle(NamedTuple):
@@ -66,36 +115,31 @@ class Handle(NamedTuple):
     strategy: str
     locator: str
 
-    def pack(self) -> bytes:
-        """Return the handle's bytes."""
+    def constant(self) -> bytes:
+        """Return what is the same in all handles of this process for this block."""
         name = self.strategy.encode()
         where = self.locator.encode()
-        checked = (
-            _FIXED.pack(
-                self.token,
-                self.boot,
-                self.generation,
-                self.nonce,
-                self.nbytes,
-                self.block,
-                self.slot,
-                self.pid,
-                self.shared,
-                _MODES.index(self.mode),
-                len(name),
-                len(where),
-            )
-            + name
-            + where
+        rest = _REST.pack(
+            self.boot,
+            self.nbytes,
+            self.pid,
+            self.shared,
+            _MODES.index(self.mode),
+            len(name),
+            len(where),
         )
-        return MARK + _CHECKSUM.pack(zlib.crc32(checked)) + checked
+        return block_key(self.token, self.block, self.generation) + rest + name + where
+
+    def pack(self) -> bytes:
+        """Return the handle's bytes."""
+        return pack_handle(self.slot, self.nonce, self.constant())
 
     @staticmethod
     def size_at(data: bytes, start: int) -> int:
         """Return how long the handle at ``start`` says it is, 0 if truncated."""
         if len(data) - start < _SHORTEST:
             return 0
-        *_, name_size, where_size = _FIXED.unpack_from(data, start + _FIXED_FROM)
+        *_, name_size, where_size = _REST.unpack_from(data, start + _FROM_REST)
         return _SHORTEST + int(name_size) + int(where_size)
 
     @classmethod
@@ -107,28 +151,15 @@ class Handle(NamedTuple):
         InvalidHandleError
             If the bytes are not a handle, are truncated or damaged.
         """
-        if not isinstance(data, bytes) or len(data) < _SHORTEST or not data.startswith(MARK):
-            raise _invalid("it is too short or does not begin with a handle's mark")
-        (
-            token,
-            boot,
-            generation,
-            nonce,
-            nbytes,
-            block,
-            slot,
-            pid,
-            shared,
-            mode,
-            name_size,
-            where_size,
-        ) = _FIXED.unpack_from(data, _FIXED_FROM)
+        _check(data)
+        slot, nonce = _LEASE.unpack_from(data, _FROM_LEASE)
+        token, block, generation = _KEY.unpack_from(data, _FROM_KEY)
+        boot, nbytes, pid, shared, mode, name_size, where_size = _REST.unpack_from(
+            data, _FROM_REST
+        )
         end = _SHORTEST + name_size
         if len(data) != end + where_size:
             raise _invalid("its length is wrong")
-        (checksum,) = _CHECKSUM.unpack_from(data, len(MARK))
-        if zlib.crc32(data[_FIXED_FROM:]) != checksum:
-            raise _invalid("its checksum does not match")
         if mode >= len(_MODES):
             raise _invalid(f"its mode is {mode}")
         try:

@@ -27,7 +27,7 @@ from shmreduce.errors import (
     StaleHandleError,
 )
 from shmreduce.memory.blocks import Block, Record, owner_record
-from shmreduce.memory.handle import MARK, Handle
+from shmreduce.memory.handle import MARK, Handle, key_of, lease_of, pack_handle
 from shmreduce.memory.heap import HeapBusyError, OwnedSegment
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import Mapping
@@ -268,20 +268,26 @@ class Message:
         return self._runtime
 
     def _handle(self, segment: Segment, record: Record, slot: int, nonce: int) -> bytes:
-        return Handle(
-            segment.token,
-            segment.header.boot,
-            record.generation,
-            nonce,
-            record.nbytes,
-            record.block,
-            slot,
-            os.getpid(),
-            record.shared,
-            record.mode,
-            segment.strategy.name,
-            segment.locator,
-        ).pack()
+        written = record.written
+        # A forked child that sends what it inherited is another sender.
+        if written is None or segment is not record.segment:
+            written = Handle(
+                segment.token,
+                segment.header.boot,
+                record.generation,
+                nonce,
+                record.nbytes,
+                record.block,
+                slot,
+                os.getpid(),
+                record.shared,
+                record.mode,
+                segment.strategy.name,
+                segment.locator,
+            ).constant()
+            if segment is record.segment:
+                record.written = written
+        return pack_handle(slot, nonce, written)
 
 
 def allocate(nbytes: int, mode: Mode = "rw") -> Block:
@@ -389,9 +395,16 @@ def import_block(handle: bytes) -> Block:
     >>> bytes(import_block(handle).buffer)
     b'hello'
     """
-    what = Handle.unpack(handle)
     runtime = current()
     runtime.live.settle()
+    slot, nonce = lease_of(handle)
+    known = runtime.live.find_shared(key_of(handle))
+    if known is not None:
+        # As long as it is known its segment stays open, without a pin.
+        record = known._record
+        record.segment.consume(record.block, record.generation, slot, nonce)
+        return known
+    what = Handle.unpack(handle)
     mark = object()
     segment = runtime.attachments.pin(what, mark, _arrived_here())
     try:
@@ -402,11 +415,6 @@ def import_block(handle: bytes) -> Block:
                 "damaged or made up",
                 reason="kind does not match",
             )
-        if what.shared and what.mode != "cow":
-            known = runtime.live.find_shared(what.token, what.block, what.generation)
-            if known is not None:
-                segment.consume(what.block, what.generation, what.slot, what.nonce)
-                return known
         found = _claim(runtime, segment, what)
     finally:
         segment.unpin(mark)

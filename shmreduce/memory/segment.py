@@ -54,7 +54,6 @@ from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil
 
 if TYPE_CHECKING:
     import weakref
-    from types import TracebackType
 
     from shmreduce.contracts import SegmentFile, SharingStrategy
 
@@ -316,8 +315,18 @@ class Segment:
 
     # The lock of one block
 
+    # ``mark`` identifies the caller's attempt. Since a signal handler may raise
+    # between any two steps, callers unlock whatever has happened: ::
+    #
+    #     mark = object()
+    #     try:
+    #         self.lock_block(block, mark)
+    #         ...
+    #     finally:
+    #         self.unlock_block(block, mark)
+
     def try_lock_block(self, block: int, mark: object) -> bool:
-        """Lock a block without waiting. ``mark`` identifies the attempt."""
+        """Lock a block without waiting; return whether that was possible."""
         if self._busy.setdefault(block, mark) is not mark:
             return False
         locked = False
@@ -325,18 +334,38 @@ class Segment:
             locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block)
         finally:
             if not locked:
+                # An interrupt may have come between the lock and the assignment.
+                locks.unlock(self.lock_fd, LOCK_BLOCK + block)
                 self._busy.pop(block, None)
         return locked
 
+    def lock_block(self, block: int, mark: object) -> None:
+        """Lock a block; wait for it, boundedly."""
+        if block >= self.layout.blocks:
+            self.check(block, 0)
+        if self.try_lock_block(block, mark):
+            return
+        start = time.monotonic()
+        pause = 0.00002
+        while not self.try_lock_block(block, mark):
+            waited = time.monotonic() - start
+            if waited > LOCK_PATIENCE:
+                raise LeaseTimeoutError(
+                    f"block {block} of segment {self.token.hex()} stayed locked for "
+                    f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
+                    "call from a signal handler. Continue or kill that process and try again",
+                    segment=self.token.hex(),
+                    block=block,
+                    waited=waited,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+
     def unlock_block(self, block: int, mark: object) -> None:
-        """Undo :meth:`try_lock_block`; harmless if ``mark`` does not hold the lock."""
+        """Undo what ``mark`` has locked, if anything."""
         if self._busy.get(block) is mark:
             locks.unlock(self.lock_fd, LOCK_BLOCK + block)
             self._busy.pop(block, None)
-
-    def locked(self, block: int) -> _BlockLock:
-        """Return a context manager that waits for the block's lock, boundedly."""
-        return _BlockLock(self, block)
 
     # Lease transitions
 
@@ -369,14 +398,17 @@ class Segment:
     def add_message(self, block: int, generation: int, nonce: int) -> int:
         """Add a message to a block that somebody holds; return its slot."""
         slot = self._take_slot()
+        mark = object()
         try:
-            with self.locked(block):
-                self.check(block, generation)
-                self._link(block, slot, MESSAGE | nonce)
+            self.lock_block(block, mark)
+            self.check(block, generation)
+            self._link(block, slot, MESSAGE | nonce)
         except BaseException:
             if not self.words[slot]:
                 self._give_slot(slot)
             raise
+        finally:
+            self.unlock_block(block, mark)
         return slot
 
     def claim(
@@ -405,7 +437,9 @@ class Segment:
                 f"{self.layout.slots}; the handle is forged or damaged",
                 reason="slot out of range",
             )
-        with self.locked(block):
+        mark = object()
+        try:
+            self.lock_block(block, mark)
             self.check(block, generation)
             if self.words[slot] == MESSAGE | nonce:
                 # The one store that makes the lease ours.
@@ -426,22 +460,32 @@ class Segment:
                 self._drop_dead(block)
                 alone = self.heads[block] == slot + 1 and not self._next[slot]
             return slot, alone
+        finally:
+            self.unlock_block(block, mark)
 
     def unclaim(self, block: int, slot: int, nonce: int) -> None:
         """Turn a hold that was just claimed back into the message it was."""
-        with self.locked(block):
+        mark = object()
+        try:
+            self.lock_block(block, mark)
             if self.words[slot] == self.importer:
                 self.words[slot] = MESSAGE | nonce
+        finally:
+            self.unlock_block(block, mark)
 
     def consume(self, block: int, generation: int, slot: int, nonce: int) -> bool:
         """End a message without taking a hold; return False if it was ended before."""
         if block >= self.layout.blocks or slot >= self.layout.slots:
             return False
-        with self.locked(block):
+        mark = object()
+        try:
+            self.lock_block(block, mark)
             if self.generations[block] != generation or self.words[slot] != MESSAGE | nonce:
                 return False
             self._unlink(block, slot)
             return True
+        finally:
+            self.unlock_block(block, mark)
 
     def try_release(self, block: int, slot: int) -> bool:
         """End this process's hold without waiting; return False to be asked again.
@@ -607,46 +651,6 @@ class Segment:
                 available=None,
                 strategy=self.strategy.name,
             ) from error
-
-
-class _BlockLock:
-    """Holds a block's lock for a ``with`` statement."""
-
-    __slots__ = ("_block", "_segment")
-
-    def __init__(self, segment: Segment, block: int) -> None:
-        self._segment = segment
-        self._block = block
-
-    def __enter__(self) -> None:
-        segment, block = self._segment, self._block
-        if block >= segment.layout.blocks:
-            segment.check(block, 0)
-        if segment.try_lock_block(block, self):
-            return
-        start = time.monotonic()
-        pause = 0.00002
-        while not segment.try_lock_block(block, self):
-            waited = time.monotonic() - start
-            if waited > LOCK_PATIENCE:
-                raise LeaseTimeoutError(
-                    f"block {block} of segment {segment.token.hex()} stayed locked for "
-                    f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
-                    "call from a signal handler. Continue or kill that process and try again",
-                    segment=segment.token.hex(),
-                    block=block,
-                    waited=waited,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._segment.unlock_block(self._block, self)
 
 
 def _words(everything: memoryview, offset: int, count: int, code: str) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -165,11 +166,12 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
 
     # A process that ends in the middle of a transition, while a child of it lives.
     def end_in_the_middle() -> bool:
-        if what == "family":
-            lock: Any = runtime.current().family._locked(1 << 41)
-        else:
-            lock = runtime.current().attachments.own_view_of(segment).locked(0)
-        with lock:
+        with contextlib.ExitStack() as held:
+            if what == "family":
+                held.enter_context(runtime.current().family._locked(1 << 41))
+            else:
+                mine = runtime.current().attachments.own_view_of(segment)
+                mine.lock_block(0, held)
             in_forked_child(wait)
             os._exit(0)
 
