@@ -88,6 +88,14 @@ class Reducer(ABC):
         """Return the block that ``obj``'s memory lies in, or None if it has none."""
         return None
 
+    def unusable_reason(self) -> str | None:
+        """Return why the reducer does not work on this machine, or None if it does.
+
+        For people: ``shmreduce plugins`` and ``shmreduce doctor`` ask. A
+        reducer that needs a driver, say, looks for it here.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class SegmentFile:

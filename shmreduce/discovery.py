@@ -33,7 +33,7 @@ from shmreduce.registry import Registry, describe, qualified_name
 from shmreduce.settings import Settings, get_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
     from importlib.metadata import EntryPoint
 
     from shmreduce.contracts import ArrayFactory, Reducer, SharingStrategy
@@ -82,6 +82,9 @@ class PluginReport:
         The names of its sharing strategies.
     array_factory : bool
         Whether it makes arrays for ``shmreduce.empty`` and its like.
+    unusable : tuple of str
+        Which of its reducers do not work on this machine, and why; empty
+        where that was not asked for.
     """
 
     name: str
@@ -94,6 +97,7 @@ class PluginReport:
     reducers: tuple[str, ...]
     strategies: tuple[str, ...]
     array_factory: bool
+    unusable: tuple[str, ...] = ()
 
 
 @dataclass
@@ -138,7 +142,7 @@ class _Plugin:
             f"plugin {self.name!r} of distribution {self.distribution} {self.version}, {self.path}"
         )
 
-    def report(self) -> PluginReport:
+    def report(self, *, ask: bool) -> PluginReport:
         return PluginReport(
             name=self.name,
             module=self.entry_point.value,
@@ -154,7 +158,17 @@ class _Plugin:
             ),
             strategies=tuple(strategy.name for strategy in self.strategies),
             array_factory=self.array_factory is not None,
+            unusable=tuple(self._unusable()) if ask and self.status == "loaded" else (),
         )
+
+    def _unusable(self) -> Iterator[str]:
+        for reducer in self.reducers:
+            try:
+                reason = reducer.unusable_reason()
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+            if reason is not None:
+                yield f"{type(reducer).__qualname__}: {reason}"
 
 
 class Plugins:
@@ -224,9 +238,12 @@ class Plugins:
         answer: ArrayFactory | None = self._manager.hook.shmreduce_array_factory()
         return answer
 
-    def reports(self) -> list[PluginReport]:
-        """Tell of every plugin that was found, whatever became of it."""
-        return [plugin.report() for plugin in self._plugins]
+    def reports(self, *, ask: bool = False) -> list[PluginReport]:
+        """Tell of every plugin that was found, whatever became of it.
+
+        With ``ask``, their reducers are asked whether they work on this machine.
+        """
+        return [plugin.report(ask=ask) for plugin in self._plugins]
 
     def warned(self) -> tuple[str, ...]:
         """Return the names of the plugins that were warned about."""
@@ -397,8 +414,10 @@ def get_array_factory() -> ArrayFactory | None:
     return get_plugins().array_factory()
 
 
-def plugin_report() -> list[PluginReport]:
+def plugin_report(*, ask: bool = False) -> list[PluginReport]:
     """Tell what became of each installed plugin; conflicts are told, not raised.
+
+    With ``ask``, also which of its reducers do not work on this machine.
 
     Examples
     --------
@@ -406,11 +425,11 @@ def plugin_report() -> list[PluginReport]:
     ['shmreduce']
     """
     try:
-        return get_plugins().reports()
+        return get_plugins().reports(ask=ask)
     except (ReducerConflictError, StrategyConflictError):
         if _process.plugins is None:
             raise
-        return _process.plugins.reports()
+        return _process.plugins.reports(ask=ask)
 
 
 def warned_plugins() -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def find_plugins() -> list[PluginReport]:
     with warnings.catch_warnings():
         # The report says what the warning says.
         warnings.simplefilter("ignore", ShmreduceWarning)
-        return plugin_report()
+        return plugin_report(ask=True)
 
 
 def is_usable(report: PluginReport) -> bool:
@@ -59,6 +59,8 @@ def _print(reports: list[PluginReport]) -> None:
     for report in reports:
         if report.reason:
             print(f"{report.name}: {report.status}: {report.reason}")
+        for reason in report.unusable:
+            print(f"{report.name}: does not work here: {reason}")
 
 
 def _provides(report: PluginReport) -> str:

@@ -1,7 +1,7 @@
 """The segments that this process has open, by token.
 
-May import errors, contracts, strategies, ``locks``, ``layout``, ``segment``,
-``sweep``, ``family`` and ``handle``.
+May import errors, contracts, strategies, ``locks``, ``processes``, ``layout``,
+``segment``, ``sweep``, ``family`` and ``handle``.
 
 A segment is opened once, mapped once, and kept: opening costs far more than
 claiming a lease. It is given back when nothing of it is in use and its owner
@@ -25,6 +25,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory import locks
 from shmreduce.memory.layout import Layout
+from shmreduce.memory.processes import is_alive
 from shmreduce.memory.segment import MESSAGE, Segment, check_file
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
-_EXITING = 0x4
-"""Flag of a process that is on its way out (PF_EXITING in linux/sched.h)."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 
@@ -83,7 +82,7 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     except OSError as error:
         # A socket cannot be opened this way (ENXIO): the number was reused. What
         # is left of a process that has ended belongs to root (EACCES).
-        ended = error.errno == errno.EACCES and not _is_alive(pid)
+        ended = error.errno == errno.EACCES and not is_alive(pid)
         if error.errno in _GONE or ended:
             gone = "the process or its descriptor is gone"
             raise FileNotFoundError(errno.ENOENT, gone) from error
@@ -226,7 +225,7 @@ class Attachments:
         sweep(strategy)
 
     def _gone(self, handle: Handle) -> AttachError:
-        if _is_alive(handle.pid):
+        if is_alive(handle.pid):
             return AttachError(
                 f"process {handle.pid}, which sent the array, does not have segment "
                 f"{handle.token.hex()} open: it has closed it or has become another program by "
@@ -307,22 +306,6 @@ class Attachments:
     def tidy_mailbox(self) -> None:
         """Let go of segments in the mailbox whose messages have been read."""
         self._family().tidy(_all_read)
-
-
-def _is_alive(pid: int) -> bool:
-    """Return whether a process lives: not gone, not a zombie, not just being ended.
-
-    A killed process gives up its descriptors some time before it becomes a
-    zombie, and is a zombie until its parent has waited for it. Until then
-    kill(2) finds it. See proc_pid_stat(5).
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may contain anything.
-            state, *numbers = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in (b"Z", b"X") and not int(numbers[5]) & _EXITING
 
 
 def _all_read(letter: Letter, fd: int) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.segment import Segment
 
 _CUTTING_SECONDS = 0.05
+_REAP_SECONDS = 0.3
 
 __all__ = ["Block", "LiveBlocks", "Record"]
 
@@ -153,6 +154,45 @@ class Block:
         """The bytes, format ``B``; read-only at receivers of a ``ro`` block."""
         view = memoryview(self._root).cast("B")[: self.nbytes]
         return view.toreadonly() if self._read_only else view
+
+    def reclaim(self) -> bool:
+        """Make sure that nobody else has the block, if that is so by now.
+
+        For memory that a block stands for, such as that of a device: free it
+        when this returns True, never before. To be asked again from time to
+        time; killed processes are noticed within a second then.
+
+        Returns
+        -------
+        bool
+            True if no message under way and no other process has the block.
+            No handle made before can be loaded any more; the block itself can
+            travel again. False if somebody has it or may be about to, and
+            everywhere but in the process that made it.
+
+        Examples
+        --------
+        >>> from shmreduce import Message, allocate, import_block
+        >>> block = allocate(8)
+        >>> message = Message()
+        >>> handle = message.refer(block, 8)
+        >>> block.reclaim()
+        False
+        >>> message.rollback()
+        >>> block.reclaim()
+        True
+        """
+        record = self._record
+        segment, heap = record.segment, record.heap
+        if heap is None or not isinstance(segment, OwnedSegment) or not record.live.current:
+            return False
+        if segment.heads[record.block]:
+            heap.reap_after(_REAP_SECONDS)
+        generation = segment.recall(record.block)
+        if generation is None:
+            return False
+        record.generation = generation
+        return True
 
     def __repr__(self) -> str:
         kind = "shared" if self.shared else "by value"

@@ -128,6 +128,17 @@ class OwnedSegment(Segment):
             self.unlock_block(block, mark)
         return True
 
+    def recall(self, block: int) -> int | None:
+        """Make every handle of a block stale if it has no lease; return its new generation."""
+        mark = object()
+        try:
+            if self.heads[block] or not self.try_lock_block(block, mark) or self.heads[block]:
+                return None
+            self.generations[block] += 1
+            return int(self.generations[block])
+        finally:
+            self.unlock_block(block, mark)
+
     @property
     def empty(self) -> bool:
         """Whether the segment has no block at all, warm ones included."""
@@ -474,6 +485,11 @@ class Heap:
                     segment.drop_dead_holders(block)
                 if not segment.heads[block] and block not in segment.records:
                     self.give_back(segment, block)
+
+    def reap_after(self, seconds: float) -> None:
+        """End the leases of killed processes, unless that was done just now."""
+        if time.monotonic() - self._reaped > seconds:
+            self.reap()
 
     def cool(self, keep: int) -> int:
         """Punch out warm blocks, largest first, until ``keep`` bytes are warm.

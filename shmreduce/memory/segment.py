@@ -1,6 +1,6 @@
 """One segment as one process has it open: its tables and its lease transitions.
 
-May import errors, contracts, ``locks``, ``mapping`` and ``layout``.
+May import errors, contracts, ``locks``, ``mapping``, ``processes`` and ``layout``.
 
 Each block has a generation, which its owner raises when the block becomes free,
 and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
@@ -51,6 +51,7 @@ from shmreduce.memory.layout import (
     SegmentHeader,
 )
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil
+from shmreduce.memory.processes import is_closing
 
 if TYPE_CHECKING:
     import weakref
@@ -311,7 +312,11 @@ class Segment:
         index = word >> _EPOCH_BITS & (IMPORTERS - 1)
         if self._epochs[index] != word & _EPOCH_MASK:
             return False
-        return locks.first_locked(self.fd, LOCK_IMPORTER + index) is not None
+        if locks.first_locked(self.fd, LOCK_IMPORTER + index) is not None:
+            return True
+        # The lock goes with the first of its descriptors. What the process
+        # reached by the lease (memory of a device, say) may go with the last.
+        return is_closing(self.pids[index])
 
     # The lock of one block
 

@@ -38,7 +38,7 @@ LAYERS = [
 ]
 """Lowest first. What is not named here stands above all of these."""
 MEMORY_LAYERS = [
-    {"locks", "mapping", "handle"},
+    {"locks", "mapping", "handle", "processes"},
     {"layout"},
     {"segment"},
     {"ledger", "sweep"},

@@ -135,6 +135,24 @@ def test_report_tells_where_a_plugin_came_from(installer: Installer) -> None:
     assert (report.status, report.reason) == ("loaded", "")
 
 
+def test_report_tells_which_reducers_do_not_work_here(installer: Installer) -> None:
+    """Reducers are asked for their reasons where the caller wants to know, and not else;
+    one that raises is told, too.
+    """
+    source = REDUCER.format(claimed="decimal.Decimal")
+    for name, answer in (("one", 'return "there is no decimal point"'), ("two", "1 / 0")):
+        method = f"\n        def unusable_reason(self):\n            {answer}\n"
+        claimed = source.replace("return NotImplemented\n", f"return NotImplemented\n{method}")
+        installer.install(name, claimed.replace("decimal.Decimal", f"decimal.Decimal{name}"))
+    plugins = installer.plugins()
+    plugins.synchronise(Settings())
+    assert all(not report.unusable for report in plugins.reports())
+    one, two = plugins.reports(ask=True)
+    assert one.unusable == ("TheReducer: there is no decimal point",)
+    assert two.unusable == ("TheReducer: ZeroDivisionError: division by zero",)
+    assert (one.status, two.status) == ("loaded", "loaded")
+
+
 def test_plugins_come_sorted_and_once(installer: Installer) -> None:
     """An entry point that is found twice counts once, and the order is that of the names."""
     for name in ("zulu", "alpha", "mike"):

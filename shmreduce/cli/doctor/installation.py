@@ -32,15 +32,18 @@ def settings(_machine: Machine) -> Finding:
     return Finding("settings", "ok", ", ".join(changed) or "all as they come")
 
 
-def plugins(_machine: Machine) -> Finding:
-    """Look for plugins that should work and do not."""
+def plugins(_machine: Machine) -> Iterator[Finding]:
+    """Look for plugins that should work and do not, and for what does not work here."""
     reports = find_plugins()
     broken = [report for report in reports if not is_usable(report)]
+    for report in reports:
+        # Not a fault: not every machine has what every plugin is for.
+        for reason in report.unusable:
+            yield Finding(f"plugin {report.name}", "ok", f"does not work here: {reason}")
     if not broken:
-        return Finding(
-            "plugins", "ok", ", ".join(f"{each.name} {each.status}" for each in reports)
-        )
-    return Finding(
+        yield Finding("plugins", "ok", ", ".join(f"{each.name} {each.status}" for each in reports))
+        return
+    yield Finding(
         "plugins",
         "problem",
         "; ".join(f"{each.name} of {each.distribution}: {each.reason}" for each in broken),

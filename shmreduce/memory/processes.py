@@ -1,0 +1,64 @@
+"""What the kernel says about other processes.
+
+Imports nothing of shmreduce.
+
+A killed process ends in steps: it gives up its descriptors one after another,
+becomes a zombie, and is gone once its parent has waited for it. A lock may be
+free while another descriptor is still open. See proc_pid_stat(5).
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["is_alive", "is_closing"]
+
+_EXITING = 0x4
+"""Flag of a thread that is on its way out (PF_EXITING in linux/sched.h)."""
+_OVER = frozenset((b"Z", b"X"))
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process lives: not gone, not a zombie, not just being ended.
+
+    A zombie, and one that is about to be one, is still found by kill(2).
+
+    Examples
+    --------
+    >>> is_alive(os.getpid())
+    True
+    """
+    found = _status(f"/proc/{pid}/stat")
+    return found is not None and found[0] not in _OVER and not found[1] & _EXITING
+
+
+def is_closing(pid: int) -> bool:
+    """Return whether a process is being ended and may still have files open.
+
+    The threads share the files: the last of them closes them, and the first
+    may be a zombie by then.
+
+    Examples
+    --------
+    >>> is_closing(os.getpid())
+    False
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    found = [_status(f"/proc/{pid}/task/{thread}/stat") for thread in threads]
+    return any(
+        status is not None and status[0] not in _OVER and status[1] & _EXITING for status in found
+    )
+
+
+def _status(path: str) -> tuple[bytes, int] | None:
+    """Return the state and the flags of a process or thread, None if it is gone."""
+    try:
+        with open(path, "rb") as file:
+            # The name, in parentheses, may contain anything.
+            state, *numbers = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return state, int(numbers[5])
