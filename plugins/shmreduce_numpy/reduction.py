@@ -1,7 +1,7 @@
 """The sending side: what an array turns into in a message.
 
 May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
-``classes``, ``dtypes`` and ``rebuild`` of this plugin.
+``classes``, ``copying``, ``dtypes`` and ``rebuild`` of this plugin.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy import ma
 from shmreduce_numpy import rebuild
 from shmreduce_numpy.blocks import find_block_of, offset_in
 from shmreduce_numpy.classes import Protocol, protocol_of
+from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.dtypes import describe_dtype
 
 if TYPE_CHECKING:
@@ -167,8 +168,7 @@ def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
         # Opaque elements: field by field is slow and leaves the gaps between
         # fields with what the memory held before, perhaps of another array.
         source = source.view(f"V{source.itemsize}")
-    target = np.ndarray(source.shape, source.dtype, buffer=memory, order=order)
-    np.copyto(target, source, casting="no")
+    copy_elements(np.ndarray(source.shape, source.dtype, buffer=memory, order=order), source)
 
 
 def _reduce_masked(array: Any) -> Any:

@@ -1,7 +1,7 @@
 """Makes shared arrays: new ones, and copies of others.
 
-May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
-``classes`` and ``rebuild`` of this plugin.
+May import public names of :mod:`shmreduce`, NumPy, and ``blocks``, ``classes``,
+``copying`` and ``rebuild`` of this plugin.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy import ma
 from shmreduce import NotShareableError, allocate
 from shmreduce_numpy.blocks import array_over, root_of
 from shmreduce_numpy.classes import Protocol, protocol_of
+from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.rebuild import rebuild_masked, take_attributes
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _new(
 
 
 def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-    np.copyto(_opaque(target), _opaque(source), casting="no")
+    copy_elements(_opaque(target), _opaque(source))
 
 
 def _opaque(array: np.ndarray[Any, Any]) -> Any:

@@ -227,6 +227,12 @@ class LiveBlocks:
         root = make_root(
             mapping.pages, segment.offsets[block] - mapping.offset, segment.capacities[block]
         )
+        self.watch(record, root)
+        return Block(record, root, read_only=read_only)
+
+    def watch(self, record: Record, root: Any) -> None:
+        """Take note of a record, which lives as long as its root."""
+        segment, block = record.segment, record.block
         reference = RootReference(root, _root_died)
         reference.record = record
         reference.identity = id(root)
@@ -240,7 +246,6 @@ class LiveBlocks:
             self.make_private(record)
         if record.shared and record.mode != "cow":
             self._shared[block_key(segment.token, block, record.generation)] = reference
-        return Block(record, root, read_only=read_only)
 
     def find(self, exporter: Any) -> Block | None:
         """Return the block whose root ``exporter`` is, or is a memoryview of."""

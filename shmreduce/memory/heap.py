@@ -111,33 +111,34 @@ class OwnedSegment(Segment):
         """
         if self.heads[block]:
             return False
+        if self.header.kind == BY_VALUE:
+            # Needs no lock against other processes: who has no lease on such a
+            # block cannot get one, since a message of it is loaded once.
+            return self._take_back(block)
         mark = object()
         try:
             if not self.try_lock_block(block, mark):
                 # Somebody is at it; look again at the next collection.
                 self.hints[block] = 1
                 return False
-            # All of it again under the lock. Several threads may find a block
-            # unused; to the slower of them it may be out again by now, in its
-            # next life: that has set `records` before `out`.
-            if block not in self.out or block in self.records or self.heads[block]:
-                return False
-            del self.out[block]
-            self.generations[block] += 1
+            return self._take_back(block)
         finally:
             self.unlock_block(block, mark)
-        return True
 
-    def recall(self, block: int) -> int | None:
-        """Make every handle of a block stale if it has no lease; return its new generation."""
-        mark = object()
-        try:
-            if self.heads[block] or not self.try_lock_block(block, mark) or self.heads[block]:
-                return None
-            self.generations[block] += 1
-            return int(self.generations[block])
-        finally:
-            self.unlock_block(block, mark)
+    def _take_back(self, block: int) -> bool:
+        # Several threads may find a block unused. The entry is for one of them;
+        # for a slow one it may be that of the block's next life, which has set
+        # `records` before.
+        since = self.out.pop(block, None)
+        if since is None:
+            return False
+        if block in self.records or self.heads[block]:
+            self.out[block] = since
+            # Whoever has looked in between looks again.
+            self.hints[block] = 1
+            return False
+        self.generations[block] += 1
+        return True
 
     @property
     def empty(self) -> bool:

@@ -58,6 +58,8 @@ class ForkLedger:
         A thread may make something between the hook of another thread's fork
         and the fork itself: the child sees it, so it counts as older.
         """
+        if not self.pending:
+            return self.forks
         return min(self.pending, default=self.forks + 1) - 1
 
     def announce(self) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -30,7 +31,7 @@ from shmreduce.memory.blocks import Block, Record, owner_record
 from shmreduce.memory.handle import MARK, Handle, key_of, lease_of, pack_handle
 from shmreduce.memory.heap import HeapBusyError, OwnedSegment
 from shmreduce.memory.layout import BY_VALUE, SHARED
-from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.mapping import Mapping, make_root
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import NONCE_MASK, Segment, Sent
 from shmreduce.settings import get_settings
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping as Arriving
 
     from shmreduce.contracts import Mode
+    from shmreduce.memory.blocks import LiveBlocks
+    from shmreduce.memory.heap import Heap
 
     Arrived = Arriving[bytes, int]
 
@@ -144,7 +147,7 @@ class Message:
         self.inline_limit = settings.inline_limit
         """Bytes below which a by-value buffer should be pickled in the ordinary way."""
         self._runtime: Runtime | None = None
-        self._taken: list[tuple[Segment, int, int, int, int, Record | None]] = []
+        self._taken: list[_Taken] = []
 
     def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None:
         """Give out a block that carries ``nbytes`` by value.
@@ -174,12 +177,15 @@ class Message:
             if get_settings().on_exhausted == "pickle":
                 return None
             raise
-        record = owner_record(runtime.live, heap, segment, block, nbytes, "rw")
-        view = runtime.live.expose(record).buffer
-        nonce = next(_nonces) & NONCE_MASK
-        slot = segment.start_message(block, nonce)
-        self._taken.append((segment, block, record.generation, slot, nonce, record))
-        return view, self._handle(segment, record, slot, nonce)
+        taken = _Taken(segment, block, segment.generations[block], next(_nonces) & NONCE_MASK)
+        taken.filling = _Filling(runtime.live, heap, segment, block, nbytes)
+        taken.slot = segment.start_message(block, taken.nonce)
+        self._taken.append(taken)
+        return taken.filling.view(), pack_handle(
+            taken.slot,
+            taken.nonce,
+            _constant(segment, block, taken.generation, nbytes, shared=False, mode="rw"),
+        )
 
     def refer(self, block: Block, used: int) -> bytes | None:
         """Return a handle by which ``block`` travels without a copy, if it can.
@@ -224,10 +230,23 @@ class Message:
         segment = record.segment
         if inherited:
             segment = runtime.attachments.own_view_of(segment)
-        nonce = next(_nonces) & NONCE_MASK
-        slot = segment.add_message(record.block, record.generation, nonce)
-        self._taken.append((segment, record.block, record.generation, slot, nonce, None))
-        return self._handle(segment, record, slot, nonce)
+        taken = _Taken(segment, record.block, record.generation, next(_nonces) & NONCE_MASK)
+        taken.slot = segment.add_message(record.block, record.generation, taken.nonce)
+        self._taken.append(taken)
+        written = record.written
+        # A forked child that sends what it inherited is another sender.
+        if written is None or segment is not record.segment:
+            written = _constant(
+                segment,
+                record.block,
+                record.generation,
+                record.nbytes,
+                shared=record.shared,
+                mode=record.mode,
+            )
+            if segment is record.segment:
+                record.written = written
+        return pack_handle(taken.slot, taken.nonce, written)
 
     @property
     def is_empty(self) -> bool:
@@ -236,7 +255,7 @@ class Message:
 
     def segments(self) -> list[Segment]:
         """Return the segments that the message refers to, until it is committed."""
-        return list(dict.fromkeys(each[0] for each in self._taken))
+        return list(dict.fromkeys([taken.segment for taken in self._taken]))
 
     def commit(self) -> None:
         """Keep what was given out: the message is complete."""
@@ -245,49 +264,117 @@ class Message:
         child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
         now = time.monotonic()
-        for segment, block, generation, slot, nonce, _ in self._taken:
-            segment.sent(Sent(slot, nonce, block, generation, now, reference))
+        for taken in self._taken:
+            taken.segment.sent(
+                Sent(taken.slot, taken.nonce, taken.block, taken.generation, now, reference)
+            )
+            if taken.filling is not None:
+                taken.filling.end()
         self._taken.clear()
 
     def rollback(self) -> None:
         """Take back what was given out: the message will not be sent."""
         while self._taken:
-            segment, block, generation, slot, nonce, record = self._taken.pop()
-            segment.consume(block, generation, slot, nonce)
-            if (
-                record is not None
-                and record.heap is not None
-                and isinstance(segment, OwnedSegment)
-                and block not in segment.records
-            ):
-                record.heap.give_back(segment, block)
+            taken = self._taken.pop()
+            taken.segment.consume(taken.block, taken.generation, taken.slot, taken.nonce)
+            if taken.filling is not None:
+                taken.filling.end()
 
     def _current(self) -> Runtime:
         if self._runtime is None:
             self._runtime = current()
         return self._runtime
 
-    def _handle(self, segment: Segment, record: Record, slot: int, nonce: int) -> bytes:
-        written = record.written
-        # A forked child that sends what it inherited is another sender.
-        if written is None or segment is not record.segment:
-            written = Handle(
-                segment.token,
-                segment.header.boot,
-                record.generation,
-                nonce,
-                record.nbytes,
-                record.block,
-                slot,
-                os.getpid(),
-                record.shared,
-                record.mode,
-                segment.strategy.name,
-                segment.locator,
-            ).constant()
-            if segment is record.segment:
-                record.written = written
-        return pack_handle(slot, nonce, written)
+
+class _Taken:
+    """One lease that a message gives out."""
+
+    __slots__ = ("block", "filling", "generation", "nonce", "segment", "slot")
+
+    def __init__(self, segment: Segment, block: int, generation: int, nonce: int) -> None:
+        self.segment = segment
+        self.block = block
+        self.generation = generation
+        self.nonce = nonce
+        self.slot = -1
+        self.filling: _Filling | None = None
+
+
+class _Filling:
+    """A block that is this process's to fill until its message is complete.
+
+    Hardly ever does anybody keep a view for longer. Then there is no need to
+    watch the views by a weak reference: it is enough to see, at the end, that
+    nobody refers to their root.
+    """
+
+    __slots__ = ("_birth", "_block", "_heap", "_live", "_nbytes", "_segment", "root")
+
+    def __init__(
+        self, live: LiveBlocks, heap: Heap, segment: OwnedSegment, block: int, nbytes: int
+    ) -> None:
+        self._live = live
+        self._heap = heap
+        self._segment = segment
+        self._block = block
+        self._nbytes = nbytes
+        self._birth = live.ledger.birth
+        data = segment.data
+        self.root = make_root(
+            data.pages, segment.offsets[block] - data.offset, segment.capacities[block]
+        )
+
+    def view(self) -> memoryview:
+        """Return the bytes to fill."""
+        return memoryview(self.root).cast("B")[: self._nbytes]
+
+    def end(self) -> None:
+        """Leave the block to its leases, or free it if it has none."""
+        segment, block = self._segment, self._block
+        # A child that was forked meanwhile may have a view that is gone here.
+        if sys.getrefcount(self.root) == _UNSHARED and self._birth == self._live.ledger.forks:
+            segment.records.pop(block, None)
+            if not segment.heads[block]:
+                self._heap.give_back(segment, block)
+        else:
+            record = owner_record(self._live, self._heap, segment, block, self._nbytes, "rw")
+            record.birth = self._birth
+            self._live.watch(record, self.root)
+        self.root = None
+
+
+class _Sample:
+    """Refers to an object as a _Filling does to its root."""
+
+    __slots__ = ("root",)
+
+    def __init__(self) -> None:
+        self.root = object()
+
+
+_sample = _Sample()
+# Counted, since versions of CPython differ in what an expression adds.
+_UNSHARED = sys.getrefcount(_sample.root)
+
+
+def _constant(
+    segment: Segment, block: int, generation: int, nbytes: int, *, shared: bool, mode: Mode
+) -> bytes:
+    """Return what is the same in all handles of this process for a block."""
+    return Handle(
+        segment.token,
+        segment.header.boot,
+        generation,
+        0,
+        nbytes,
+        block,
+        0,
+        os.getpid(),
+        shared,
+        mode,
+        segment.strategy.name,
+        segment.locator,
+    ).constant()
 
 
 def allocate(nbytes: int, mode: Mode = "rw") -> Block:

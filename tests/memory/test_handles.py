@@ -134,7 +134,7 @@ def test_an_unknown_strategy_is_named(sent: list[Any]) -> None:
 def test_another_boot_is_another_host(sent: list[Any]) -> None:
     """A handle from another host, or from before a reboot, says so."""
     _, handle = sent
-    forged = Handle.unpack(handle)._replace(boot=b"b" * 16)
+    forged = Handle.unpack(handle)._replace(boot=b"b" * 16, token=b"t" * 16)
     with pytest.raises(shmreduce.WrongHostError) as caught:
         shmreduce.import_block(forged.pack())
     assert caught.value.there == (b"b" * 16).hex()
