@@ -112,7 +112,12 @@ class OwnedSegment(Segment):
         if self.heads[block]:
             return False
         mark = object()
+        # A segment is not closed while a block of it is out, nor while it is
+        # pinned: another thread may free this very block at any moment.
+        self.pins[mark] = None
         try:
+            if block not in self.out:
+                return False
             if not self.try_lock_block(block, mark):
                 # Somebody is at it; look again at the next collection.
                 self.hints[block] = 1
@@ -126,6 +131,7 @@ class OwnedSegment(Segment):
             self.generations[block] += 1
         finally:
             self.unlock_block(block, mark)
+            self.unpin(mark)
         return True
 
     def recall(self, block: int) -> int | None:
@@ -479,12 +485,18 @@ class Heap:
         """End the leases of killed processes, wherever blocks are out."""
         self._reaped = time.monotonic()
         self._host.give_up()
+        mark = object()
         for segment in list(self.segments):
-            for block in list(segment.out):
-                if segment.heads[block]:
-                    segment.drop_dead_holders(block)
-                if not segment.heads[block] and block not in segment.records:
-                    self.give_back(segment, block)
+            # Another thread that does the same may find it empty, and close it.
+            segment.pins[mark] = None
+            try:
+                for block in list(segment.out):
+                    if segment.heads[block]:
+                        segment.drop_dead_holders(block)
+                    if not segment.heads[block] and block not in segment.records:
+                        self.give_back(segment, block)
+            finally:
+                segment.unpin(mark)
 
     def reap_after(self, seconds: float) -> None:
         """End the leases of killed processes, unless that was done just now."""

@@ -74,6 +74,26 @@ def test_a_block_that_two_threads_find_unused_is_freed_once() -> None:
     del more
 
 
+def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> None:
+    """A thread that is late to free a block touches no descriptor of the segment, which
+    another thread has found empty and closed in between.
+    """
+    heap = runtime.current().heap(SHARED)
+    with heap.exclusive():
+        heap.cool(0)
+    array = shmreduce.full(LENGTH, 1, np.uint8)
+    segment = own_segment_of(array)
+
+    def others_are_faster() -> None:
+        heap.reap()
+        with heap.exclusive():
+            heap.cool(0)
+
+    segment.records = Interrupted(segment.records, others_are_faster)
+    del array
+    assert segment.fd == -1
+
+
 def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
     """A thread that is done forking closes its own token, not that of a thread that is
     about to fork.
