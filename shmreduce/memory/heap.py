@@ -102,6 +102,8 @@ class OwnedSegment(Segment):
         self.out: dict[int, float] = {}
         """Blocks that are not free, and since when (monotonic seconds)."""
         self.reserved = self.layout.slot_words
+        self._seen: dict[tuple[int, int], float] = {}
+        """Slot and word of unread messages, and when they were first seen."""
 
     def try_free(self, block: int) -> bool:
         """Raise the generation of a block without leases and views; return whether it was free.
@@ -144,6 +146,39 @@ class OwnedSegment(Segment):
             return int(self.generations[block])
         finally:
             self.unlock_block(block, mark)
+
+    def give_up(self, timeout: float | None) -> None:
+        """End messages that nobody is going to read, those of others about these blocks too.
+
+        Who has sent a block on may be gone, and cannot give its message up.
+        """
+        super().give_up(timeout)
+        if timeout is None:
+            return
+        now = time.monotonic()
+        seen, self._seen = self._seen, {}
+        for block in list(self.out):
+            if self.heads[block]:
+                self._end_old_messages(block, seen, now, timeout)
+
+    def _end_old_messages(
+        self, block: int, seen: dict[tuple[int, int], float], now: float, timeout: float
+    ) -> None:
+        mark = object()
+        self.pins[mark] = None
+        try:
+            if block not in self.out or not self.try_lock_block(block, mark):
+                return
+            for slot in self.messages(block):
+                key = (slot, self.words[slot])
+                since = seen.get(key, now)
+                if now - since > timeout:
+                    self._unlink(block, slot)
+                else:
+                    self._seen[key] = since
+        finally:
+            self.unlock_block(block, mark)
+            self.unpin(mark)
 
     @property
     def empty(self) -> bool:

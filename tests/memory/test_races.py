@@ -15,7 +15,7 @@ from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce_numpy.blocks import find_block_of
-from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
+from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +198,8 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
         family.reserve(0, 1 << 40)
     else:
         mark = object()
-        assert segment.try_lock_block(0, mark)
+        # The child may not have come to its hook yet.
+        eventually(lambda: segment.try_lock_block(0, mark), "the lock is free")
         segment.unlock_block(0, mark)
     os.close(reader)
     os.close(writer)
