@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
 import os
@@ -103,13 +104,30 @@ class CountedLink(Link):
         number = self._count
         self._count += 1
         sent = self.tally.sent[self.row]
-        sent[number] = TRYING
+        # A feeder thread may fail to send it before send() is back.
+        sent[number] = TRYING if self.pickles_at_once else SENT
         try:
             self.link.send((*message, self.row, number))
         except BaseException:
             sent[number] = REFUSED
             raise
-        sent[number] = SENT
+        if self.pickles_at_once:
+            sent[number] = SENT
+
+    def watch_feeder(self, is_hit: Callable[[], bool]) -> None:
+        """Take note of what a queue's feeder thread cannot send, instead of printing it."""
+        channel: Any = getattr(self.link, "_queue", None)
+        report = getattr(channel, "_on_queue_feeder_error", None)
+        if report is None:
+            return
+
+        def take_note(error: BaseException, what: Any) -> None:
+            if not is_hit() or not _is_expected(error):
+                report(error, what)
+            elif isinstance(what, tuple) and what[0] == "arrays":
+                self.tally.sent[self.row, what[-1]] = REFUSED
+
+        channel._on_queue_feeder_error = take_note
 
     def is_ready(self) -> bool:
         return self.link.is_ready()
@@ -145,9 +163,12 @@ class FaultActor(Actor):
         self.failures: Failures | None = None
         self.is_hit = False
         """Whether errors are to be expected here."""
+        self.is_over = False
         self._common_count = 0
         for link in (*part.outgoing.values(), *part.incoming.values()):
             link.tally = tally  # type: ignore[attr-defined]
+        for link in part.outgoing.values():
+            link.watch_feeder(lambda: self.is_hit)  # type: ignore[attr-defined]
 
     # What it does
 
@@ -248,6 +269,10 @@ class FaultActor(Actor):
                 message = ForkingPickler.loads(data)
             except shmreduce.ProducerDied:
                 self.counts["named later"] += 1
+            except shmreduce.AttachError as error:
+                # Not known to be dead, if another process has its pid.
+                if not self.part.plan.reuse_pids or error.errno != errno.ENOENT:
+                    self.tell("error", error=f"loading again: {_describe(error)}")
             except Exception as error:
                 self.tell("error", error=f"loading again: {_describe(error)}")
             else:
@@ -318,7 +343,8 @@ class FaultActor(Actor):
 
     def each_turn(self) -> None:
         """Be struck by what is planned for this actor from inside."""
-        if self.part.index in self.part.plan.starved and self.random.random() < 0.02:
+        starved = self.part.index in self.part.plan.starved and not self.is_over
+        if starved and self.random.random() < 0.02:
             self.starve()
 
     def starve(self) -> None:
@@ -338,6 +364,7 @@ class FaultActor(Actor):
 
     def finish(self, each_turn: Callable[[], None] = lambda: None) -> None:
         """End in peace: what failed before must work now."""
+        self.is_over = True
         if self.failures is not None:
             self.failures.on = False
         self.load_postponed()
@@ -450,9 +477,9 @@ def _accompany(actor: FaultActor, number: int) -> None:
     while time.monotonic() < end:
         turn += 1
         seed = number << 32 | turn
-        array = shmreduce.empty(2000 + 700 * (turn % 3), "u8")
-        fill(array, seed)
         try:
+            array = shmreduce.empty(2000 + 700 * (turn % 3), "u8")
+            fill(array, seed)
             shared, plain = pickle.loads(ForkingPickler.dumps((array, array.copy())))
         except (OSError, shmreduce.ShmreduceError) as error:
             if not actor.is_hit or not _is_expected(error):

@@ -175,7 +175,7 @@ def _with_faults(plan: Plan, chooser: random.Random) -> Plan:
     faults = ["kill", "kill", "kill group", "stop", "storm", "jump", "reuse pids"]
     if plan.system == "shmreduce":
         faults += ["kill at a point"] * 4 + ["inject"] * 2 + ["starve", "stop at a point"]
-    for fault in {chooser.choice(faults) for _ in range(chooser.choice((1, 1, 2, 3)))}:
+    for fault in dict.fromkeys(chooser.choices(faults, k=chooser.choice((1, 1, 2, 3)))):
         if fault in ("storm", "jump", "starve"):
             names = {"storm": "storms", "jump": "jumps", "starve": "starved"}
             chosen = tuple(chooser.sample(range(plan.actors), chooser.randint(1, 2)))

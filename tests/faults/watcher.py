@@ -35,6 +35,7 @@ _LEAK_SECONDS = 5.0
 _TICK = 0.001
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
+_PREFIXES = ("shmreduce-", "torch_", "psm_", "sem.mp-")
 _IMPORTED = (
     "multiprocessing.managers",
     "multiprocessing.pool",
@@ -51,6 +52,7 @@ _IMPORTED = (
     "shmreduce_numpy.factory",
     "shmreduce_numpy.rebuild",
     "shmreduce_numpy.reduction",
+    "shmreduce_numpy.sharing",
 )
 """What the processes of every run would otherwise import for themselves."""
 _PASSING = ("suicide", "done", "led", "reused")
@@ -84,6 +86,8 @@ class Outcome:
     hangs: int = 0
     leaks: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    semaphores: int = 0
+    """Names of semaphores of the standard library that its killed tracker left."""
     swept: int = 0
     seconds: float = 0.0
     stderr: str = ""
@@ -128,7 +132,7 @@ class Watcher:
         find_system(plan.system, plan.strategy)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / "segments").mkdir()
-        names = set(os.listdir(_SHARED_MEMORY))
+        names = set(_names())
         os.environ["SHMREDUCE_DIRECTORY"] = str(folder / "segments")
         # What is there already is not to be looked through by every process.
         gc.collect()
@@ -155,6 +159,7 @@ class _Run:
         self._process = context.Process(
             target=_begin, args=(plan, str(folder), self._writer), daemon=False
         )
+        self._session = -1
         self._began = time.monotonic()
         self._due: dict[int, float] = {}
         """When stopped processes go on, by pid."""
@@ -163,6 +168,7 @@ class _Run:
     def watch(self) -> None:
         """Let it happen, and send what has to come from outside."""
         self._process.start()
+        self._session = self._process.pid
         self._writer.close()
         deadline = self._began + _RUN_SECONDS
         while not wait([self._process.sentinel], _TICK):
@@ -302,7 +308,7 @@ class _Run:
             everything
             or tally.status[link.sender] == KILLED
             or tally.status[link.receiver] == KILLED
-            or link.receiver == plan.leaver
+            or _leaves(plan, link.receiver)
             for link in channels.links
         ]
         rows = len(channels.links)
@@ -313,17 +319,18 @@ class _Run:
                 and not everything
                 and link.kind in ("own pipe", "own simple queue")
                 and tally.status[link.receiver] != KILLED
-                and link.receiver != plan.leaver
+                and not _leaves(plan, link.receiver)
             ):
                 # What was sent through our own channels is there, whoever dies.
                 excuse = False
-            self._count_row(index, excused=excuse)
+            self._count_row(index, link.kind, excused=excuse)
         a_death = everything or bool((tally.status == KILLED).any()) or bool(outcome.killed)
         for index in range(rows, rows + plan.actors):
             # Through queues with several readers, pools and managers.
-            self._count_row(index, excused=a_death or bool(plan.leaver))
+            crew = plan.scenario in ("pool", "executor") and tally.named[index] > 0
+            self._count_row(index, plan.scenario, excused=a_death or crew or bool(plan.leaver))
 
-    def _count_row(self, index: int, *, excused: bool) -> None:
+    def _count_row(self, index: int, kind: str, *, excused: bool) -> None:
         row = self.tally.row(index)
         outcome = self.outcome
         outcome.sent += row.sent
@@ -334,9 +341,9 @@ class _Run:
         else:
             outcome.lost += row.missing
             if row.missing:
-                outcome.errors.append(f"row {index}: {row}")
+                outcome.errors.append(f"{kind} {index}: {row}")
         if row.unwanted:
-            outcome.errors.append(f"row {index}: {row.unwanted} failed sends arrived")
+            outcome.errors.append(f"{kind} {index}: {row.unwanted} failed sends arrived")
 
     def look_for_leaks(self, names: set[str]) -> None:
         """Count what no process has in its hands any more."""
@@ -346,23 +353,25 @@ class _Run:
             # As the next program that uses the strategy does by itself.
             self.outcome.swept += len(sweep(strategy))
             left = os.listdir(self.folder / "segments")
-            left += sorted(set(os.listdir(_SHARED_MEMORY)) - names)
+            left += sorted(each for each in set(_names()) - names if each[:4] != "sem.")
             if not left:
                 break
             if time.monotonic() > end:
                 break
             time.sleep(0.01)
         self.outcome.leaks += [f"file {name}" for name in left]
-        for name in set(left) - set(os.listdir(self.folder / "segments")):
+        for name in set(_names()) - names:
+            self.outcome.semaphores += name.startswith("sem.")
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
-    @property
-    def _session(self) -> int:
-        return self._leader_pid
 
-    @property
-    def _leader_pid(self) -> int:
-        return int(self.tally.pids[0])
+def _leaves(plan: Plan, actor: int) -> bool:
+    return bool(plan.leaver) and plan.leaver == actor
+
+
+def _names() -> list[str]:
+    """Return the names in /dev/shm that may be a run's."""
+    return [each for each in os.listdir(_SHARED_MEMORY) if each.startswith(_PREFIXES)]
 
 
 def _begin(plan: Plan, folder: str, report: Any) -> None:
