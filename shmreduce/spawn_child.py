@@ -1,7 +1,7 @@
 """What a process of the spawn family does, and how it tells its parent the outcome.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.parent_death`,
-:mod:`shmreduce.pickling` and :mod:`shmreduce.prctl`.
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`,
+:mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling` and :mod:`shmreduce.prctl`.
 
 The outcome is written to an unnamed file that the parent made, not to a pipe:
 the child never waits for a reader, the parent never waits for the rest of a
@@ -21,6 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.descriptor import Descriptor
+from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import set_thread_name
 
@@ -172,7 +173,8 @@ def run_call(call: Call) -> None:
         raise
     # KeyboardInterrupt too: a function that was interrupted has not succeeded.
     except BaseException as error:
-        call.report.write(_describe(error, call.way))
+        with Interrupts(every=True):
+            call.report.write(_describe(error, call.way))
         sys.exit(1)
     finally:
         if parent_is_gone():

@@ -1,8 +1,7 @@
 """Starts processes that run one function, and joins them as one.
 
 May import :mod:`shmreduce.context` and what is below it,
-:mod:`shmreduce.descriptor`, :mod:`shmreduce.parent_death` and
-:mod:`shmreduce.spawn_child`.
+:mod:`shmreduce.process_context` and what is below that.
 
 The functions have the names, signatures and
 behaviour of torch.multiprocessing's, and more; the page
@@ -12,407 +11,30 @@ that name of the package is the function.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import signal
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, context
 from shmreduce.descriptor import Descriptor
-from shmreduce.errors import (
-    ConfigurationError,
-    ProcessException,
-    ProcessExitedException,
-    ProcessRaisedException,
-    ProcessTimeoutError,
-)
+from shmreduce.errors import ConfigurationError, ProcessException
+from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import Lifeline
-from shmreduce.spawn_child import Call, Raised, ReportFile, Returned, Way, run_call
+from shmreduce.process_context import Child, ProcessContext, SpawnContext, stop
+from shmreduce.spawn_child import Call, ReportFile, Way, run_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from multiprocessing.process import BaseProcess
 
 __all__ = ["ENV_VAR_PARALLEL_START", "ProcessContext", "SpawnContext", "spawn", "start_processes"]
 
 ENV_VAR_PARALLEL_START = "SHMREDUCE_PARALLEL_START"
 """Where this is 1, the processes of a fork server are started at once, by threads."""
 
-_TERMINATION_SECONDS = 30.0
-"""How long a process has after SIGTERM where no grace period was given, as in torch."""
-_KILL_SECONDS = 5.0
-"""How long the kernel has to end a process that was sent SIGKILL."""
 _INTERRUPTED_SECONDS = 1.0
 """How long processes have to end by themselves after their joiner was interrupted."""
-
-
-class _Child:
-    """A process with what its parent keeps for it."""
-
-    def __init__(
-        self, process: BaseProcess, way: Way, report: ReportFile, lifeline: Lifeline
-    ) -> None:
-        self.process = process
-        self.way = way
-        self.report = report
-        self.lifeline = lifeline
-        self._pidfd = _open_pidfd(process)
-        self.sentinel = process.sentinel if self._pidfd is None else self._pidfd.fileno()
-
-    def reap(self) -> None:
-        """Collect the exit code of the process, whose sentinel is ready."""
-        # Does not wait for the sentinel of multiprocessing, for want of a timeout.
-        self.process.join()
-        self.lifeline.cut()
-        if self._pidfd is not None:
-            self._pidfd.close()
-
-    @property
-    def exit_code(self) -> int:
-        """Of the process, which has ended; 255 where that cannot be known.
-
-        In a program that ignores SIGCHLD the kernel keeps no exit codes; what
-        tells success then is the outcome.
-        """
-        code = self.process.exitcode
-        if code is None:
-            code = 0 if isinstance(self.report.read(), Returned) else 255
-        return code
-
-
-def _open_pidfd(process: BaseProcess) -> Descriptor | None:
-    """Return what is ready when the process itself ends; None where there is none.
-
-    The sentinel of multiprocessing is a pipe that is inherited by what the
-    child forks, and so is ready only when all of that has ended too; except
-    with a fork server, which gives it to no child.
-    """
-    popen = getattr(process, "_popen", None)
-    if getattr(popen, "method", None) not in {"fork", "spawn"} or process.pid is None:
-        return None
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        return None
-    return Descriptor(pidfd)
-
-
-class ProcessContext:
-    """The processes that one call of ``start_processes`` started.
-
-    Made by :func:`start_processes` and :func:`spawn` with ``join=False``.
-    Processes that are not daemons run on when it is dropped; the interpreter
-    waits for them at its end.
-
-    Attributes
-    ----------
-    processes : list of multiprocessing.Process
-        By index.
-    sentinels : dict
-        From a descriptor to the index of its process, for those that have not
-        been joined. ``multiprocessing.connection.wait(context.sentinels)``
-        returns when one of them has ended.
-
-    Examples
-    --------
-    >>> import operator
-    >>> import shmreduce
-    >>> context = shmreduce.spawn(operator.mul, (10,), nprocs=2, join=False, results=True)
-    >>> context.results(timeout=60)
-    [0, 10]
-    """
-
-    def __init__(self, children: Iterable[_Child], *, results: bool = False) -> None:
-        self._children = list(children)
-        self.processes = [child.process for child in self._children]
-        self.sentinels = {child.sentinel: index for index, child in enumerate(self._children)}
-        self._wants_results = results
-        self._results: dict[int, Any] = {}
-        self._failure: ProcessException | None = None
-        self._stop: _Stop | None = None
-
-    def __repr__(self) -> str:
-        running = f"{len(self.sentinels)} of {len(self.processes)} processes not joined"
-        return f"<{type(self).__name__} {running}>"
-
-    def pids(self) -> list[int]:
-        """Return the process ids, by index.
-
-        Returns
-        -------
-        list of int
-            Of processes that have ended, too.
-        """
-        return [process.pid for process in self.processes if process.pid is not None]
-
-    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until a process ends; if it failed, stop the others and raise.
-
-        A failure is an exception, an exit code that is not 0, or a signal. Of
-        several failures seen at once the one raised is that of a process which
-        was killed or exited, else the earliest exception.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds after which this returns, whatever it is waiting for; None
-            to wait as long as it takes. When the time is over while the others
-            are being stopped, the next call goes on with that.
-        grace_period : float, optional
-            Seconds that the others have to end by themselves after a failure
-            before they get SIGTERM, and again before they get SIGKILL. Without
-            it they get SIGTERM at once and SIGKILL after 30 seconds.
-
-        Returns
-        -------
-        bool
-            True if all processes have ended and succeeded, False if there is
-            more to wait for.
-
-        Raises
-        ------
-        ProcessRaisedException
-            If the function raised; its ``__cause__`` is the exception.
-        ProcessExitedException
-            If the process exited with a code that is not 0 or was killed.
-
-        After such an error no process is left. Every later call raises its like.
-        """
-        deadline = _deadline(timeout)
-        if self._failure is None:
-            failed = [index for index in self._reap(deadline) if self._children[index].exit_code]
-            if not failed:
-                return not self.sentinels
-            self._failure = self._first_failure(failed)
-        if self._stop is None:
-            self._stop = _Stop(self, grace_period)
-        if not self._stop.advance(deadline):
-            return False
-        # It refers to this context: without it what is held goes with the last reference.
-        self._stop = None
-        for child in self._children:
-            child.report.close()
-        # A copy: what is raised refers to this context by its traceback.
-        raise copy(self._failure)
-
-    def results(self, timeout: float | None = None) -> list[Any]:
-        """Wait until all processes have ended and return what the function returned.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds; None to wait as long as it takes.
-
-        Returns
-        -------
-        list
-            By index; None for a process that called ``sys.exit(0)``. A further
-            call returns the same objects.
-
-        Raises
-        ------
-        ProcessTimeoutError
-            If the time is over. The processes run on.
-        ConfigurationError
-            If the processes were not started with ``results=True``.
-        ProcessRaisedException, ProcessExitedException
-            As :meth:`join`.
-        """
-        if not self._wants_results:
-            raise ConfigurationError(
-                "results are not kept unless they are asked for: start the processes with "
-                "results=True",
-                setting="results",
-                value=False,
-            )
-        deadline = _deadline(timeout)
-        while not self.join(_remaining(deadline)):
-            if time.monotonic() >= deadline:
-                running = sorted(self.sentinels.values())
-                raise ProcessTimeoutError(
-                    f"processes {running} have not ended within {timeout} s: wait longer, or "
-                    "terminate them (context.processes[index].terminate())",
-                    waited=timeout,
-                    running=running,
-                )
-        return [self._load_result(index) for index in range(len(self.processes))]
-
-    def _reap(self, deadline: float) -> list[int]:
-        """Wait until one process has ended; return the indexes of all that have."""
-        ended: list[int] = []
-        while self.sentinels and not ended:
-            ready = self._known_to_have_ended()
-            if not ready:
-                ready.update(wait(list(self.sentinels), _remaining(deadline)))
-                if ready:
-                    # What ended at the same time belongs to the same look.
-                    ready |= self._known_to_have_ended()
-            ended = [self.sentinels.pop(each) for each in ready]
-            for index in ended:
-                self._children[index].reap()
-            if time.monotonic() >= deadline:
-                break
-        return ended
-
-    def _known_to_have_ended(self) -> set[Any]:
-        """Return the sentinels of processes whose exit code can be had, by whomever collected."""
-        return {
-            sentinel
-            for sentinel, index in self.sentinels.items()
-            if self.processes[index].exitcode is not None
-        }
-
-    def _first_failure(self, failed: Iterable[int]) -> ProcessException:
-        outcomes = {index: self._children[index].report.read() for index in failed}
-
-        def order(index: int) -> tuple[float, int]:
-            outcome = outcomes[index]
-            return (outcome.at if isinstance(outcome, Raised) else -math.inf), index
-
-        first = min(outcomes, key=order)
-        pid = self.processes[first].pid or 0
-        outcome = outcomes[first]
-        if isinstance(outcome, Raised):
-            return _raised(outcome, self._children[first].way, first, pid)
-        return _exited(self._children[first].exit_code, first, pid)
-
-    def _load_result(self, index: int) -> Any:
-        if index not in self._results:
-            child = self._children[index]
-            outcome = child.report.read()
-            if not isinstance(outcome, Returned) or outcome.result is None:
-                raise ProcessExitedException(
-                    f"process {index} ended with exit code 0 and without a result: the function "
-                    "must return, not end the process by os._exit()",
-                    index,
-                    child.process.pid or 0,
-                    0,
-                )
-            try:
-                self._results[index] = child.way.loads(outcome.result)
-            except Exception as error:
-                error.add_note(f"while the result of process {index} was loaded")
-                raise
-            # A result is loaded once: its arrays belong to the first who loads it.
-            child.report.close()
-        return self._results[index]
-
-    def _abandon(self) -> None:
-        """Stop processes that nobody can join any more."""
-        _Stop(self, _INTERRUPTED_SECONDS).advance(math.inf)
-
-
-SpawnContext = ProcessContext
-"""The name that torch had for :class:`ProcessContext` first."""
-
-
-class _Stop:
-    """Stops the processes of a context that are left, in steps that can be resumed.
-
-    Parameters
-    ----------
-    processes : ProcessContext
-    grace_period : float or None
-        As of :meth:`ProcessContext.join`.
-    """
-
-    def __init__(self, processes: ProcessContext, grace_period: float | None) -> None:
-        self._context = processes
-        patience = _TERMINATION_SECONDS if grace_period is None else grace_period
-        self._steps: list[tuple[Callable[[BaseProcess], None], float]] = [
-            (_leave, grace_period or 0.0),
-            (_terminate, patience),
-            (_kill, _KILL_SECONDS),
-        ]
-        self._step_ends: float | None = None
-
-    def advance(self, deadline: float) -> bool:
-        """Go on until no process is left or the time is over.
-
-        Returns
-        -------
-        bool
-            False if the time is over. True, too, if a process is left that
-            even SIGKILL does not end, since the kernel is busy with it.
-        """
-        sentinels = self._context.sentinels
-        while sentinels and self._steps:
-            action, seconds = self._steps[0]
-            if self._step_ends is None:
-                for index in sentinels.values():
-                    action(self._context.processes[index])
-                self._step_ends = time.monotonic() + seconds
-            self._context._reap(min(deadline, self._step_ends))
-            now = time.monotonic()
-            if now >= self._step_ends:
-                del self._steps[0]
-                self._step_ends = None
-            elif now >= deadline:
-                break
-        return not sentinels or not self._steps
-
-
-def _leave(process: BaseProcess) -> None:
-    """Do nothing to a process that has time to end by itself."""
-
-
-def _terminate(process: BaseProcess) -> None:
-    # It may have ended since.
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-
-
-def _kill(process: BaseProcess) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-
-
-def _deadline(timeout: float | None) -> float:
-    return math.inf if timeout is None else time.monotonic() + max(timeout, 0.0)
-
-
-def _remaining(deadline: float) -> float | None:
-    return None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
-
-
-def _raised(outcome: Raised, way: Way, index: int, pid: int) -> ProcessRaisedException:
-    """Return the error for an exception, with that as its cause if it can be loaded."""
-    error = ProcessRaisedException(
-        f"\n\n-- Process {index} terminated with the following error:\n{outcome.text}", index, pid
-    )
-    reason = outcome.reason
-    if outcome.error is not None:
-        try:
-            cause = way.loads(outcome.error)
-        # Whatever the constructor of somebody's exception raises.
-        except Exception as failure:
-            reason = f"{type(failure).__name__}: {failure}"
-        else:
-            if isinstance(cause, BaseException):
-                error.__cause__ = cause
-            else:
-                reason = f"it was unpickled as an object of type {type(cause).__name__}"
-    if reason:
-        error.add_note(f"The exception itself could not be sent ({reason}).")
-    return error
-
-
-def _exited(exit_code: int, index: int, pid: int) -> ProcessExitedException:
-    if exit_code >= 0:
-        message = f"process {index} terminated with exit code {exit_code}"
-        return ProcessExitedException(message, index, pid, exit_code)
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"<Unknown signal {-exit_code}>"
-    message = f"process {index} terminated with signal {name}"
-    return ProcessExitedException(message, index, pid, exit_code, name)
 
 
 def start_processes(
@@ -499,21 +121,20 @@ def start_processes(
         ctx = context.get_context(start_method)
     signal_number = signal.SIGINT if death_signal is None else death_signal
     starter = _Starter(ctx, fn, tuple(args), daemon, results, signal_number)
-    if _starts_in_parallel(ctx):
-        children = starter.start_in_parallel(nprocs)
-    else:
-        children = starter.start_in_turn(nprocs)
-    processes = ProcessContext(children, results=results)
-    if not join:
-        return processes
     try:
-        while not processes.join():
-            pass
+        with Interrupts() as interrupts:
+            starter.start(nprocs, interrupts)
+            processes = ProcessContext(starter.children, results=results)
+            while join and not processes.join_unless(interrupts):
+                pass
     except ProcessException:
+        # None is left.
         raise
     except BaseException:
-        processes._abandon()
+        stop(starter.children, _INTERRUPTED_SECONDS if starter.done else 0.0)
         raise
+    if not join:
+        return processes
     return processes.results() if results else None
 
 
@@ -599,19 +220,22 @@ class _Starter:
         self._daemon = daemon
         self._wants_result = wants_result
         self._death_signal = death_signal
+        self.children: list[Child] = []
+        """Those that were started, as far as is known."""
+        self.done = False
+        """Whether all were started."""
 
-    def start_in_turn(self, count: int) -> list[_Child]:
-        """Start that many processes, one after the other."""
-        children: list[_Child] = []
-        try:
+    def start(self, count: int, interrupts: Interrupts) -> None:
+        """Start that many processes; if that fails, ``children`` are those to be stopped."""
+        if _starts_in_parallel(self._ctx):
+            self._start_in_parallel(count)
+        else:
             for index in range(count):
-                children.append(self._start(index))  # noqa: PERF401  those before must be known
-        except BaseException:
-            _end(children)
-            raise
-        return children
+                self.children.append(self._start(index))
+                interrupts.pass_on()
+        self.done = True
 
-    def start_in_parallel(self, count: int) -> list[_Child]:
+    def _start_in_parallel(self, count: int) -> None:
         """Start that many processes by as many threads.
 
         None of them calls the function before all have been started: to start
@@ -621,15 +245,13 @@ class _Starter:
         reader, writer = (Descriptor(each) for each in os.pipe())
         with ThreadPoolExecutor(max(count, 1)) as executor:
             futures = [executor.submit(self._start, index, reader) for index in range(count)]
-            errors = [error for future in futures if (error := future.exception()) is not None]
-        children = [future.result() for future in futures if future.exception() is None]
-        if errors:
-            _end(children)
-            raise errors[0]
+        self.children = [each.result() for each in futures if each.exception() is None]
+        for future in futures:
+            # Raises the first exception there was.
+            future.result()
         os.write(writer.fileno(), bytes(count))
-        return children
 
-    def _start(self, index: int, starting: Descriptor | None = None) -> _Child:
+    def _start(self, index: int, starting: Descriptor | None = None) -> Child:
         report, lifeline = ReportFile(), Lifeline()
         call = Call(
             self._function,
@@ -646,13 +268,12 @@ class _Starter:
         process = self._ctx.Process(target=run_call, args=(call,), daemon=self._daemon)
         try:
             process.start()
+        except BaseException:
+            # A second Ctrl-C, say, after the fork: nobody knows the process.
+            lifeline.cut()
+            raise
         finally:
             lifeline.reader.close()
         # Held as long as multiprocessing holds the process, whoever drops the context.
         process._shmreduce_lifeline = lifeline
-        return _Child(process, self._way, report, lifeline)
-
-
-def _end(children: list[_Child]) -> None:
-    """Kill processes whose companions could not be started."""
-    _Stop(ProcessContext(children), 0.0).advance(math.inf)
+        return Child(process, self._way, report, lifeline)

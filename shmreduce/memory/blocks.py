@@ -57,6 +57,7 @@ class Record:
         "generation",
         "heap",
         "in_place",
+        "key",
         "live",
         "mapping",
         "mode",
@@ -102,6 +103,8 @@ class Record:
         self.birth = self.death = live.ledger.birth
         self.written: bytes | None = None
         """What is the same in all handles that this process makes for the block."""
+        self.key: bytes | None = None
+        """By what the block is found when a message brings it again."""
 
     @property
     def read_only(self) -> bool:
@@ -191,7 +194,7 @@ class Block:
         generation = segment.recall(record.block)
         if generation is None:
             return False
-        record.generation = generation
+        record.live.rename(record, generation)
         return True
 
     def __repr__(self) -> str:
@@ -245,7 +248,8 @@ class LiveBlocks:
             # Another thread is about to fork and has not seen this one, perhaps.
             self.make_private(record)
         if record.shared and record.mode != "cow":
-            self._shared[block_key(segment.token, block, record.generation)] = reference
+            record.key = block_key(segment.token, block, record.generation)
+            self._shared[record.key] = reference
 
     def find(self, exporter: Any) -> Block | None:
         """Return the block whose root ``exporter`` is, or is a memoryview of."""
@@ -267,6 +271,15 @@ class LiveBlocks:
         if reference is None or root is None:
             return None
         return Block(reference.record, root, read_only=reference.record.mode == "ro")
+
+    def rename(self, record: Record, generation: int) -> None:
+        """Go on with a block whose handles have been made stale."""
+        record.generation = generation
+        record.written = None
+        if record.key is not None:
+            reference = self._shared.pop(record.key)
+            record.key = block_key(record.segment.token, record.block, generation)
+            self._shared[record.key] = reference
 
     def make_private(self, record: Record) -> bool:
         """Cut this process's view of a by-value block off from the block.
@@ -293,10 +306,8 @@ class LiveBlocks:
     def _died(self, reference: RootReference) -> None:
         record = reference.record
         self._roots.pop(reference.identity, None)
-        if record.shared:
-            key = block_key(record.segment.token, record.block, record.generation)
-            if self._shared.get(key) is reference:
-                self._shared.pop(key, None)
+        if record.key is not None and self._shared.get(record.key) is reference:
+            self._shared.pop(record.key, None)
         record.death = self.ledger.forks
         self._release(record)
 

@@ -102,6 +102,8 @@ class OwnedSegment(Segment):
         self.out: dict[int, float] = {}
         """Blocks that are not free, and since when (monotonic seconds)."""
         self.reserved = self.layout.slot_words
+        self._seen: dict[tuple[int, int], float] = {}
+        """Slot and word of unread messages, and when they were first seen."""
 
     def try_free(self, block: int) -> bool:
         """Raise the generation of a block without leases and views; return whether it was free.
@@ -116,12 +118,29 @@ class OwnedSegment(Segment):
             # block cannot get one, since a message of it is loaded once.
             return self._take_back(block)
         mark = object()
+        # A segment is not closed while a block of it is out, nor while it is
+        # pinned: another thread may free this very block at any moment.
+        self.pins[mark] = None
         try:
+            if block not in self.out:
+                return False
             if not self.try_lock_block(block, mark):
                 # Somebody is at it; look again at the next collection.
                 self.hints[block] = 1
                 return False
             return self._take_back(block)
+        finally:
+            self.unlock_block(block, mark)
+            self.unpin(mark)
+
+    def recall(self, block: int) -> int | None:
+        """Make every handle of a block stale if it has no lease; return its new generation."""
+        mark = object()
+        try:
+            if self.heads[block] or not self.try_lock_block(block, mark) or self.heads[block]:
+                return None
+            self.generations[block] += 1
+            return int(self.generations[block])
         finally:
             self.unlock_block(block, mark)
 
@@ -139,6 +158,39 @@ class OwnedSegment(Segment):
             return False
         self.generations[block] += 1
         return True
+
+    def give_up(self, timeout: float | None) -> None:
+        """End messages that nobody is going to read, those of others about these blocks too.
+
+        Who has sent a block on may be gone, and cannot give its message up.
+        """
+        super().give_up(timeout)
+        if timeout is None:
+            return
+        now = time.monotonic()
+        seen, self._seen = self._seen, {}
+        for block in list(self.out):
+            if self.heads[block]:
+                self._end_old_messages(block, seen, now, timeout)
+
+    def _end_old_messages(
+        self, block: int, seen: dict[tuple[int, int], float], now: float, timeout: float
+    ) -> None:
+        mark = object()
+        self.pins[mark] = None
+        try:
+            if block not in self.out or not self.try_lock_block(block, mark):
+                return
+            for slot in self.messages(block):
+                key = (slot, self.words[slot])
+                since = seen.get(key, now)
+                if now - since > timeout:
+                    self._unlink(block, slot)
+                else:
+                    self._seen[key] = since
+        finally:
+            self.unlock_block(block, mark)
+            self.unpin(mark)
 
     @property
     def empty(self) -> bool:
@@ -480,12 +532,18 @@ class Heap:
         """End the leases of killed processes, wherever blocks are out."""
         self._reaped = time.monotonic()
         self._host.give_up()
+        mark = object()
         for segment in list(self.segments):
-            for block in list(segment.out):
-                if segment.heads[block]:
-                    segment.drop_dead_holders(block)
-                if not segment.heads[block] and block not in segment.records:
-                    self.give_back(segment, block)
+            # Another thread that does the same may find it empty, and close it.
+            segment.pins[mark] = None
+            try:
+                for block in list(segment.out):
+                    if segment.heads[block]:
+                        segment.drop_dead_holders(block)
+                    if not segment.heads[block] and block not in segment.records:
+                        self.give_back(segment, block)
+            finally:
+                segment.unpin(mark)
 
     def reap_after(self, seconds: float) -> None:
         """End the leases of killed processes, unless that was done just now."""

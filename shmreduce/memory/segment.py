@@ -269,9 +269,15 @@ class Segment:
     def give_up(self, timeout: float | None) -> None:
         """End this process's messages that nobody is going to read."""
         now = time.monotonic()
-        for sent in self.unread():
-            if sent.lost(now, timeout):
-                self.consume(sent.block, sent.generation, sent.slot, sent.nonce)
+        mark = object()
+        # Another thread may find the segment unused meanwhile, and close it.
+        self.pins[mark] = None
+        try:
+            for sent in self.unread():
+                if sent.lost(now, timeout):
+                    self.consume(sent.block, sent.generation, sent.slot, sent.nonce)
+        finally:
+            self.unpin(mark)
 
     def close(self) -> None:
         """Give the descriptor back. The caller has no views and no leases left."""
@@ -526,6 +532,19 @@ class Segment:
         while link and len(found) <= self.layout.slots:
             found.append(self.words[link - 1])
             link = self._next[link - 1]
+        return found
+
+    def messages(self, block: int) -> list[int]:
+        """Return the slots of the block's unread messages. To be called under its lock."""
+        found: list[int] = []
+        link = self.heads[block]
+        for _ in range(self.layout.slots):
+            if not link:
+                break
+            slot = link - 1
+            link = self._next[slot]
+            if self.words[slot] & ~NONCE_MASK == MESSAGE:
+                found.append(slot)
         return found
 
     def _drop_dead(self, block: int) -> None:

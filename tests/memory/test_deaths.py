@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,37 @@ def read_for_ever(reader: Any) -> None:
     while True:
         keep(reader.recv())
         del _kept[:-3]
+
+
+def dumps_kept() -> bytes:
+    return bytes(ForkingPickler.dumps(_kept[-1]))
+
+
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_message_of_another_about_a_block_is_given_up_by_its_maker(killed: bool) -> None:
+    """What somebody has sent on who is gone, and nobody reads, is given up after
+    ``message_timeout``, and not before.
+    """
+    array = shmreduce.ones(LENGTH, np.uint8)
+    with OtherProcess("fork") as other:
+        other.ask(keep, array)
+        data = other.ask(dumps_kept)
+        if killed:
+            other.kill()
+    del array
+    with shmreduce.install(message_timeout=600.0):
+        assert [process_state().out for _ in range(3)] == [1, 1, 1]
+        assert pickle.loads(data).sum() == LENGTH
+    with OtherProcess("fork") as other:
+        other.ask(keep, shmreduce.ones(LENGTH, np.uint8))
+        data = other.ask(dumps_kept)
+        if killed:
+            other.kill()
+    with shmreduce.install(message_timeout=0.001):
+        eventually(lambda: process_state().out == 0, "the message is given up")
+    with pytest.raises(shmreduce.StaleHandleError):
+        pickle.loads(data)
 
 
 @pytest.mark.usefixtures("strategy")

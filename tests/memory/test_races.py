@@ -16,7 +16,7 @@ from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce_numpy.blocks import find_block_of
-from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
+from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +73,26 @@ def test_a_block_that_two_threads_find_unused_is_freed_once() -> None:
     more = [shmreduce.full(LENGTH, 3, np.uint8) for _ in range(5)]
     assert (taken[0] == 2).all()
     del more
+
+
+def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> None:
+    """A thread that is late to free a block touches no descriptor of the segment, which
+    another thread has found empty and closed in between.
+    """
+    heap = runtime.current().heap(SHARED)
+    with heap.exclusive():
+        heap.cool(0)
+    array = shmreduce.full(LENGTH, 1, np.uint8)
+    segment = own_segment_of(array)
+
+    def others_are_faster() -> None:
+        heap.reap()
+        with heap.exclusive():
+            heap.cool(0)
+
+    segment.records = Interrupted(segment.records, others_are_faster)
+    del array
+    assert segment.fd == -1
 
 
 def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
@@ -180,7 +200,8 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
         family.reserve(0, 1 << 40)
     else:
         mark = object()
-        assert segment.try_lock_block(0, mark)
+        # The child may not have come to its hook yet.
+        eventually(lambda: segment.try_lock_block(0, mark), "the lock is free")
         segment.unlock_block(0, mark)
     os.close(reader)
     os.close(writer)

@@ -107,9 +107,12 @@ class Actor:
         self.sent: collections.Counter[int] = collections.Counter()
         self.received: collections.Counter[int] = collections.Counter()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.patience = _DRAIN_SECONDS
+        self.child_seconds = 0.4
+        self.depth = 0
+        """How many forks away from the actor itself this process is."""
         self._news = news
         self._report = report
-        self._depth = 0
 
     # Reporting
 
@@ -123,7 +126,7 @@ class Actor:
         self.counts["checks"] += 1
         wrong = complaint(held.array, held.seed)
         if wrong is not None:
-            self.tell("mismatch", when=when, kind=held.kind, wrong=wrong, depth=self._depth)
+            self.tell("mismatch", when=when, kind=held.kind, wrong=wrong, depth=self.depth)
             # Once is enough.
             held.seed = int(held.array[0])
             self.held = [each for each in self.held if each is not held]
@@ -134,10 +137,9 @@ class Actor:
 
     # Playing
 
-    def play(self, each_turn: Callable[[], None] = lambda: None) -> None:
-        """Act until the time is over, then say goodbye on all links."""
-        end = time.monotonic() + self.part.seconds
-        actions = [
+    def actions(self) -> list[tuple[Callable[[], None], int]]:
+        """Return what this actor may do, and how often in proportion."""
+        return [
             (self.send_by_value, 22),
             (self.send_shared, 8),
             (self.broadcast, 5),
@@ -149,10 +151,21 @@ class Actor:
             (self.fork, 3),
             (self.reap, 4),
         ]
-        functions, weights = zip(*actions, strict=True)
+
+    def act(self, action: Callable[[], None]) -> None:
+        """Do one thing."""
+        action()
+
+    def rest(self) -> None:
+        """Called where there is nothing to do but to wait for others."""
+
+    def play(self, each_turn: Callable[[], None] = lambda: None) -> None:
+        """Act until the time is over, then say goodbye on all links."""
+        end = time.monotonic() + self.part.seconds
+        functions, weights = zip(*self.actions(), strict=True)
         turns = 0
         while time.monotonic() < end:
-            self.random.choices(functions, weights)[0]()
+            self.act(self.random.choices(functions, weights)[0])
             turns += 1
             if turns % 50 == 0:
                 self.check_everything("while held")
@@ -166,7 +179,7 @@ class Actor:
 
     def finish(self, each_turn: Callable[[], None] = lambda: None) -> None:
         """Tell the peers that nothing more comes, and read what they still send."""
-        end = time.monotonic() + _DRAIN_SECONDS
+        end = time.monotonic() + self.patience
         waiting = set(self.part.outgoing)
         while waiting - self.deaf and time.monotonic() < end:
             for peer in waiting - self.deaf:
@@ -178,6 +191,7 @@ class Actor:
                 self.receive_all()
             self.hear()
             each_turn()
+            self.rest()
         while not self.part.leaves_early and time.monotonic() < end:
             self.receive_all()
             self.hear()
@@ -186,9 +200,11 @@ class Actor:
                 break
             if not self.random.randrange(4):
                 self.check_everything("while draining")
+            self.rest()
         while self.children and time.monotonic() < end:
             self.reap()
             self.check_everything("while children end")
+            self.rest()
         self.check_everything("at the end")
         missing = sorted(set(self.part.incoming) - self.gone - self.ended)
         if missing and not self.part.leaves_early:
@@ -392,13 +408,13 @@ class Actor:
 
     def be_child(self, choice: int, writer: Connection) -> None:
         """Live on with inherited arrays for a while, then end in one way or another."""
-        self._depth += 1
+        self.depth += 1
         self.random = random.Random(choice)
         self.children.clear()
         for held in self.held:
             # Every process has pages of its own now; see fork() of the parent.
             held.own = held.own or held.kind == "value"
-        end = time.monotonic() + self.random.uniform(0.02, 0.4)
+        end = time.monotonic() + self.random.uniform(0.02, self.child_seconds)
         sent = False
         while time.monotonic() < end:
             self.check_everything("in a forked child")
@@ -413,7 +429,7 @@ class Actor:
                 except BrokenPipeError:
                     # The parent was killed.
                     self.counts["orphans"] += 1
-            if self._depth == 1 and self.random.random() < 0.03:
+            if self.depth == 1 and self.random.random() < 0.03:
                 self.fork()
             if self.random.random() < 0.05:
                 self.drop()

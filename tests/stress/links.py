@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-__all__ = ["KINDS", "Link", "make_link"]
+__all__ = ["KINDS", "ConnectionLink", "Link", "QueueLink", "SimpleQueueLink", "make_link"]
 
 BROADCAST = b"to several readers"
 """Stands in every message that was pickled once for several links."""
@@ -38,7 +38,11 @@ class Link(ABC):
 
     @abstractmethod
     def receive(self) -> Any:
-        """Return the next message; may raise :class:`queue.Empty`."""
+        """Return the next message, None if another reader was faster."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close both ends in this process, boundedly: the reader may be dead."""
 
     pickles_at_once = True
     """False where the object must not be changed after sending."""
@@ -71,6 +75,17 @@ class PipeLink(Link):
         """Whether the last message went to several readers."""
         return BROADCAST in self._last
 
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+class ConnectionLink(PipeLink):
+    """As a program would use it, without a look at the bytes."""
+
+    def receive(self) -> Any:
+        return self._reader.recv()
+
 
 class SimpleQueueLink(Link):
     def __init__(self, context: Any) -> None:
@@ -87,6 +102,9 @@ class SimpleQueueLink(Link):
 
     def receive(self) -> Any:
         return self._queue.get()
+
+    def close(self) -> None:
+        self._queue.close()
 
 
 class QueueLink(Link):
@@ -109,6 +127,15 @@ class QueueLink(Link):
             return self._queue.get(timeout=1.0)
         except queue.Empty:
             return None
+
+    def close(self) -> None:
+        self._queue.cancel_join_thread()
+        self._queue.close()
+        feeder = self._queue._thread
+        if feeder is not None:
+            feeder.join(1.0)
+        self._queue._reader.close()
+        self._queue._writer.close()
 
 
 KINDS: dict[str, type[Link]] = {

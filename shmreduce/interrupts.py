@@ -1,0 +1,114 @@
+"""Keeps Ctrl-C waiting while it would do harm.
+
+May import :mod:`shmreduce.descriptor`.
+
+``KeyboardInterrupt`` can come between any two instructions: between the fork of
+a process and the note that there is one. In a hook of fork() and in a
+destructor it is printed and lost. So where processes are started and joined,
+the signal is noted, and passed on at places where it can be dealt with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+from shmreduce.descriptor import Descriptor
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """Holds SIGINT back for the time of a ``with`` block.
+
+    At the end of the block what came is passed on to the handler that was in
+    force before.
+
+    Parameters
+    ----------
+    every : bool
+        Hold back any number of them, for blocks that are sure to end. If not, a
+        second one is passed on at once: user code that runs here may hang.
+
+    Notes
+    -----
+    Nothing happens in other threads than the main one, which alone handles
+    signals, and where no Python code handles SIGINT.
+
+    Examples
+    --------
+    >>> import signal
+    >>> with Interrupts() as interrupts:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     try:
+    ...         interrupts.pass_on()
+    ...     except KeyboardInterrupt:
+    ...         print("interrupted here")
+    interrupted here
+    """
+
+    def __init__(self, *, every: bool = False) -> None:
+        self._every = every
+        self._handler: Any = None
+        """Whose turn it is when the signal is passed on."""
+        self._kept: tuple[int, FrameType | None] | None = None
+        self._pipe: tuple[Descriptor, Descriptor] | None = None
+
+    def __enter__(self) -> Self:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._keep)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._handler is not None:
+            # Code inside may have set another handler, to stay.
+            if signal.getsignal(signal.SIGINT) == self._keep:
+                signal.signal(signal.SIGINT, self._handler)
+            self.pass_on()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is ready for reading once a signal waits."""
+        if self._pipe is None:
+            reader, writer = os.pipe()
+            os.set_blocking(reader, False)
+            self._pipe = Descriptor(reader), Descriptor(writer)
+            if self._kept is not None:
+                os.write(writer, b"!")
+        return self._pipe[0].fileno()
+
+    def pass_on(self) -> None:
+        """Pass the signal on that came, if one did; mostly raises KeyboardInterrupt."""
+        if self._pipe is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._pipe[0].fileno(), 16)
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._handler(*kept)
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        if self._kept is not None:
+            if not self._every:
+                self._handler(number, frame)
+            return
+        self._kept = number, frame
+        if self._pipe is not None:
+            os.write(self._pipe[1].fileno(), b"!")
+
+
+def _restore_in_forked_child() -> None:
+    """Give a forked child, which never comes to the end of the block, its handler back."""
+    handler: Any = signal.getsignal(signal.SIGINT)
+    while isinstance(owner := getattr(handler, "__self__", None), Interrupts):
+        handler = owner._handler
+        signal.signal(signal.SIGINT, handler)
+
+
+os.register_at_fork(after_in_child=_restore_in_forked_child)

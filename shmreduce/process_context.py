@@ -1,0 +1,420 @@
+"""The processes that were started together, seen from their parent: joined as one.
+
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`,
+:mod:`shmreduce.parent_death` and :mod:`shmreduce.spawn_child`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from copy import copy
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.descriptor import Descriptor
+from shmreduce.errors import (
+    ConfigurationError,
+    ProcessException,
+    ProcessExitedException,
+    ProcessRaisedException,
+    ProcessTimeoutError,
+)
+from shmreduce.interrupts import Interrupts
+from shmreduce.spawn_child import Raised, Returned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from multiprocessing.process import BaseProcess
+
+    from shmreduce.parent_death import Lifeline
+    from shmreduce.spawn_child import ReportFile, Way
+
+__all__ = ["Child", "ProcessContext", "SpawnContext", "stop"]
+
+_TERMINATION_SECONDS = 30.0
+"""How long a process has after SIGTERM where no grace period was given, as in torch."""
+_KILL_SECONDS = 5.0
+"""How long the kernel has to end a process that was sent SIGKILL."""
+
+
+class Child:
+    """A process with what its parent keeps for it."""
+
+    def __init__(
+        self, process: BaseProcess, way: Way, report: ReportFile, lifeline: Lifeline
+    ) -> None:
+        self.process = process
+        self.way = way
+        self.report = report
+        self.lifeline = lifeline
+        self._pidfd = _open_pidfd(process)
+        self.sentinel = process.sentinel if self._pidfd is None else self._pidfd.fileno()
+
+    def reap(self) -> None:
+        """Collect the exit code of the process, whose sentinel is ready."""
+        # Does not wait for the sentinel of multiprocessing, for want of a timeout.
+        self.process.join()
+        self.lifeline.cut()
+        if self._pidfd is not None:
+            self._pidfd.close()
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process, which has ended; 255 where that cannot be known.
+
+        In a program that ignores SIGCHLD the kernel keeps no exit codes; what
+        tells success then is the outcome.
+        """
+        code = self.process.exitcode
+        if code is None:
+            code = 0 if isinstance(self.report.read(), Returned) else 255
+        return code
+
+
+def _open_pidfd(process: BaseProcess) -> Descriptor | None:
+    """Return what is ready when the process itself ends; None where there is none.
+
+    The sentinel of multiprocessing is a pipe that is inherited by what the
+    child forks, and so is ready only when all of that has ended too; except
+    with a fork server, which gives it to no child.
+    """
+    popen = getattr(process, "_popen", None)
+    if getattr(popen, "method", None) not in {"fork", "spawn"} or process.pid is None:
+        return None
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return None
+    return Descriptor(pidfd)
+
+
+class ProcessContext:
+    """The processes that one call of ``start_processes`` started.
+
+    Made by :func:`start_processes` and :func:`spawn` with ``join=False``.
+    Processes that are not daemons run on when it is dropped; the interpreter
+    waits for them at its end.
+
+    Attributes
+    ----------
+    processes : list of multiprocessing.Process
+        By index.
+    sentinels : dict
+        From a descriptor to the index of its process, for those that have not
+        been joined. ``multiprocessing.connection.wait(context.sentinels)``
+        returns when one of them has ended.
+
+    Examples
+    --------
+    >>> import operator
+    >>> import shmreduce
+    >>> context = shmreduce.spawn(operator.mul, (10,), nprocs=2, join=False, results=True)
+    >>> context.results(timeout=60)
+    [0, 10]
+    """
+
+    def __init__(self, children: Iterable[Child], *, results: bool = False) -> None:
+        self._children = list(children)
+        self.processes = [child.process for child in self._children]
+        self.sentinels = {child.sentinel: index for index, child in enumerate(self._children)}
+        self._wants_results = results
+        self._results: dict[int, Any] = {}
+        self._failure: ProcessException | None = None
+        self._stop: _Stop | None = None
+
+    def __repr__(self) -> str:
+        running = f"{len(self.sentinels)} of {len(self.processes)} processes not joined"
+        return f"<{type(self).__name__} {running}>"
+
+    def pids(self) -> list[int]:
+        """Return the process ids, by index.
+
+        Returns
+        -------
+        list of int
+            Of processes that have ended, too.
+        """
+        return [process.pid for process in self.processes if process.pid is not None]
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait until a process ends; if it failed, stop the others and raise.
+
+        A failure is an exception, an exit code that is not 0, or a signal. Of
+        several failures seen at once the one raised is that of a process which
+        was killed or exited, else the earliest exception.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds after which this returns, whatever it is waiting for; None
+            to wait as long as it takes. When the time is over while the others
+            are being stopped, the next call goes on with that.
+        grace_period : float, optional
+            Seconds that the others have to end by themselves after a failure
+            before they get SIGTERM, and again before they get SIGKILL. Without
+            it they get SIGTERM at once and SIGKILL after 30 seconds.
+
+        Returns
+        -------
+        bool
+            True if all processes have ended and succeeded, False if there is
+            more to wait for.
+
+        Raises
+        ------
+        ProcessRaisedException
+            If the function raised; its ``__cause__`` is the exception.
+        ProcessExitedException
+            If the process exited with a code that is not 0 or was killed.
+
+        After such an error no process is left. Every later call raises its like.
+        """
+        with Interrupts() as interrupts:
+            return self.join_unless(interrupts, _deadline(timeout), grace_period)
+
+    def join_unless(
+        self,
+        interrupts: Interrupts,
+        deadline: float = math.inf,
+        grace_period: float | None = None,
+    ) -> bool:
+        """Wait as :meth:`join` until the deadline, or raise what an interrupt raises."""
+        if self._failure is None:
+            ended = self._reap(deadline, interrupts)
+            failed = [index for index in ended if self._children[index].exit_code]
+            if not failed:
+                return not self.sentinels
+            self._failure = self._first_failure(failed)
+        if self._stop is None:
+            self._stop = _Stop(self, grace_period)
+        if not self._stop.advance(deadline, interrupts):
+            return False
+        # It refers to this context: without it what is held goes with the last reference.
+        self._stop = None
+        for child in self._children:
+            child.report.close()
+        # A copy: what is raised refers to this context by its traceback.
+        raise copy(self._failure)
+
+    def results(self, timeout: float | None = None) -> list[Any]:
+        """Wait until all processes have ended and return what the function returned.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None to wait as long as it takes.
+
+        Returns
+        -------
+        list
+            By index; None for a process that called ``sys.exit(0)``. A further
+            call returns the same objects.
+
+        Raises
+        ------
+        ProcessTimeoutError
+            If the time is over. The processes run on.
+        ConfigurationError
+            If the processes were not started with ``results=True``.
+        ProcessRaisedException, ProcessExitedException
+            As :meth:`join`.
+        """
+        if not self._wants_results:
+            raise ConfigurationError(
+                "results are not kept unless they are asked for: start the processes with "
+                "results=True",
+                setting="results",
+                value=False,
+            )
+        deadline = _deadline(timeout)
+        while not self.join(_remaining(deadline)):
+            if time.monotonic() >= deadline:
+                running = sorted(self.sentinels.values())
+                raise ProcessTimeoutError(
+                    f"processes {running} have not ended within {timeout} s: wait longer, or "
+                    "terminate them (context.processes[index].terminate())",
+                    waited=timeout,
+                    running=running,
+                )
+        return [self._load_result(index) for index in range(len(self.processes))]
+
+    def _reap(self, deadline: float, interrupts: Interrupts | None) -> list[int]:
+        """Wait until one process has ended; return the indexes of all that have."""
+        others: list[Any] = [] if interrupts is None else [interrupts]
+        ended: list[int] = []
+        while self.sentinels and not ended:
+            ready = self._known_to_have_ended()
+            if not ready:
+                ready.update(wait([*self.sentinels, *others], _remaining(deadline)))
+                if interrupts is not None:
+                    interrupts.pass_on()
+                    ready.discard(interrupts)
+                if ready:
+                    # What ended at the same time belongs to the same look.
+                    ready |= self._known_to_have_ended()
+            ended = [self.sentinels.pop(each) for each in ready]
+            for index in ended:
+                self._children[index].reap()
+            if time.monotonic() >= deadline:
+                break
+        return ended
+
+    def _known_to_have_ended(self) -> set[Any]:
+        """Return the sentinels of processes whose exit code can be had, by whomever collected."""
+        return {
+            sentinel
+            for sentinel, index in self.sentinels.items()
+            if self.processes[index].exitcode is not None
+        }
+
+    def _first_failure(self, failed: Iterable[int]) -> ProcessException:
+        outcomes = {index: self._children[index].report.read() for index in failed}
+
+        def order(index: int) -> tuple[float, int]:
+            outcome = outcomes[index]
+            return (outcome.at if isinstance(outcome, Raised) else -math.inf), index
+
+        first = min(outcomes, key=order)
+        pid = self.processes[first].pid or 0
+        outcome = outcomes[first]
+        if isinstance(outcome, Raised):
+            return _raised(outcome, self._children[first].way, first, pid)
+        return _exited(self._children[first].exit_code, first, pid)
+
+    def _load_result(self, index: int) -> Any:
+        if index not in self._results:
+            child = self._children[index]
+            outcome = child.report.read()
+            if not isinstance(outcome, Returned) or outcome.result is None:
+                raise ProcessExitedException(
+                    f"process {index} ended with exit code 0 and without a result: the function "
+                    "must return, not end the process by os._exit()",
+                    index,
+                    child.process.pid or 0,
+                    0,
+                )
+            try:
+                self._results[index] = child.way.loads(outcome.result)
+            except Exception as error:
+                error.add_note(f"while the result of process {index} was loaded")
+                raise
+            # A result is loaded once: its arrays belong to the first who loads it.
+            child.report.close()
+        return self._results[index]
+
+
+SpawnContext = ProcessContext
+"""The name that torch had for :class:`ProcessContext` first."""
+
+
+class _Stop:
+    """Stops the processes of a context that are left, in steps that can be resumed.
+
+    Parameters
+    ----------
+    processes : ProcessContext
+    grace_period : float or None
+        As of :meth:`ProcessContext.join`.
+    """
+
+    def __init__(self, processes: ProcessContext, grace_period: float | None) -> None:
+        self._context = processes
+        patience = _TERMINATION_SECONDS if grace_period is None else grace_period
+        self._steps: list[tuple[Callable[[BaseProcess], None], float]] = [
+            (_leave, grace_period or 0.0),
+            (_terminate, patience),
+            (_kill, _KILL_SECONDS),
+        ]
+        self._step_ends: float | None = None
+
+    def advance(self, deadline: float, interrupts: Interrupts | None = None) -> bool:
+        """Go on until no process is left or the time is over.
+
+        Returns
+        -------
+        bool
+            False if the time is over. True, too, if a process is left that
+            even SIGKILL does not end, since the kernel is busy with it.
+        """
+        sentinels = self._context.sentinels
+        while sentinels and self._steps:
+            action, seconds = self._steps[0]
+            if self._step_ends is None:
+                for index in sentinels.values():
+                    action(self._context.processes[index])
+                self._step_ends = time.monotonic() + seconds
+            self._context._reap(min(deadline, self._step_ends), interrupts)
+            now = time.monotonic()
+            if now >= self._step_ends:
+                del self._steps[0]
+                self._step_ends = None
+            elif now >= deadline:
+                break
+        return not sentinels or not self._steps
+
+
+def stop(children: Iterable[Child], grace_period: float) -> None:
+    """Stop processes that nobody can join any more, however often one is interrupted."""
+    with Interrupts(every=True):
+        _Stop(ProcessContext(children), grace_period).advance(math.inf)
+
+
+def _leave(process: BaseProcess) -> None:
+    """Do nothing to a process that has time to end by itself."""
+
+
+def _terminate(process: BaseProcess) -> None:
+    # It may have ended since.
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+
+
+def _kill(process: BaseProcess) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _deadline(timeout: float | None) -> float:
+    return math.inf if timeout is None else time.monotonic() + max(timeout, 0.0)
+
+
+def _remaining(deadline: float) -> float | None:
+    return None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
+
+
+def _raised(outcome: Raised, way: Way, index: int, pid: int) -> ProcessRaisedException:
+    """Return the error for an exception, with that as its cause if it can be loaded."""
+    error = ProcessRaisedException(
+        f"\n\n-- Process {index} terminated with the following error:\n{outcome.text}", index, pid
+    )
+    reason = outcome.reason
+    if outcome.error is not None:
+        try:
+            cause = way.loads(outcome.error)
+        # Whatever the constructor of somebody's exception raises.
+        except Exception as failure:
+            reason = f"{type(failure).__name__}: {failure}"
+        else:
+            if isinstance(cause, BaseException):
+                error.__cause__ = cause
+            else:
+                reason = f"it was unpickled as an object of type {type(cause).__name__}"
+    if reason:
+        error.add_note(f"The exception itself could not be sent ({reason}).")
+    return error
+
+
+def _exited(exit_code: int, index: int, pid: int) -> ProcessExitedException:
+    if exit_code >= 0:
+        message = f"process {index} terminated with exit code {exit_code}"
+        return ProcessExitedException(message, index, pid, exit_code)
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"<Unknown signal {-exit_code}>"
+    message = f"process {index} terminated with signal {name}"
+    return ProcessExitedException(message, index, pid, exit_code, name)

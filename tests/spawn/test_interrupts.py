@@ -1,0 +1,267 @@
+"""Ctrl-C while processes are started and joined."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Pipe, wait
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import shmreduce
+from shmreduce import ProcessRaisedException, process_context, spawning, start_processes
+from shmreduce.interrupts import Interrupts
+from tests.conftest import PATIENCE
+from tests.spawn import functions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from tests.spawn.conftest import Line
+
+PLACES = 8
+"""At how many lines of code an interrupt is tried, with each start method."""
+
+
+class InterruptAt:
+    """Traces this thread, and raises SIGINT at one of the lines that it executes.
+
+    Parameters
+    ----------
+    line : int or None
+        Which one; None to count them only.
+    """
+
+    def __init__(self, line: int | None) -> None:
+        self.count = 0
+        self._line = line
+        self._pid = os.getpid()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if os.getpid() != self._pid:
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self._line:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+                return None
+        return self
+
+
+def count_lines_of_start(index: int, method: str) -> int:
+    # What is imported once is not to count.
+    start_processes(functions.succeed, start_method=method)
+    trace = InterruptAt(None)
+    sys.settrace(trace)
+    context = start_processes(functions.succeed, join=False, start_method=method)
+    sys.settrace(None)
+    assert context.join(PATIENCE)
+    return trace.count
+
+
+def start_and_interrupt(index: int, method: str, line: int) -> None:
+    start_processes(functions.succeed, start_method=method)
+    spawning._INTERRUPTED_SECONDS = 0.0
+    sys.settrace(InterruptAt(line))
+    start_processes(functions.wait_until_killed, start_method=method)
+
+
+def test_interrupt_anywhere_in_the_start_leaves_no_process(method: str) -> None:
+    """Wherever in the code SIGINT comes, it is raised, and the new process is gone."""
+    outer = "forkserver" if method == "forkserver" else "fork"
+    (lines,) = start_processes(count_lines_of_start, (method,), start_method=outer, results=True)
+    assert lines > PLACES
+    for place in range(PLACES):
+        line = 1 + place * lines // PLACES
+        context = start_processes(
+            start_and_interrupt, (method, line), join=False, start_method=outer
+        )
+        with pytest.raises(ProcessRaisedException) as caught:
+            while not context.join(PATIENCE):
+                context.processes[0].kill()
+        assert isinstance(caught.value.__cause__, KeyboardInterrupt), line
+        # The fixture sees whether any is left.
+
+
+def raise_interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def hold_and_wait(index: int, writer: Any) -> None:
+    functions.wait_for_a_signal()
+
+
+def start_with_interrupting_hook(index: int, writer: Any) -> None:
+    os.register_at_fork(after_in_parent=raise_interrupt)
+    start_processes(hold_and_wait, (writer,), start_method="fork")
+
+
+def test_interrupt_in_a_fork_hook_is_not_lost(line: Line) -> None:
+    """SIGINT in a hook of fork(), from which no exception gets out, ends the wait all the same."""
+    context = start_processes(
+        start_with_interrupting_hook, (line.writer,), join=False, start_method="fork"
+    )
+    with pytest.raises(ProcessRaisedException) as caught:
+        while not context.join(PATIENCE):
+            context.processes[0].kill()
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    line.wait_until_all_gone()
+
+
+class InterruptsInFinalizer:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class InterruptedWait:
+    """In the place of ``wait``: the signal comes in a destructor, the first time."""
+
+    def __init__(self, wait: Callable[..., Any]) -> None:
+        self.wait = wait
+        self.things = [InterruptsInFinalizer()]
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.things.clear()
+        return self.wait(*arguments)
+
+
+def join_with_interrupt_in_finalizer(index: int, writer: Any) -> None:
+    module = vars(process_context)
+    module["wait"] = InterruptedWait(module["wait"])
+    start_processes(hold_and_wait, (writer,), start_method="fork")
+
+
+def test_interrupt_in_a_finalizer_is_not_lost(line: Line) -> None:
+    """SIGINT in a destructor, from which no exception gets out, ends the wait all the same."""
+    context = start_processes(
+        join_with_interrupt_in_finalizer, (line.writer,), join=False, start_method="fork"
+    )
+    with pytest.raises(ProcessRaisedException) as caught:
+        while not context.join(PATIENCE):
+            context.processes[0].kill()
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    line.wait_until_all_gone()
+
+
+def tell_of_sigterm_and_wait(index: int, writer: Any) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: writer.send("SIGTERM"))
+    functions.tell_and_wait(index, writer)
+
+
+def join_stubborn_one(index: int, writer: Any) -> None:
+    start_processes(tell_of_sigterm_and_wait, (writer,), start_method="fork", death_signal=0)
+
+
+def test_second_interrupt_does_not_stop_the_stopping(line: Line) -> None:
+    """Who presses Ctrl-C again while processes are being stopped leaves none behind either."""
+    context = start_processes(join_stubborn_one, (line.writer,), join=False, start_method="fork")
+    line.receive()
+    pid = context.pids()[0]
+    os.kill(pid, signal.SIGINT)
+    assert line.receive() == "SIGTERM"
+    for _ in range(3):
+        os.kill(pid, signal.SIGINT)
+    with pytest.raises(ProcessRaisedException) as caught:
+        context.join(PATIENCE)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    line.wait_until_all_gone()
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals that a handler of SIGINT has got, which raises nothing."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+    yield got
+    signal.signal(signal.SIGINT, before)
+
+
+def test_signals_are_passed_on_at_the_end(handled: list[int]) -> None:
+    """What came during the block reaches the handler after it, which is in force again."""
+    handler = signal.getsignal(signal.SIGINT)
+    with Interrupts():
+        signal.raise_signal(signal.SIGINT)
+        assert handled == []
+    assert handled == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(("every", "passed"), [(False, 2), (True, 0)])
+def test_second_signal_is_held_back_only_if_asked(
+    handled: list[int], every: bool, passed: int
+) -> None:
+    """In a block that may hang, a second and a third SIGINT get through."""
+    with Interrupts(every=every):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert len(handled) == passed
+    assert len(handled) == passed + 1
+
+
+def test_a_signal_wakes_whoever_waits(handled: list[int]) -> None:
+    """The block can be waited for: it is ready while a signal is kept, and only then."""
+    with Interrupts() as interrupts:
+        number = interrupts.fileno()
+        for _ in range(2):
+            assert not wait([number], 0)
+            signal.raise_signal(signal.SIGINT)
+            assert wait([number], 0)
+            interrupts.pass_on()
+    assert len(handled) == 2
+
+
+def test_forked_child_has_the_handler_of_before(handled: list[int]) -> None:
+    """A process that is forked in such a block is not deaf to SIGINT."""
+    handler = signal.getsignal(signal.SIGINT)
+    reader, writer = Pipe(duplex=False)
+    with Interrupts(), Interrupts():
+        pid = os.fork()
+        if pid == 0:
+            writer.send(signal.getsignal(signal.SIGINT) is handler)
+            os._exit(0)
+    assert reader.poll(PATIENCE)
+    assert reader.recv()
+    os.waitpid(pid, 0)
+    reader.close()
+    writer.close()
+
+
+def test_threads_and_programs_that_ignore_sigint_are_left_alone() -> None:
+    """Nothing is changed outside the main thread, or where SIGINT is not handled in Python."""
+    handlers: list[Any] = []
+
+    def look() -> None:
+        with Interrupts():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(PATIENCE)
+    assert handlers == [before]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        look()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handlers[1] is signal.SIG_IGN
+
+
+def test_processes_can_be_started_and_joined_in_a_thread() -> None:
+    """Where no signal can be handled, starting and joining go as ever."""
+    results: list[Any] = []
+
+    def run() -> None:
+        results.append(
+            shmreduce.start_processes(functions.square, start_method="fork", results=True)
+        )
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(PATIENCE)
+    assert results == [[0]]
