@@ -215,6 +215,8 @@ class LiveBlocks:
         self.on_unused: Callable[[Segment], None] = _keep
         """Called when the last hold in another process's segment has ended."""
         self._inherited = inherited
+        self.fillings: dict[object, None] = {}
+        """Blocks that are being filled for messages; they have no roots here yet."""
         self._roots: dict[int, RootReference] = {}
         self._shared: dict[bytes, RootReference] = {}
         self._waiting: deque[Record] = deque()
@@ -386,7 +388,7 @@ class LiveBlocks:
                 _await_private(record)
         # Other threads may make more before the fork happens. Not by
         # threading.active_count(), which waits for a lock.
-        guarded = bool(references) or _thread._count() > 0
+        guarded = bool(references or self.fillings) or _thread._count() > 0
         self.ledger.before_fork(number, guarded=guarded)
 
     def in_child(self) -> LiveBlocks:

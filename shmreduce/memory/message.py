@@ -179,7 +179,11 @@ class Message:
             raise
         taken = _Taken(segment, block, segment.generations[block], next(_nonces) & NONCE_MASK)
         taken.filling = _Filling(runtime.live, heap, segment, block, nbytes)
-        taken.slot = segment.start_message(block, taken.nonce)
+        try:
+            taken.slot = segment.start_message(block, taken.nonce)
+        except BaseException:
+            taken.filling.end()
+            raise
         self._taken.append(taken)
         return taken.filling.view(), pack_handle(
             taken.slot,
@@ -259,7 +263,7 @@ class Message:
 
     def commit(self) -> None:
         """Keep what was given out: the message is complete."""
-        if not self._taken:
+        if not self._is_ours():
             return
         child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
@@ -274,11 +278,18 @@ class Message:
 
     def rollback(self) -> None:
         """Take back what was given out: the message will not be sent."""
-        while self._taken:
+        while self._is_ours():
             taken = self._taken.pop()
             taken.segment.consume(taken.block, taken.generation, taken.slot, taken.nonce)
             if taken.filling is not None:
                 taken.filling.end()
+
+    def _is_ours(self) -> bool:
+        """Whether there is anything here that this process gave out."""
+        if self._taken and self._runtime is not current():
+            # A child that was forked in the middle of a pickling: it is the parent's.
+            self._taken.clear()
+        return bool(self._taken)
 
     def _current(self) -> Runtime:
         if self._runtime is None:
@@ -323,6 +334,7 @@ class _Filling:
         self.root = make_root(
             data.pages, segment.offsets[block] - data.offset, segment.capacities[block]
         )
+        live.fillings[self] = None
 
     def view(self) -> memoryview:
         """Return the bytes to fill."""
@@ -341,6 +353,7 @@ class _Filling:
             record.birth = self._birth
             self._live.watch(record, self.root)
         self.root = None
+        self._live.fillings.pop(self, None)
 
 
 class _Sample:

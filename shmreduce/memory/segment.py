@@ -326,15 +326,9 @@ class Segment:
 
     # The lock of one block
 
-    # ``mark`` identifies the caller's attempt. Since a signal handler may raise
-    # between any two steps, callers unlock whatever has happened: ::
-    #
-    #     mark = object()
-    #     try:
-    #         self.lock_block(block, mark)
-    #         ...
-    #     finally:
-    #         self.unlock_block(block, mark)
+    # A mark identifies the caller's attempt. Since a signal handler may raise
+    # between any two steps, callers lock inside a ``try`` whose ``finally``
+    # unlocks, whatever has happened.
 
     def try_lock_block(self, block: int, mark: object) -> bool:
         """Lock a block without waiting; return whether that was possible."""

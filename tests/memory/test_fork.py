@@ -112,6 +112,29 @@ def test_the_block_is_used_again_after_the_childs_end() -> None:
     assert address(shmreduce.share(np.ones(LENGTH, np.uint8))) == where
 
 
+def test_a_child_keeps_what_its_parent_was_filling() -> None:
+    """A child that is forked while a message is made may have kept a view of it: the
+    block waits for the child, also when the parent has no view and the message is read.
+    """
+    message = shmreduce.Message()
+    given = message.allocate(LENGTH)
+    assert given is not None
+    view, handle = given
+    view[:] = bytes([1]) * LENGTH
+    held = [np.frombuffer(view, np.uint8)]
+    del given, view
+    where = address(held[0])
+    child = Child(lambda: int(held[0].sum()))
+    held.clear()
+    message.commit()
+    shmreduce.import_block(handle)
+    assert process_state().waiting == 1
+    assert where not in [address(each) for each in occupy()]
+    assert child.step() == LENGTH
+    child.end()
+    eventually(lambda: process_state().waiting == 0, "the block is released")
+
+
 def test_a_grandchild_pins_as_its_parent_does() -> None:
     """The block waits also for a grandchild whose parent has gone."""
     held = [shmreduce.share(np.ones(LENGTH, np.uint8))]

@@ -110,7 +110,20 @@ def received_by_value() -> Any:
     return ForkingPickler.loads(ForkingPickler.dumps(np.full(LENGTH, VALUE, np.uint8)))
 
 
-@pytest.mark.parametrize("make", [born_shared, received_by_value])
+def kept_by_its_sender() -> Any:
+    message = shmreduce.Message()
+    given = message.allocate(LENGTH)
+    assert given is not None
+    view, handle = given
+    array = np.frombuffer(view, np.uint8)
+    array[...] = VALUE
+    message.commit()
+    # Loaded and dropped: from here on the sender's own view alone keeps it.
+    shmreduce.import_block(handle)
+    return array
+
+
+@pytest.mark.parametrize("make", [born_shared, received_by_value, kept_by_its_sender])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_derived_view_keeps_the_block(make: Callable[[], Any], kind: str) -> None:
     """While the view lives the block is not given to others; afterwards it is."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from shmreduce.errors import AlreadyLoadedError
 from shmreduce.memory.blocks import LiveBlocks
-from shmreduce.memory.heap import OwnedSegment
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment import Segment
@@ -37,11 +36,12 @@ def free_at_export() -> None:
     def commit_and_free(message: Any) -> None:
         taken = list(message._taken)
         commit(message)
-        for segment, block, _, _, _, record in taken:
-            if record is not None and isinstance(segment, OwnedSegment):
-                segment.records.pop(block, None)
-                segment.out.pop(block, None)
-                record.heap._keep_warm(segment, block)
+        for each in taken:
+            if each.filling is not None:
+                segment: Any = each.segment
+                segment.records.pop(each.block, None)
+                segment.out.pop(each.block, None)
+                each.filling._heap._keep_warm(segment, each.block)
 
     patch.commit = commit_and_free
 
