@@ -114,7 +114,7 @@ class Loading:
                 # From here on the death of the views means nothing any more.
                 record.ended = True
                 record.segment.holds.pop(record.slot, None)
-                record.segment.unclaim(record.block, record.slot, what.nonce)
+                record.segment.unclaim(record.block, record.slot, what.nonce, what.slot)
         self._claims.clear()
 
     def close(self) -> None:
@@ -452,7 +452,7 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
         found = runtime.live.expose(record)
     except SegmentError:
         # No addresses left (ENOMEM): nothing was looked at, the message stays.
-        segment.unclaim(what.block, slot, what.nonce)
+        segment.unclaim(what.block, slot, what.nonce, what.slot)
         raise
     except BaseException:
         segment.try_release(what.block, slot)

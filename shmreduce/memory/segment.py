@@ -438,11 +438,19 @@ class Segment:
                 alone = self.heads[block] == slot + 1 and not self._next[slot]
             return slot, alone
 
-    def unclaim(self, block: int, slot: int, nonce: int) -> None:
-        """Turn a hold that was just claimed back into the message it was."""
+    def unclaim(self, block: int, slot: int, nonce: int, named: int) -> None:
+        """Turn a hold that was just claimed back into what it was.
+
+        That is the message, if the hold lies in the slot that the handle has
+        ``named``. If not, somebody else had loaded the message before, and no
+        handle leads to this slot: a message there could never be loaded.
+        """
         with self.locked(block):
             if self.words[slot] == self.importer:
-                self.words[slot] = MESSAGE | nonce
+                if slot == named:
+                    self.words[slot] = MESSAGE | nonce
+                else:
+                    self._unlink(block, slot)
 
     def consume(self, block: int, generation: int, slot: int, nonce: int) -> bool:
         """End a message without taking a hold; return False if it was ended before."""
@@ -451,6 +459,9 @@ class Segment:
         with self.locked(block):
             if self.generations[block] != generation or self.words[slot] != MESSAGE | nonce:
                 return False
+            # Nobody's message any more, before it leaves the chain: if this
+            # process is killed in between, nobody shall load what holds nothing.
+            self.words[slot] = self.importer
             self._unlink(block, slot)
             return True
 
