@@ -26,8 +26,16 @@ import termios
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
+from shmreduce.born import moving
 from shmreduce.memory import locks
-from shmreduce.packets import LARGEST_PACKET, MOST_DESCRIPTORS, Arrival, pack, pack_bytes
+from shmreduce.packets import (
+    LARGEST_PACKET,
+    MOST_DESCRIPTORS,
+    Arrival,
+    pack,
+    pack_bytes,
+    pack_last,
+)
 
 if TYPE_CHECKING:
     from shmreduce.packets import Packet
@@ -108,7 +116,12 @@ class Connection(multiprocessing.connection.Connection):
         """
         if self._handle is None or not self._writable:
             self._refuse()
-        self.transmit(pack(obj))
+        if not moving.started:
+            self.transmit(pack(obj))
+            return
+        held = [obj]
+        del obj
+        self.transmit(pack_last(held))
 
     def recv(self) -> Any:
         """Return the next object; wait for it.

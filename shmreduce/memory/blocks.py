@@ -206,6 +206,8 @@ class LiveBlocks:
         self.current = True
         self.on_unused: Callable[[Segment], None] = _keep
         """Called when the last hold in another process's segment has ended."""
+        self.guards_forks = False
+        """Whether children may see memory of this process that no root here stands for."""
         self._inherited = inherited
         self._roots: dict[int, RootReference] = {}
         self._shared: dict[tuple[bytes, int], RootReference] = {}
@@ -364,7 +366,7 @@ class LiveBlocks:
                 _await_private(record)
         # Other threads may make more before the fork happens. Not by
         # threading.active_count(), which waits for a lock.
-        guarded = bool(references) or _thread._count() > 0
+        guarded = bool(references) or self.guards_forks or _thread._count() > 0
         self.ledger.before_fork(number, guarded=guarded)
 
     def in_child(self) -> LiveBlocks:

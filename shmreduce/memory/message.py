@@ -16,7 +16,7 @@ import weakref
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import (
     AttachError,
@@ -51,6 +51,7 @@ __all__ = [
     "discard_message",
     "find_block",
     "import_block",
+    "sending",
 ]
 
 _PRIVATE_FROM = 256 << 10
@@ -77,6 +78,22 @@ class _LoadingHere(threading.local):
 
 
 _here = _LoadingHere()
+
+
+class Mover(Protocol):
+    """Lets arrays travel without a copy whose memory nobody else has; see ``born.moving``."""
+
+    def move(self, message: Message, address: int, used: int) -> bytes | None:
+        """See :meth:`Message.move`."""
+
+
+class _SendingHere(threading.local):
+    """Who moves arrays in the message that the current thread is pickling, if anybody."""
+
+    mover: Mover | None = None
+
+
+sending = _SendingHere()
 
 
 class Loading:
@@ -228,6 +245,68 @@ class Message:
         slot = segment.add_message(record.block, record.generation, nonce)
         self._taken.append((segment, record.block, record.generation, slot, nonce, None))
         return self._handle(segment, record, slot, nonce)
+
+    @property
+    def moves(self) -> bool:
+        """Whether :meth:`move` can be worth a try."""
+        return sending.mover is not None
+
+    def move(self, address: int, used: int) -> bytes | None:
+        """Return a handle by which memory from ``shared_allocations`` travels without a copy.
+
+        The bytes are those that the array has when the message is complete, and
+        by value all the same: if anybody still has the array then, they are
+        copied.
+
+        Parameters
+        ----------
+        address : int
+            What the allocator returned: where the memory begins.
+        used : int
+            How many bytes of it the object being pickled covers.
+
+        Returns
+        -------
+        bytes or None
+            A handle to all of the memory; None asks for a copy by
+            :meth:`allocate`. It must stand in the pickle as it is.
+        """
+        mover = sending.mover
+        return None if mover is None else mover.move(self, address, used)
+
+    def add_lease(
+        self, segment: Segment, block: int, generation: int, nbytes: int
+    ) -> tuple[bytes, object]:
+        """Name a by-value block that the caller keeps from being reused.
+
+        Returns the handle, and what :meth:`end_lease` takes.
+        """
+        nonce = next(_nonces) & NONCE_MASK
+        slot = segment.add_message(block, generation, nonce)
+        lease = (segment, block, generation, slot, nonce, None)
+        self._taken.append(lease)
+        handle = Handle(
+            segment.token,
+            segment.header.boot,
+            generation,
+            nonce,
+            nbytes,
+            block,
+            slot,
+            os.getpid(),
+            False,
+            "rw",
+            segment.strategy.name,
+            segment.locator,
+        )
+        return handle.pack(), lease
+
+    def end_lease(self, lease: Any) -> None:
+        """Take back what :meth:`add_lease` gave out, also if the message was committed."""
+        segment, block, generation, slot, nonce, _ = lease
+        segment.consume(block, generation, slot, nonce)
+        if lease in self._taken:
+            self._taken.remove(lease)
 
     @property
     def is_empty(self) -> bool:
@@ -389,7 +468,8 @@ def import_block(handle: bytes) -> Block:
     >>> bytes(import_block(handle).buffer)
     b'hello'
     """
-    what = Handle.unpack(handle)
+    # Message.move() pads its handles.
+    what = Handle.unpack(handle.rstrip(b"\0"))
     runtime = current()
     runtime.live.settle()
     mark = object()
