@@ -123,7 +123,8 @@ class _Feeder(NamedTuple):
         try:
             if isinstance(item, _Unsendable):
                 raise item.error
-            self.writer.transmit(item)
+            # put() has promised it: nobody is there to be told.
+            self.writer.transmit(item, patient=True)
         except Exception as error:
             if self.ignores_broken_pipe and getattr(error, "errno", 0) == errno.EPIPE:
                 return False
