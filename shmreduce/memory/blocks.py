@@ -217,6 +217,11 @@ class LiveBlocks:
     def __len__(self) -> int:
         return len(self._roots)
 
+    def places(self) -> list[tuple[Segment, int]]:
+        """Return segment and number of each block that has views here."""
+        records = [reference.record for reference in list(self._roots.values())]
+        return [(record.segment, record.block) for record in records]
+
     def expose(self, record: Record, *, read_only: bool = False) -> Block:
         """Make the root of a record and return a Block over it."""
         segment, block = record.segment, record.block
