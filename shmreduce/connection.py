@@ -122,6 +122,7 @@ class Connection(multiprocessing.connection.Connection):
             self.transmit(pack(obj))
             return
         held = [obj]
+        # So that the caller's may be the last reference.
         del obj
         self.send_last(held)
 

@@ -16,7 +16,7 @@ import pickle
 import struct
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.born.moving import Moves
+from shmreduce.born import moving
 from shmreduce.children import Call
 from shmreduce.errors import AttachError, OutOfSharedMemoryError, SegmentError
 from shmreduce.memory.handle import Handle
@@ -145,7 +145,9 @@ def pack_last(held: list[Any]) -> Packet:
     OutOfSharedMemoryError, BudgetExceededError
         As :func:`pack`. The object may have gone then.
     """
-    with Moves() as moves:
+    if not moving.started:
+        return pack(held.pop())
+    with moving.Moves() as moves:
         data, message = dumps(held[0])
         try:
             held.clear()

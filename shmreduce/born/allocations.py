@@ -54,7 +54,7 @@ class SharedAllocations:
         self._handlers = handlers
         self._handler = handler
         self._heap: BornHeap | None = None
-        self._entered = False
+        self._entered = self._closed = False
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -84,9 +84,9 @@ class SharedAllocations:
         self._close()
 
     def __del__(self) -> None:
-        # Left without __exit__: by an interrupt at its very beginning. Which
+        # Left by an interrupt at the beginning of __exit__, or in it. Which
         # context it was entered in cannot be told here.
-        if self._entered and self in _open:
+        if self._entered and not self._closed:
             _open.discard(self)
             _lend_from(self._heap)
 
@@ -97,6 +97,7 @@ class SharedAllocations:
         if not still and self._handlers.get() is self._handler and _before.get() is not None:
             self._handlers.set(_before.get())
         _lend_from(self._heap)
+        self._closed = True
 
 
 def shared_allocations() -> SharedAllocations:

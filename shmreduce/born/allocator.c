@@ -35,7 +35,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define SHMREDUCE_ALLOCATOR_VERSION 1
+#define SHMREDUCE_ALLOCATOR_VERSION 2
 
 #define MOST_ENTRIES 16384
 #define MOST_RANGES 64
@@ -91,6 +91,7 @@ struct status {
     uint64_t largest; /* request since the last allowance */
     uint64_t missed; /* largest request that the region could not serve */
     uint64_t exposed; /* blocks that a forked child can write to */
+    uint64_t served; /* requests */
     uint32_t unknown; /* entries that Python has not taken note of */
     uint32_t freed; /* entries on that stack */
 };
@@ -223,9 +224,18 @@ static uint32_t pop_idle(unsigned class)
     return number;
 }
 
+/* Give back the copies that writing to private pages has made. */
+static void drop_private_pages(const struct entry *entry)
+{
+    madvise((void *)(uintptr_t)entry->address, entry->capacity, MADV_DONTNEED);
+}
+
 static void push_freed(uint32_t number)
 {
     struct entry *entry = &entries[number];
+    /* What a message has named may have to be copied yet. */
+    if (entry->flags & PRIVATE && !(entry->flags & SENT))
+        drop_private_pages(entry);
     entry->state = FREED;
     entry->death = status.forks;
     entry->next = freed;
@@ -315,6 +325,7 @@ static void *take(uint64_t size, int *zeroed)
         entry->state = LIVE;
         entry->size = size;
         entry->birth = status.forks;
+        status.served++;
         *zeroed = (entry->flags & ZEROED) != 0;
         entry->flags &= (uint16_t)~ZEROED;
     }
@@ -608,13 +619,15 @@ EXPORT void shmreduce_free(void *context, void *pointer, size_t size)
     number = entry_at(pointer);
     if (number) {
         struct entry *entry = &entries[number];
-        if (entry->state == INHERITED)
+        if (entry->state == INHERITED) {
+            drop_private_pages(entry);
             drop_entry(number);
-        else if (entry->state == LIVE && !(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&
-                 entry->birth == status.forks)
+        } else if (entry->state == LIVE && !(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&
+                 entry->birth == status.forks) {
             push_idle(number);
-        else if (entry->state == LIVE)
+        } else if (entry->state == LIVE) {
             push_freed(number);
+        }
     }
     leave();
     if (!number)

@@ -59,6 +59,8 @@ def build(target: Path = LIBRARY) -> Path:
                     f"{shlex.join(command)} ended with status {done.returncode}:\n"
                     f"{done.stderr.strip()}"
                 )
+            # Whatever the umask: what others could write to would not be loaded.
+            made.chmod(0o755)
             made.replace(target)
     except OSError as error:
         raise _failure(f"{error.filename or target.parent}: {error.strerror}") from error

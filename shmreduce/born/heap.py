@@ -84,7 +84,7 @@ class BornHeap(Heap):
         self._region_blocks: list[int] = []
         self._waiting: deque[int] = deque()
         self._exposed = 0
-        self._threshold = 0
+        self._threshold = self._served = 0
         self.lending = False
         """Whether arrays may be born here now."""
         self.moving: dict[int, None] = {}
@@ -313,6 +313,9 @@ class BornHeap(Heap):
     def collect(self) -> int:
         """Take the blocks that arrays, children and receivers have released."""
         self.drain()
+        served = self._library.counters.served
+        if served != self._served:
+            self._served, self.last_used = served, time.monotonic()
         return super().collect()
 
     def cool(self, keep: int) -> int:

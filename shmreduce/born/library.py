@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import sys
 import threading
 from typing import Any
@@ -34,7 +35,7 @@ __all__ = [
     "load",
 ]
 
-VERSION = 1
+VERSION = 2
 """Of the tables and functions; the source has the same number."""
 LIVE, FREED = 2, 3
 PRIVATE, KNOWN, EXPOSED = 2, 8, 16
@@ -81,6 +82,7 @@ class Status(ctypes.Structure):
         ("largest", ctypes.c_uint64),
         ("missed", ctypes.c_uint64),
         ("exposed", ctypes.c_uint64),
+        ("served", ctypes.c_uint64),
         ("unknown", ctypes.c_uint32),
         ("freed", ctypes.c_uint32),
     )
@@ -90,6 +92,7 @@ class Status(ctypes.Structure):
     largest: int
     missed: int
     exposed: int
+    served: int
     unknown: int
     freed: int
 
@@ -193,6 +196,8 @@ def load() -> Library:
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise _unavailable("this Python runs without the global interpreter lock")
     try:
+        if LIBRARY.stat().st_mode & stat.S_IWOTH:
+            raise _unavailable("anybody may write to it")
         dll = ctypes.PyDLL(str(LIBRARY))
         version = dll.shmreduce_version()
     except (OSError, AttributeError) as error:
