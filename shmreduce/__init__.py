@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         share,
         zeros,
     )
+    from shmreduce.born.allocations import shared_allocations
     from shmreduce.context import (
         Array,
         AuthenticationError,
@@ -67,7 +68,9 @@ if TYPE_CHECKING:
         set_start_method,
     )
     from shmreduce.contracts import (
+        AllocatorFunctions,
         ArrayFactory,
+        MemoryHandlers,
         Mode,
         Reducer,
         SegmentFile,
@@ -75,6 +78,7 @@ if TYPE_CHECKING:
     )
     from shmreduce.discovery import register_reducer, unregister_reducer
     from shmreduce.errors import (
+        AllocatorUnavailableError,
         AlreadyLoadedError,
         AttachError,
         BudgetExceededError,
@@ -121,6 +125,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AllocatorFunctions",
+    "AllocatorUnavailableError",
     "AlreadyLoadedError",
     "Array",
     "ArrayFactory",
@@ -141,6 +147,7 @@ __all__ = [
     "LeaseTimeoutError",
     "Lock",
     "Manager",
+    "MemoryHandlers",
     "Message",
     "Mode",
     "NotShareableError",
@@ -219,6 +226,7 @@ __all__ = [
     "set_start_method",
     "set_thread_name",
     "share",
+    "shared_allocations",
     "spawn",
     "start_processes",
     "uninstall",
@@ -230,6 +238,7 @@ __version__ = "0.1.0"
 
 _DEFINED_IN = {
     "shmreduce.arrays": ("array", "empty", "full", "is_shared", "ones", "share", "zeros"),
+    "shmreduce.born.allocations": ("shared_allocations",),
     "shmreduce.context": (
         "Array",
         "AuthenticationError",
@@ -269,7 +278,15 @@ _DEFINED_IN = {
         "set_forkserver_preload",
         "set_start_method",
     ),
-    "shmreduce.contracts": ("ArrayFactory", "Mode", "Reducer", "SegmentFile", "SharingStrategy"),
+    "shmreduce.contracts": (
+        "AllocatorFunctions",
+        "ArrayFactory",
+        "MemoryHandlers",
+        "Mode",
+        "Reducer",
+        "SegmentFile",
+        "SharingStrategy",
+    ),
     "shmreduce.discovery": ("register_reducer", "unregister_reducer"),
     "shmreduce.executor": ("ProcessPoolExecutor",),
     "shmreduce.forking": ("Installation", "install", "uninstall"),

@@ -23,11 +23,20 @@ import select
 import socket
 import sys
 import termios
+import time
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
+from shmreduce.born import moving
 from shmreduce.memory import locks
-from shmreduce.packets import LARGEST_PACKET, MOST_DESCRIPTORS, Arrival, pack, pack_bytes
+from shmreduce.packets import (
+    LARGEST_PACKET,
+    MOST_DESCRIPTORS,
+    Arrival,
+    pack,
+    pack_bytes,
+    pack_last,
+)
 
 if TYPE_CHECKING:
     from shmreduce.packets import Packet
@@ -43,6 +52,7 @@ _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
+_NO_MEMORY = frozenset((errno.ENOBUFS, errno.ENOMEM))
 _SPARE_BUFFERS = 4
 _WAITS_FROM = 16 << 20
 """Bytes from which ``send_bytes`` waits for the reader, lest streams fill the memory."""
@@ -108,7 +118,22 @@ class Connection(multiprocessing.connection.Connection):
         """
         if self._handle is None or not self._writable:
             self._refuse()
-        self.transmit(pack(obj))
+        if not moving.started:
+            self.transmit(pack(obj))
+            return
+        held = [obj]
+        # So that the caller's may be the last reference.
+        del obj
+        self.send_last(held)
+
+    def send_last(self, held: list[Any]) -> None:
+        """Send the one object in a list, which is emptied, as :meth:`send` does.
+
+        Arrays born in shared memory that nobody has any more then are moved.
+        """
+        if self._handle is None or not self._writable:
+            self._refuse()
+        self.transmit(pack_last(held))
 
     def recv(self) -> Any:
         """Return the next object; wait for it.
@@ -146,8 +171,10 @@ class Connection(multiprocessing.connection.Connection):
             give_buffer(buffer)
             return None
 
-    def transmit(self, packet: Packet, *, wait: bool = True) -> None:
+    def transmit(self, packet: Packet, *, wait: bool = True, patient: bool = False) -> None:
         """Send a packet, which is discarded if that fails.
+
+        If ``patient``, wait for the kernel's memory as for room in the pipe.
 
         Raises
         ------
@@ -158,13 +185,19 @@ class Connection(multiprocessing.connection.Connection):
         if not wait:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
             return
-        try:
-            self._write(packet, _NO_SIGNAL)
-        except OSError as error:
-            packet.discard()
-            if error.errno in _GONE:
-                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
-            raise
+        while True:
+            try:
+                self._write(packet, _NO_SIGNAL)
+            except OSError as error:
+                if patient and error.errno in _NO_MEMORY:
+                    time.sleep(_LONGEST_PAUSE / 1000)
+                    continue
+                packet.discard()
+                if error.errno in _GONE:
+                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+                raise
+            else:
+                return
 
     # What the base class calls
 

@@ -87,6 +87,16 @@ class _Channels(_Base):
             **more,
         )
 
+    def Manager(self) -> Any:  # noqa: N802
+        """Return a started manager; see :class:`shmreduce.managers.SyncManager`."""
+        if not connection.supported():
+            return super().Manager()
+        from shmreduce.managers import SyncManager
+
+        manager = SyncManager(ctx=self.get_context())
+        manager.start()
+        return manager
+
     def get_context(self, method: str | None = None) -> Any:
         """Return this context, or that of a start method."""
         return self if method is None else _concrete(method)

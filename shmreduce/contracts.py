@@ -1,4 +1,6 @@
-"""The contracts that plugins implement: reducers, strategies, array factories.
+"""The contracts that plugins implement.
+
+Reducers, sharing strategies, array factories and memory handlers.
 
 May import :mod:`shmreduce.errors` only; the memory layer is named in
 annotations alone.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from shmreduce.errors import NotShareableError
 
@@ -18,7 +20,15 @@ if TYPE_CHECKING:
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.message import Message
 
-__all__ = ["ArrayFactory", "Mode", "Reducer", "SegmentFile", "SharingStrategy"]
+__all__ = [
+    "AllocatorFunctions",
+    "ArrayFactory",
+    "MemoryHandlers",
+    "Mode",
+    "Reducer",
+    "SegmentFile",
+    "SharingStrategy",
+]
 
 Mode = Literal["rw", "ro", "cow"]
 """How a shared block appears to its receivers.
@@ -196,3 +206,51 @@ class ArrayFactory(Protocol):
 
     def array(self, obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
         """Return a shared copy of anything that makes an array."""
+
+
+class AllocatorFunctions(NamedTuple):
+    """Addresses of C functions that give memory from shared blocks, and take it back.
+
+    They have the signatures of NEP 49 (https://numpy.org/neps/nep-0049.html),
+    never call Python, and may be called at any instant, also after the
+    interpreter has ended. ``free`` and ``reallocate`` must be given what the
+    others returned, and nothing else.
+
+    Parameters
+    ----------
+    context : int
+        First argument of each.
+    allocate : int
+        ``void *(void *context, size_t size)``
+    allocate_zeroed : int
+        ``void *(void *context, size_t count, size_t size)``
+    reallocate : int
+        ``void *(void *context, void *memory, size_t size)``
+    free : int
+        ``void (void *context, void *memory, size_t size)``
+    """
+
+    context: int
+    allocate: int
+    allocate_zeroed: int
+    reallocate: int
+    free: int
+
+
+class MemoryHandlers(Protocol):
+    """Says where an array library gets the memory of new arrays from.
+
+    A *handler* is what the library itself calls so: an object that stands for
+    functions to allocate with. Which one is in use belongs to the thread, or to
+    the context of :mod:`contextvars`, that asks. Arrays that there are keep the
+    one that they were made with.
+    """
+
+    def make(self, functions: AllocatorFunctions) -> Any:
+        """Return the handler of the functions, for the same functions the same; it lives on."""
+
+    def get(self) -> Any:
+        """Return the handler in use here."""
+
+    def set(self, handler: Any) -> None:
+        """Let new arrays use a handler from now on."""

@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from importlib.metadata import EntryPoint
 
-    from shmreduce.contracts import ArrayFactory, Reducer, SharingStrategy
+    from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer, SharingStrategy
 
 __all__ = [
     "PluginReport",
     "Plugins",
     "get_array_factory",
+    "get_memory_handlers",
     "get_plugins",
     "get_registry",
     "hush_plugins",
@@ -238,6 +239,11 @@ class Plugins:
         answer: ArrayFactory | None = self._manager.hook.shmreduce_array_factory()
         return answer
 
+    def memory_handlers(self) -> MemoryHandlers | None:
+        """Return the first memory handler, in order of the plugins' names."""
+        answer: MemoryHandlers | None = self._manager.hook.shmreduce_memory_handlers()
+        return answer
+
     def reports(self, *, ask: bool = False) -> list[PluginReport]:
         """Tell of every plugin that was found, whatever became of it.
 
@@ -412,6 +418,11 @@ def get_registry() -> Registry:
 def get_array_factory() -> ArrayFactory | None:
     """Return who makes arrays for ``shmreduce.empty`` and its like, or None."""
     return get_plugins().array_factory()
+
+
+def get_memory_handlers() -> MemoryHandlers | None:
+    """Return what makes an array library allocate by ``shared_allocations``, or None."""
+    return get_plugins().memory_handlers()
 
 
 def plugin_report(*, ask: bool = False) -> list[PluginReport]:

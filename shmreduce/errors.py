@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "AllocatorUnavailableError",
     "AlreadyLoadedError",
     "AttachError",
     "BudgetExceededError",
@@ -106,6 +107,13 @@ class PlatformError(ShmreduceError):
     """The operating system lacks something that shmreduce needs.
 
     Fields: ``missing``.
+    """
+
+
+class AllocatorUnavailableError(ShmreduceError):
+    """The compiled allocator for ``shared_allocations`` is missing or unusable.
+
+    Fields: ``path``, ``reason``.
     """
 
 

@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
+from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import WorkerDied
 from shmreduce.pool import checked_retries, processors
@@ -97,6 +98,8 @@ class ProcessPoolExecutor(Executor):
     retries : int
         How often a task is tried again whose worker was killed. For tasks
         that do no harm when they are begun twice.
+    shared_allocations : bool
+        As for :class:`shmreduce.Pool`.
 
     Notes
     -----
@@ -121,6 +124,7 @@ class ProcessPoolExecutor(Executor):
         *,
         max_tasks_per_child: int | None = None,
         retries: int = 0,
+        shared_allocations: bool = False,
     ) -> None:
         if max_workers is None:
             max_workers = processors()
@@ -133,6 +137,8 @@ class ProcessPoolExecutor(Executor):
             raise TypeError("initializer must be a callable")
         _check_limit(max_tasks_per_child, forks=self._forks)
         self._retries = checked_retries(retries)
+        if shared_allocations:
+            check_allocator()
         self._max_workers = max_workers
         orders = Orders(
             initializer,
@@ -141,6 +147,7 @@ class ProcessPoolExecutor(Executor):
             BaseException,
             os.getpid(),
             plain_errors=True,
+            shared_allocations=shared_allocations,
         )
         self._crew = Crew(
             mp_context, _make_process, max_workers, orders, ExecutorWorkerDied, _broken

@@ -22,12 +22,13 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shmreduce.contracts import ArrayFactory, Reducer, SharingStrategy
+    from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer, SharingStrategy
 
 __all__ = [
     "PROJECT",
     "hookimpl",
     "shmreduce_array_factory",
+    "shmreduce_memory_handlers",
     "shmreduce_reducers",
     "shmreduce_strategies",
 ]
@@ -140,5 +141,35 @@ def shmreduce_array_factory() -> ArrayFactory | None:
     >>> @hookimpl
     ... def shmreduce_array_factory():
     ...     return Factory()
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def shmreduce_memory_handlers() -> MemoryHandlers | None:
+    """Return what makes an array library allocate by ``shared_allocations``.
+
+    The first plugin that returns one is used, in order of the plugins' names;
+    ``hookimpl(tryfirst=True)`` goes before those without.
+
+    Returns
+    -------
+    MemoryHandlers or None
+        None leaves it to the next plugin.
+
+    Examples
+    --------
+    >>> from shmreduce import hookimpl
+    >>> class Handlers:
+    ...     handler = None
+    ...     def make(self, functions):
+    ...         return functions
+    ...     def get(self):
+    ...         return self.handler
+    ...     def set(self, handler):
+    ...         self.handler = handler
+    >>> @hookimpl
+    ... def shmreduce_memory_handlers():
+    ...     return Handlers()
     """
     raise NotImplementedError

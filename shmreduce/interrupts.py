@@ -21,7 +21,7 @@ from shmreduce.descriptor import Descriptor
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "take_over"]
 
 
 class Interrupts:
@@ -35,6 +35,10 @@ class Interrupts:
     every : bool
         Hold back any number of them, for blocks that are sure to end. If not, a
         second one is passed on at once: user code that runs here may hang.
+
+    to_children : bool
+        Processes that are forked here go on holding the signal back, until they
+        call :func:`take_over`. Others have the handler of before.
 
     Notes
     -----
@@ -53,10 +57,13 @@ class Interrupts:
     interrupted here
     """
 
-    def __init__(self, *, every: bool = False) -> None:
+    def __init__(self, *, every: bool = False, to_children: bool = False) -> None:
         self._every = every
+        self._to_children = to_children
         self._handler: Any = None
         """Whose turn it is when the signal is passed on."""
+        self._mask: set[int] | None = None
+        """The signal mask to return to after a fork under way."""
         self._kept: tuple[int, FrameType | None] | None = None
         self._pipe: tuple[Descriptor, Descriptor] | None = None
 
@@ -103,12 +110,65 @@ class Interrupts:
             os.write(self._pipe[1].fileno(), b"!")
 
 
-def _restore_in_forked_child() -> None:
-    """Give a forked child, which never comes to the end of the block, its handler back."""
-    handler: Any = signal.getsignal(signal.SIGINT)
-    while isinstance(owner := getattr(handler, "__self__", None), Interrupts):
-        handler = owner._handler
-        signal.signal(signal.SIGINT, handler)
+def take_over() -> None:
+    """End the blocks that this process was forked in, which it never comes to the end of.
+
+    What came since the fork is passed on.
+    """
+    inner = _innermost()
+    if inner is None:
+        return
+    _restore()
+    handler = signal.getsignal(signal.SIGINT)
+    if inner._kept is not None and callable(handler):
+        handler(*inner._kept)
 
 
-os.register_at_fork(after_in_child=_restore_in_forked_child)
+def _innermost() -> Interrupts | None:
+    owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    return owner if isinstance(owner, Interrupts) else None
+
+
+def _restore() -> None:
+    while (owner := _innermost()) is not None:
+        signal.signal(signal.SIGINT, owner._handler)
+
+
+def _for_children() -> Interrupts | None:
+    """Return the block whose children go on with it, if this thread is in one."""
+    inner = _innermost()
+    here = threading.current_thread() is threading.main_thread()
+    return inner if inner is not None and inner._to_children and here else None
+
+
+def _before_fork() -> None:
+    inner = _for_children()
+    if inner is not None:
+        # CPython forgets, in the child, what came before the hooks that run there.
+        inner._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def _after_fork_in_parent() -> None:
+    inner = _for_children()
+    if inner is not None and inner._mask is not None:
+        mask, inner._mask = inner._mask, None
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    inner = _innermost()
+    if inner is None:
+        return
+    # What came before the fork was for the parent.
+    inner._kept = None
+    if inner._mask is None:
+        _restore()
+    else:
+        _after_fork_in_parent()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

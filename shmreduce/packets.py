@@ -1,6 +1,6 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
-May import errors, :mod:`shmreduce.memory`, ``children`` and ``pickling``; knows
+May import errors, :mod:`shmreduce.memory`, ``born``, ``children`` and ``pickling``; knows
 nothing of sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
@@ -16,6 +16,7 @@ import pickle
 import struct
 from typing import TYPE_CHECKING, Any
 
+from shmreduce.born import moving
 from shmreduce.children import Call
 from shmreduce.errors import AttachError, OutOfSharedMemoryError, SegmentError
 from shmreduce.memory.handle import Handle
@@ -35,7 +36,15 @@ if TYPE_CHECKING:
 
     from shmreduce.memory.segment import Segment
 
-__all__ = ["LARGEST_PACKET", "MOST_DESCRIPTORS", "Arrival", "Packet", "pack", "pack_bytes"]
+__all__ = [
+    "LARGEST_PACKET",
+    "MOST_DESCRIPTORS",
+    "Arrival",
+    "Packet",
+    "pack",
+    "pack_bytes",
+    "pack_last",
+]
 
 INLINE_BODY = 32 << 10
 """Bytes up to which a message stands in its packet; beyond, a block is quicker."""
@@ -123,6 +132,30 @@ def pack(obj: Any) -> Packet:
     data, message = dumps(obj)
     if data.nbytes <= INLINE_BODY and (message is None or message.is_empty):
         return Packet(_PLAIN + data, ())
+    return _make(data, message)
+
+
+def pack_last(held: list[Any]) -> Packet:
+    """Return the packet of the one object in a list, which is emptied.
+
+    Arrays born in shared memory that nobody has afterwards are moved.
+
+    Raises
+    ------
+    OutOfSharedMemoryError, BudgetExceededError
+        As :func:`pack`. The object may have gone then.
+    """
+    if not moving.started:
+        return pack(held.pop())
+    with moving.Moves() as moves:
+        data, message = dumps(held[0])
+        try:
+            held.clear()
+            data = moves.settle(data)
+        except BaseException:
+            if message is not None:
+                message.rollback()
+            raise
     return _make(data, message)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sized
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import TaskAbandonedError, WorkerDied
 from shmreduce.pool_crew import Crew
@@ -65,6 +66,14 @@ class Pool:
     retries : int
         How often a task is tried again whose worker was killed. For tasks
         that do no harm when they are begun twice.
+    shared_allocations : bool
+        Whether tasks run in :func:`shmreduce.shared_allocations`: large arrays
+        that they return and do not keep are moved to the caller, not copied.
+
+    Raises
+    ------
+    AllocatorUnavailableError
+        With ``shared_allocations``, if the compiled allocator is missing.
 
     Notes
     -----
@@ -89,6 +98,7 @@ class Pool:
         context: Any = None,
         *,
         retries: int = 0,
+        shared_allocations: bool = False,
     ) -> None:
         # First, for __del__ after an error below.
         self._state = _INIT
@@ -104,12 +114,22 @@ class Pool:
         if initializer is not None and not callable(initializer):
             raise TypeError("initializer must be a callable")
         self._retries = checked_retries(retries)
+        if shared_allocations:
+            # Here, and not in each worker.
+            check_allocator()
         self._processes = processes
         self._crew = Crew(
             context or get_context(),
             self.Process,
             processes,
-            Orders(initializer, tuple(initargs), maxtasksperchild, Exception, self._pid),
+            Orders(
+                initializer,
+                tuple(initargs),
+                maxtasksperchild,
+                Exception,
+                self._pid,
+                shared_allocations=shared_allocations,
+            ),
             died=WorkerDied,
             broken=lambda error: error,
         )

@@ -22,6 +22,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, packets, pickling
+from shmreduce.born.moving import Moves
+from shmreduce.memory.message import discard_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +82,21 @@ class Channel:
     def pack(obj: object) -> Any:
         """Pickle an answer, for :meth:`send_packed`; nothing is held if that fails."""
         return ForkingPickler.dumps(obj)
+
+    @staticmethod
+    def pack_last(held: list[Any]) -> Any:
+        """Pickle the one object in a list, which is emptied, as :meth:`pack` does.
+
+        Arrays born in shared memory that nobody has afterwards are moved.
+        """
+        with Moves() as moves:
+            data = ForkingPickler.dumps(held[0])
+            try:
+                held.clear()
+                return moves.settle(data)
+            except BaseException:
+                discard_message(data)
+                raise
 
     @staticmethod
     def loads(data: Any) -> Any:
@@ -144,6 +161,10 @@ class _OwnChannel(Channel):
     @staticmethod
     def pack(obj: object) -> Any:
         return packets.pack(obj)
+
+    @staticmethod
+    def pack_last(held: list[Any]) -> Any:
+        return packets.pack_last(held)
 
     @staticmethod
     def loads(data: Any) -> Any:

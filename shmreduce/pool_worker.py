@@ -1,18 +1,20 @@
 """What a worker process of a pool does.
 
-May import :mod:`shmreduce.errors`, ``pool_tasks``, ``pool_channel``,
+May import :mod:`shmreduce.errors`, ``born``, ``pool_tasks``, ``pool_channel``,
 ``pool_marks`` and ``parent_death``. The protocol
 is described in :mod:`shmreduce.pool_crew`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import traceback
 from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
+from shmreduce.born.allocations import shared_allocations
 from shmreduce.errors import ShmreduceError
 from shmreduce.parent_death import die_with_parent
 from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
@@ -49,6 +51,9 @@ class Orders:
     plain_errors : bool
         A result that cannot be pickled is answered by the pickler's exception,
         and not by ``MaybeEncodingError``.
+    shared_allocations : bool
+        Tasks run in :func:`shmreduce.shared_allocations`; results that only
+        the worker has are moved.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Orders:
         parent: int,
         *,
         plain_errors: bool = False,
+        shared_allocations: bool = False,
     ) -> None:
         self.initializer = initializer
         self.initargs = initargs
@@ -67,6 +73,7 @@ class Orders:
         self.catch = catch
         self.parent = parent
         self.plain_errors = plain_errors
+        self.shared_allocations = shared_allocations
 
 
 def work(channel: Channel, lifeline: Descriptor, marks: Marks, orders: Orders) -> None:
@@ -120,34 +127,38 @@ def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
 
 def _answer(channel: Channel, data: bytes | Exception, marks: Marks, orders: Orders) -> bool:
     """Do one task and send its answer; False if there is nobody to send it to."""
-    succeeded, value = _run(channel, data, marks, orders.catch)
+    # In a list, so that there is no reference to it but one that others can drop.
+    held = [_run(channel, data, marks, orders)]
     try:
-        message = channel.pack((succeeded, value))
+        moving = orders.shared_allocations
+        message = channel.pack_last(held) if moving else channel.pack(held[0])
     except Exception as error:
         if not isinstance(error, ShmreduceError) and not orders.plain_errors:
             # Not one that says itself what to do, such as: there is no memory.
+            value = held[0][1]
             if isinstance(value, ExceptionWithTraceback):
                 value = value.exc
             return _tell(channel, False, MaybeEncodingError(error, value))
         return _tell(channel, False, _with_traceback(error))
-    del value
+    held.clear()
     return _deliver(channel, message)
 
 
 def _run(
-    channel: Channel, data: bytes | Exception, marks: Marks, catch: type[BaseException]
+    channel: Channel, data: bytes | Exception, marks: Marks, orders: Orders
 ) -> tuple[bool, Any]:
     try:
         if isinstance(data, Exception):
             raise data
         how, function, arguments, keywords = channel.loads(data)
         del data
-        if how == ONCE:
-            return True, function(*arguments, **keywords)
-        return True, _run_all(how, function, arguments, marks)
+        with shared_allocations() if orders.shared_allocations else contextlib.nullcontext():
+            if how == ONCE:
+                return True, function(*arguments, **keywords)
+            return True, _run_all(how, function, arguments, marks)
     except KeyboardInterrupt:
         raise
-    except catch as error:
+    except orders.catch as error:
         return False, _with_traceback(error)
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.connection import Pipe, give_buffer
 from shmreduce.errors import ShmreduceError
-from shmreduce.packets import Packet, pack
+from shmreduce.packets import Packet, pack_last
 
 if TYPE_CHECKING:
     import collections
@@ -77,7 +77,10 @@ class SimpleQueue(_StandardSimpleQueue):
 
     def put(self, obj: Any) -> None:
         """Put an object in, as it is now. See :meth:`Connection.send` for errors."""
-        self._writer.send(obj)
+        held = [obj]
+        # So that the caller's may be the last reference.
+        del obj
+        self._writer.send_last(held)
 
 
 class _Unsendable(NamedTuple):
@@ -123,7 +126,8 @@ class _Feeder(NamedTuple):
         try:
             if isinstance(item, _Unsendable):
                 raise item.error
-            self.writer.transmit(item)
+            # put() has promised it: nobody is there to be told.
+            self.writer.transmit(item, patient=True)
         except Exception as error:
             if self.ignores_broken_pipe and getattr(error, "errno", 0) == errno.EPIPE:
                 return False
@@ -191,7 +195,9 @@ class Queue(_StandardQueue):
             If the queue is closed.
         """
         self._reserve(block, timeout)
-        self._add(self._pack(obj))
+        held = [obj]
+        del obj
+        self._add(self._pack(held))
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take the next object out.
@@ -242,15 +248,15 @@ class Queue(_StandardQueue):
         if not self._sem.acquire(block, timeout):
             raise Full
 
-    def _pack(self, obj: Any) -> Packet | _Unsendable:
+    def _pack(self, held: list[Any]) -> Packet | _Unsendable:
         try:
-            return pack(obj)
+            return pack_last(held)
         except ShmreduceError:
             # Not the object's fault: the caller can do something about it.
             self._sem.release()
             raise
         except Exception as error:
-            return _Unsendable(obj, error)
+            return _Unsendable(held[0] if held else None, error)
         except BaseException:
             self._sem.release()
             raise
@@ -320,7 +326,9 @@ class JoinableQueue(Queue, _StandardJoinableQueue):
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
         """Put an object in, as it is now, and count it; see :meth:`Queue.put`."""
         self._reserve(block, timeout)
-        item = self._pack(obj)
+        held = [obj]
+        del obj
+        item = self._pack(held)
         with self._cond:
             # Before anybody can get it and call task_done().
             self._unfinished_tasks.release()

@@ -1,7 +1,7 @@
 """Connections to other hosts, where shared memory leads nowhere.
 
-May import :mod:`multiprocessing.connection`; nothing of shmreduce. Only
-:mod:`shmreduce.forking` uses it.
+May import :mod:`multiprocessing.connection`; nothing of shmreduce.
+:mod:`shmreduce.forking` and :mod:`shmreduce.managers` use it.
 
 A :class:`multiprocessing.connection.Connection` may be a pipe, a Unix socket
 or a TCP socket, and pickles alike for all. While shmreduce is installed,

@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.descriptor import Descriptor
-from shmreduce.interrupts import Interrupts
+from shmreduce.interrupts import Interrupts, take_over
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import set_thread_name
 
@@ -159,6 +159,7 @@ def run_call(call: Call) -> None:
         function raised something else.
     """
     try:
+        take_over()
         if call.death_signal:
             die_with_parent(call.lifeline, call.death_signal, call.parent)
         _name_process(call)

@@ -99,7 +99,7 @@ def start_processes(
         If there is no such start method.
 
     If a process cannot be started, those that were started are terminated. If
-    the wait is interrupted, by Ctrl-C for example, the processes have a second
+    this is interrupted, by Ctrl-C for example, the processes have a second
     to end by themselves before they are terminated.
 
     Examples
@@ -122,7 +122,7 @@ def start_processes(
     signal_number = signal.SIGINT if death_signal is None else death_signal
     starter = _Starter(ctx, fn, tuple(args), daemon, results, signal_number)
     try:
-        with Interrupts() as interrupts:
+        with Interrupts(to_children=True) as interrupts:
             starter.start(nprocs, interrupts)
             processes = ProcessContext(starter.children, results=results)
             while join and not processes.join_unless(interrupts):
@@ -130,8 +130,9 @@ def start_processes(
     except ProcessException:
         # None is left.
         raise
-    except BaseException:
-        stop(starter.children, _INTERRUPTED_SECONDS if starter.done else 0.0)
+    except BaseException as error:
+        failed = isinstance(error, Exception) and not starter.done
+        stop(starter.children, 0.0 if failed else _INTERRUPTED_SECONDS)
         raise
     if not join:
         return processes

@@ -1,10 +1,10 @@
 """NumPy arrays travel by shared memory, and are born in it.
 
 Imports only public names of :mod:`shmreduce`, and NumPy when the first array
-turns up. This module answers the hooks. ``reducer`` and ``factory`` are what
-the core gets; ``reduction`` and ``rebuild`` are the sending and the receiving
-side of a message, ``sharing`` makes shared arrays, ``blocks`` relates arrays to
-memory, ``dtypes`` and ``classes`` say what can travel and how.
+turns up. This module answers the hooks. ``reducer``, ``factory`` and
+``handler`` are what the core gets; ``reduction`` and ``rebuild`` are the sending
+and the receiving side of a message, ``sharing`` makes shared arrays, ``blocks``
+relates arrays to memory, ``dtypes`` and ``classes`` say what can travel and how.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shmreduce import hookimpl
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shmreduce import ArrayFactory, Reducer
+    from shmreduce import ArrayFactory, MemoryHandlers, Reducer
 
-__all__ = ["shmreduce_array_factory", "shmreduce_reducers"]
+__all__ = ["shmreduce_array_factory", "shmreduce_memory_handlers", "shmreduce_reducers"]
 
 
 @hookimpl
@@ -35,3 +35,11 @@ def shmreduce_array_factory() -> ArrayFactory:
     from shmreduce_numpy.factory import NumpyArrayFactory
 
     return NumpyArrayFactory()
+
+
+@hookimpl
+def shmreduce_memory_handlers() -> MemoryHandlers:
+    """Provide what lets NumPy allocate elsewhere."""
+    from shmreduce_numpy.handler import memory_handlers
+
+    return memory_handlers

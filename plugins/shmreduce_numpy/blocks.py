@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shmreduce import Block
 
-__all__ = ["array_over", "find_block_of", "offset_in", "root_of"]
+__all__ = ["array_over", "find_block_of", "offset_in", "owner_of", "root_of"]
 
 # as_strided() leaves an object of a class without public name between its
 # result and the array it was given.
@@ -31,15 +31,28 @@ def find_block_of(array: np.ndarray[Any, Any]) -> Block | None:
     Found for every view that NumPy derives, and through memoryviews of arrays.
     Memory that came by way of another library (DLPack, say) is not recognised.
     """
-    bottom: Any = array.base
-    while bottom is not None:
+    bottom = _bottom_of(array)
+    return None if isinstance(bottom, np.ndarray) else shmreduce.find_block(bottom)
+
+
+def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """Return the array whose memory, allocated by NumPy, this one lies in; maybe itself."""
+    bottom = _bottom_of(array)
+    return bottom if isinstance(bottom, np.ndarray) and bottom.flags.owndata else None
+
+
+def _bottom_of(array: np.ndarray[Any, Any]) -> Any:
+    """Return the object whose memory it is: an array that is not a view, or a foreign one."""
+    bottom: Any = array
+    while True:
         if isinstance(bottom, np.ndarray) or type(bottom) is _STRIDED_BASE:
+            if bottom.base is None:
+                return bottom
             bottom = bottom.base
         elif isinstance(bottom, memoryview) and isinstance(bottom.obj, np.ndarray):
             bottom = bottom.obj
         else:
-            return shmreduce.find_block(bottom)
-    return None
+            return bottom
 
 
 def offset_in(block: Block, array: np.ndarray[Any, Any]) -> int:

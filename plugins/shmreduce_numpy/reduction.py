@@ -13,7 +13,7 @@ import numpy as np
 from numpy import ma
 
 from shmreduce_numpy import rebuild
-from shmreduce_numpy.blocks import find_block_of, offset_in
+from shmreduce_numpy.blocks import find_block_of, offset_in, owner_of
 from shmreduce_numpy.classes import Protocol, protocol_of
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.dtypes import describe_dtype
@@ -113,6 +113,10 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
         handle = message.refer(block, array.nbytes)
         if handle is not None:
             return _reference(array, block, handle)
+    if block is None and message.moves and (flags.c_contiguous or flags.f_contiguous):
+        moved = _move(array, message)
+        if moved is not None:
+            return moved
     taken = message.allocate(array.nbytes)
     if taken is None:
         return _reduce_inline(array, message)
@@ -123,6 +127,23 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     if type(array) is np.ndarray:
         return rebuild.rebuild_copy, arguments
     return rebuild.rebuild_copy, (*arguments, type(array))
+
+
+def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
+    """Name the memory that NumPy allocated for an array, or for what it is a view of."""
+    owner = owner_of(array)
+    if owner is None:
+        return None
+    address: int = owner.__array_interface__["data"][0]
+    handle = message.move(address, array.nbytes)
+    if handle is None:
+        return None
+    offset: int = array.__array_interface__["data"][0] - address
+    dtype = describe_dtype(array.dtype)
+    arguments = (handle, offset, array.shape, array.strides, dtype, array.flags.writeable)
+    if type(array) is np.ndarray:
+        return rebuild.rebuild_view, arguments
+    return rebuild.rebuild_view, (*arguments, type(array))
 
 
 def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-__all__ = ["Measurement", "Report", "Unit"]
+__all__ = ["TIME", "Measurement", "Report", "Trace", "Unit"]
 
 Unit = Literal["s", "bytes", "count"]
+
+TIME = "time"
+"""The metric that rows are compared by, unless another one is asked for."""
 
 
 @dataclass
 class Measurement:
-    """One system's samples of one row of one workload.
+    """One system's samples of one metric of one row of one workload.
 
     Parameters
     ----------
@@ -26,6 +29,10 @@ class Measurement:
         Of the samples.
     samples : list of float
         In the order in which they were taken.
+    metric : str
+        What was looked at: the time, or what it took besides.
+    nbytes : int
+        Bytes of arrays in one message, 0 where that means nothing.
 
     Examples
     --------
@@ -38,6 +45,8 @@ class Measurement:
     row: str
     unit: Unit
     samples: list[float] = field(default_factory=list)
+    metric: str = TIME
+    nbytes: int = 0
 
     @property
     def median(self) -> float:
@@ -54,6 +63,25 @@ class Measurement:
 
 
 @dataclass
+class Trace:
+    """Memory over time, of one system in one row.
+
+    Parameters
+    ----------
+    workload, system, row : str
+        As of a measurement.
+    seconds, nbytes : list of float
+        Points.
+    """
+
+    workload: str
+    system: str
+    row: str
+    seconds: list[float] = field(default_factory=list)
+    nbytes: list[float] = field(default_factory=list)
+
+
+@dataclass
 class Report:
     """All measurements of a run, and what was left out.
 
@@ -65,22 +93,33 @@ class Report:
         In the order in which rows were measured.
     notices : list of str
         What was skipped, and why.
+    traces : list of Trace
+        Memory over time.
+    run : dict
+        When it was measured, and by which command.
     """
 
     machine: dict[str, str] = field(default_factory=dict)
     measurements: list[Measurement] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    run: dict[str, str] = field(default_factory=dict)
 
-    def find(self, workload: str, system: str, row: str) -> Measurement | None:
+    def find(self, workload: str, system: str, row: str, metric: str = TIME) -> Measurement | None:
         """Return a measurement, or None if it was not made."""
         for each in self.measurements:
-            if (each.workload, each.system, each.row) == (workload, system, row):
+            if (each.workload, each.system, each.row, each.metric) == (
+                workload,
+                system,
+                row,
+                metric,
+            ):
                 return each
         return None
 
-    def value(self, workload: str, system: str, row: str) -> float | None:
+    def value(self, workload: str, system: str, row: str, metric: str = TIME) -> float | None:
         """Return the median of a measurement, or None if it was not made."""
-        found = self.find(workload, system, row)
+        found = self.find(workload, system, row, metric)
         return None if found is None else found.median
 
     def rows(self, workload: str) -> list[str]:
@@ -91,20 +130,52 @@ class Report:
         """List the systems that a workload was measured with, each once."""
         return _unique(each.system for each in self.measurements if each.workload == workload)
 
+    def metrics(self, workload: str) -> list[str]:
+        """List the metrics of a workload, each once."""
+        return _unique(each.metric for each in self.measurements if each.workload == workload)
+
     def workloads(self) -> list[str]:
         """List the workloads, each once."""
         return _unique(each.workload for each in self.measurements)
+
+    def tell(self, notice: str) -> None:
+        """Add a notice, once."""
+        if notice not in self.notices:
+            self.notices.append(notice)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as values that JSON knows."""
         return {
             "machine": self.machine,
+            "run": self.run,
             "notices": self.notices,
             "measurements": [
                 {**vars(each), "median": each.median, "spread": each.spread}
                 for each in self.measurements
             ],
+            "traces": [vars(each) for each in self.traces],
         }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Return the report that :meth:`as_json` told.
+
+        Examples
+        --------
+        >>> report = Report(notices=["torch skipped"])
+        >>> Report.from_json(report.as_json()) == report
+        True
+        """
+        return cls(
+            machine=values["machine"],
+            run=values["run"],
+            notices=values["notices"],
+            measurements=[
+                Measurement(**{name: each[name] for name in Measurement.__dataclass_fields__})
+                for each in values["measurements"]
+            ],
+            traces=[Trace(**each) for each in values["traces"]],
+        )
 
 
 def _unique(names: Any) -> list[str]:

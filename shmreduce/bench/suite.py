@@ -5,136 +5,244 @@ May import every module of this package.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from shmreduce.bench import burst, echo, import_time, live_arrays
 from shmreduce.bench.measurements import Report
-from shmreduce.bench.systems import Shmreduce, System
-from shmreduce.errors import ShmreduceError
+from shmreduce.bench.resources import memory_available
+from shmreduce.bench.systems.base import System
+from shmreduce.bench.systems.catalog import OURS_BOTH_STRATEGIES, SYSTEMS
+from shmreduce.bench.turns import take_turns
+from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages
+from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
+from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
+from shmreduce.errors import ConfigurationError, ShmreduceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from shmreduce.bench.measurements import Measurement
+    from shmreduce.bench.measurements import Measurement, Trace
+    from shmreduce.bench.plan import Plan
+    from shmreduce.bench.workloads.base import Workload
 
-__all__ = ["WORKLOADS", "Plan", "quick_plan", "run"]
+_AnySystem = TypeVar("_AnySystem", bound=System)
 
-_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+__all__ = ["TITLES", "load_report", "machine", "rows_of", "run", "save_report", "selection"]
+
+_TURNS: dict[str, Workload] = {
+    each.name: each
+    for each in (
+        Echo("fresh", "Round trip of an array that was not sent before"),
+        Echo("shared", "Round trip of an array that is shared already", "shared"),
+        Echo("born", "Round trip of a new array that NumPy made in shared memory", "born"),
+        EchoFirstUse("first-use", "Round trip of the first array that new processes send"),
+        Stream("stream", "Messages one way: time of each"),
+        FanOut("fan-out", "One array to several workers, until all have looked at it"),
+        Results("results", "pool.map that returns new arrays: time of each"),
+        Pipeline("pipeline", "An array from A to B, and on to C"),
+        EchoObjects("objects", "Round trip of objects that contain arrays"),
+        EchoSmallArrays("small-arrays", "Round trip of a list of small arrays"),
+        Exchange("exchange", "Processes in a ring on two processors: time of each message"),
+    )
+}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much to measure; sizes in bytes."""
+class _Found:
+    """What a workload without turns found."""
 
-    fresh_sizes: tuple[int, ...] = (
-        128,
-        4 * _KIB,
-        16 * _KIB,
-        64 * _KIB,
-        _MIB,
-        8 * _MIB,
-        64 * _MIB,
-        256 * _MIB,
-    )
-    shared_sizes: tuple[int, ...] = (128, 64 * _KIB, _MIB, 64 * _MIB, _GIB)
-    effort: echo.Effort = field(default_factory=echo.Effort)
-    live_arrays: int = 100_000
-    burst_arrays: int = 64
-    burst_array_bytes: int = 64 * _MIB
-    import_rounds: int = 30
+    measurements: list[Measurement]
+    traces: list[Trace] | tuple[()] = ()
 
 
-def quick_plan() -> Plan:
-    """Return a plan that takes seconds, not minutes, and says less."""
-    return Plan(
-        fresh_sizes=(128, 64 * _KIB, _MIB, 8 * _MIB),
-        shared_sizes=(128, _MIB, 8 * _MIB),
-        effort=echo.Effort(rounds=3, seconds=0.05, warm_up=1),
-        live_arrays=10_000,
-        burst_arrays=16,
-        burst_array_bytes=32 * _MIB,
-        import_rounds=5,
+def _stages(plan: Plan, _notice: Callable[[str], None]) -> _Found:
+    return _Found(stages.measure_stages("stages", plan.stage_sizes, plan.stage_rounds))
+
+
+def _fork(plan: Plan, _notice: Callable[[str], None]) -> _Found:
+    return _Found(stages.measure_fork("fork", plan.live_arrays))
+
+
+def _live(plan: Plan, notice: Callable[[str], None]) -> _Found:
+    systems = _usable(OURS_BOTH_STRATEGIES, plan, notice)
+    return _Found(live_arrays.measure_live_arrays("live", systems, plan.live_arrays))
+
+
+def _burst(plan: Plan, notice: Callable[[str], None]) -> _Found:
+    systems = _usable(OURS_BOTH_STRATEGIES, plan, notice)
+    available = memory_available()
+    if available is not None and plan.burst_arrays * plan.burst_array_bytes * 1.5 > available:
+        notice("burst skipped: it takes more memory than there is")
+        return _Found([])
+    return _Found(
+        *burst.measure_burst("burst", systems, plan.burst_array_bytes, plan.burst_arrays)
     )
 
 
-def _fresh(plan: Plan, notice: Callable[[str], None]) -> list[Measurement]:
-    systems = _usable(echo.FRESH_SYSTEMS, notice)
-    # Each measuring process and worker holds the array, its pickle and a copy.
-    sizes = _that_fit(plan.fresh_sizes, 4 * len(systems), notice)
-    return echo.measure_echo("fresh", "fresh", systems, sizes, plan.effort, notice)
+def _killed(plan: Plan, _notice: Callable[[str], None]) -> _Found:
+    return _Found(killed.measure_killed_workers("killed", plan.effort.rounds))
 
 
-def _shared(plan: Plan, notice: Callable[[str], None]) -> list[Measurement]:
-    systems = _usable(echo.SHARED_SYSTEMS, notice)
-    sizes = _that_fit(plan.shared_sizes, 2 * len(systems), notice)
-    return echo.measure_echo("shared", "shared", systems, sizes, plan.effort, notice)
+def _import(plan: Plan, _notice: Callable[[str], None]) -> _Found:
+    return _Found(import_time.measure_import_time("import", plan.import_rounds))
 
 
-def _live(plan: Plan, notice: Callable[[str], None]) -> list[Measurement]:
-    systems = _usable(_OUR_SYSTEMS, notice)
-    return live_arrays.measure_live_arrays("live", systems, plan.live_arrays)
-
-
-def _burst(plan: Plan, notice: Callable[[str], None]) -> list[Measurement]:
-    systems = _usable(_OUR_SYSTEMS, notice)
-    if not _that_fit((plan.burst_arrays * plan.burst_array_bytes,), 1.5, notice):
-        return []
-    return burst.measure_burst("burst", systems, plan.burst_array_bytes, plan.burst_arrays)
-
-
-def _import(plan: Plan, _notice: Callable[[str], None]) -> list[Measurement]:
-    return import_time.measure_import_time("import", plan.import_rounds)
-
-
-_OUR_SYSTEMS = (Shmreduce(), Shmreduce("shmreduce file_system", "file_system"))
-
-WORKLOADS: dict[str, Callable[[Plan, Callable[[str], None]], list[Measurement]]] = {
-    "fresh": _fresh,
-    "shared": _shared,
+_OTHERS: dict[str, Callable[[Plan, Callable[[str], None]], _Found]] = {
+    "stages": _stages,
+    "fork": _fork,
     "live": _live,
     "burst": _burst,
+    "killed": _killed,
     "import": _import,
 }
-"""Name to function of a plan and of somebody to tell what is going on."""
+
+TITLES = {
+    **{name: workload.title for name, workload in _TURNS.items()},
+    "stages": "What each stage of a message costs",
+    "fork": "os.fork in a process with many arrays",
+    "live": "Shared arrays of 4 KiB, all alive, with at most 256 open files",
+    "burst": "Shared memory of a burst of arrays, and of idle processes after it",
+    "killed": "A worker is killed in the middle of a task",
+    "import": "Time of an interpreter that imports",
+}
+"""Names of all workloads, in the order in which they run, and what they measure."""
 
 
-def run(names: Sequence[str], plan: Plan, progress: Callable[[str], None]) -> Report:
+def selection(text: str | None) -> dict[str, set[str] | None]:
+    """Read what ``--only`` says: workloads, or rows of them.
+
+    Returns
+    -------
+    dict
+        Name of a workload to its wanted rows, None for all.
+
+    Examples
+    --------
+    >>> selection("stream, fresh:1 MiB")
+    {'stream': None, 'fresh': {'1 MiB'}}
+    """
+    if text is None:
+        return dict.fromkeys(TITLES)
+    chosen: dict[str, set[str] | None] = {}
+    for part in text.split(","):
+        name, colon, row = (word.strip() for word in part.partition(":"))
+        if name not in TITLES:
+            raise ConfigurationError(
+                f"there is no workload {name!r}; there are {', '.join(TITLES)}",
+                setting="--only",
+                value=name,
+            )
+        rows = chosen.setdefault(name, set())
+        if not colon:
+            chosen[name] = None
+        elif rows is not None:
+            rows.add(row)
+    return chosen
+
+
+def rows_of(name: str, plan: Plan) -> list[str]:
+    """Name the rows of a workload that ``--only`` can choose."""
+    return [row.name for row in _TURNS[name].rows(plan)] if name in _TURNS else []
+
+
+def run(
+    chosen: Mapping[str, set[str] | None],
+    plan: Plan,
+    progress: Callable[[str], None],
+    report: Report,
+    save: Callable[[Report], None] | None = None,
+) -> None:
     """Run workloads one after the other.
 
     A workload that fails is named in the report's notices; the others go on.
 
     Parameters
     ----------
-    names : sequence of str
-        Keys of :data:`WORKLOADS`.
+    chosen : mapping
+        As :func:`selection` returns it.
     plan : Plan
         How much to measure.
     progress : callable
         Told what is going on, in words.
+    report : Report
+        What is measured is added to it. Rows that it has are not measured again.
+    save : callable, optional
+        Called with the report after each row.
     """
-    report = Report(machine=_machine())
-    for name in names:
-        progress(f"{name} ...")
 
-        def notice(text: str) -> None:
-            report.notices.append(text)
-            progress(text)
+    def notice(text: str) -> None:
+        report.tell(text)
+        progress(text)
 
+    def keep(found: list[Measurement], traces: Sequence[Trace]) -> None:
+        report.measurements += found
+        report.traces += traces
+        if save is not None:
+            save(report)
+
+    for name, rows in chosen.items():
         try:
-            report.measurements += WORKLOADS[name](plan, notice)
+            if name in _TURNS:
+                _take_turns(_TURNS[name], rows, plan, report, notice, progress, keep)
+            elif name not in report.workloads():
+                progress(f"{name} ...")
+                found = _OTHERS[name](plan, notice)
+                keep(found.measurements, found.traces)
         except ShmreduceError as error:
             notice(f"{name} failed: {error}")
-    return report
 
 
-def _usable(systems: Sequence[System], notice: Callable[[str], None]) -> list[System]:
+def _take_turns(
+    workload: Workload,
+    wanted: set[str] | None,
+    plan: Plan,
+    report: Report,
+    notice: Callable[[str], None],
+    progress: Callable[[str], None],
+    keep: Callable[[list[Measurement], Sequence[Trace]], None],
+) -> None:
+    rows = list(workload.rows(plan))
+    unknown = (wanted or set()) - {row.name for row in rows}
+    if unknown:
+        raise ConfigurationError(
+            f"{workload.name} has no row {', '.join(sorted(unknown))}; "
+            f"there are {', '.join(row.name for row in rows)}",
+            setting="--only",
+            value=min(unknown),
+        )
+    done = report.rows(workload.name)
+    rows = [row for row in rows if (wanted is None or row.name in wanted) and row.name not in done]
+    available = memory_available()
+    fitting = [
+        row
+        for row in rows
+        if available is None or row.nbytes * min(workload.copies, 8) < available
+    ]
+    for row in rows:
+        if row not in fitting:
+            notice(f"{workload.name}: {row.name} skipped: it takes more memory than there is")
+    systems = _usable([each for each in SYSTEMS if workload.suits(each)], plan, notice)
+    if not systems or not fitting:
+        return
+    for _, found, traces in take_turns(
+        workload, systems, fitting, plan.effort, notice=notice, progress=progress
+    ):
+        keep(found, traces)
+
+
+def _usable(
+    systems: Sequence[_AnySystem], plan: Plan, notice: Callable[[str], None]
+) -> list[_AnySystem]:
     usable = []
     for system in systems:
+        if plan.systems is not None and system.name not in plan.systems:
+            continue
         reason = system.unusable_reason()
         if reason is None:
             usable.append(system)
@@ -143,45 +251,73 @@ def _usable(systems: Sequence[System], notice: Callable[[str], None]) -> list[Sy
     return usable
 
 
-def _that_fit(sizes: Sequence[int], copies: float, notice: Callable[[str], None]) -> list[int]:
-    """Leave out sizes for which there is not memory enough."""
-    available = _memory("MemAvailable")
-    fit = [size for size in sizes if available is None or size * copies < available]
-    for size in sizes:
-        if size not in fit:
-            notice(f"{echo.size_row(size)} skipped: it takes {copies:g} times that in memory")
-    return fit
+def save_report(report: Report, path: Path) -> None:
+    """Write a report, so that there is never half of one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(report.as_json()))
+    partial.replace(path)
 
 
-def _machine() -> dict[str, str]:
-    total = _memory("MemTotal")
+def load_report(path: Path) -> Report:
+    """Read what :func:`save_report` wrote; an empty report if there is nothing yet.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is no report, or was measured on another machine or with other versions.
+    """
+    if not path.exists():
+        return Report(machine=machine())
+    try:
+        report = Report.from_json(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} is no report of shmreduce bench: {error!r}; name another file",
+            setting="--results",
+            value=str(path),
+        ) from error
+    if report.machine != machine():
+        raise ConfigurationError(
+            f"{path} was measured on another machine or with other versions; name another file",
+            setting="--results",
+            value=str(path),
+        )
+    return report
+
+
+def machine() -> dict[str, str]:
+    """Describe this machine, and the versions of what is compared."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "processor": _processor(),
         "processors": str(os.cpu_count()),
-        "memory": "unknown" if total is None else f"{total / _GIB:.1f} GiB",
+        "memory": f"{total / (1 << 30):.1f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
-        **{name: _version(name) for name in ("shmreduce", "numpy", "torch")},
+        **{name: _version(name) for name in _DISTRIBUTIONS},
     }
 
 
+_DISTRIBUTIONS = (
+    "shmreduce",
+    "numpy",
+    "torch",
+    "joblib",
+    "loky",
+    "ray",
+    "distributed",
+    "faster-fifo",
+    "pyzmq",
+    "pandas",
+)
+
+
 def _processor() -> str:
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    with suppress(FileNotFoundError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _memory(key: str) -> int | None:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * _KIB
-    return None
-
-
-def _lines(name: str) -> list[str]:
-    path = Path(name)
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _version(distribution: str) -> str:

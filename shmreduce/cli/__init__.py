@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import shmreduce
-from shmreduce.cli import bench, collecting, demo, doctor, listing, plugins
+from shmreduce.cli import bench, building, collecting, demo, doctor, listing, plugins
 from shmreduce.errors import ShmreduceError
 
 if TYPE_CHECKING:
@@ -73,6 +73,6 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"shmreduce {shmreduce.__version__}"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (demo, plugins, listing, collecting, doctor, bench):
+    for module in (demo, plugins, listing, collecting, doctor, bench, building):
         module.add_command(commands)
     return parser

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmreduce.cli.text import Table, print_json, size_text, time_text
@@ -11,127 +14,210 @@ from shmreduce.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from shmreduce.bench.measurements import Measurement, Report
+    from shmreduce.bench.plan import Plan
     from shmreduce.bench.targets import Verdict
 
-__all__ = ["add_command"]
-
-_TITLES = {
-    "fresh": "Round trip of a fresh float64 array through SimpleQueue",
-    "shared": "Round trip of an array that is shared already",
-    "live": "Shared arrays of 4 KiB, all alive, with at most 256 open files",
-    "burst": "Shared memory of a burst of arrays, and of idle processes after it",
-    "import": "Time of an interpreter that imports",
-}
+__all__ = ["add_command", "medians", "ratios", "resources", "value_text"]
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add this command and its options to the parser."""
     parser = commands.add_parser(
         "bench",
-        help="measure this machine, beside plain multiprocessing and torch",
+        help="measure this machine, beside plain multiprocessing, torch, Ray and others",
         description=(
-            "Measure round trips, descriptors, memory and import time. Systems take turns in "
-            "processes of their own; what is not installed is skipped with a notice."
+            "Measure round trips, streams, pools, descriptors, memory and import time. Systems "
+            "take turns in processes of their own; what is not installed is skipped with a notice."
         ),
     )
     parser.add_argument(
         "--only",
-        metavar="NAME[,NAME...]",
-        help=f"some of: {', '.join(_TITLES)}",
+        metavar="NAME[:ROW][,...]",
+        help="some workloads, or rows of them; --list names them",
     )
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
+    parser.add_argument("--systems", metavar="NAME[,NAME...]", help="measure only these systems")
+    parser.add_argument("--list", action="store_true", help="name workloads, rows and systems")
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes, fewer rounds, systems"
+    )
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        type=Path,
+        help="keep results in this file; rows that it has are not measured again",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, all samples in it")
+    parser.add_argument(
+        "--resources", action="store_true", help="print CPU time, memory and descriptors, too"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw the figures into a .png or .svg"
+    )
+    parser.add_argument(
+        "--report", metavar="FILE", type=Path, help="write the figures into a Markdown page"
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from shmreduce.bench.suite import Plan, quick_plan, run
+    from shmreduce.bench.measurements import Report
+    from shmreduce.bench.plan import Plan, quick_plan
+    from shmreduce.bench.suite import load_report, machine, run, save_report, selection
     from shmreduce.bench.targets import judge
 
     plan = quick_plan() if options.quick else Plan()
-    report = run(_chosen(options.only), plan, _tell)
+    if options.systems is not None:
+        plan = replace(plan, systems=_known_systems(options.systems))
+    if options.list:
+        _list(plan)
+        return 0
+    chosen = selection(options.only)
+    path: Path | None = options.results
+    report = Report(machine=machine()) if path is None else load_report(path)
+    report.run = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["shmreduce", *sys.argv[1:]]),
+        "load average before": Path("/proc/loadavg").read_text().split()[0],
+        **report.run,
+    }
+    run(
+        chosen,
+        plan,
+        _tell,
+        report,
+        save=None if path is None else lambda kept: save_report(kept, path),
+    )
     verdicts = judge(report)
+    if options.plot is not None:
+        from shmreduce.bench.plots import plot
+
+        plot(report, options.plot)
+    if options.report is not None:
+        from shmreduce.cli.bench_page import write_page
+
+        write_page(report, verdicts, options.report)
     if options.json:
         print_json({**report.as_json(), "figures": [asdict(verdict) for verdict in verdicts]})
     else:
-        _print(report, verdicts)
+        _print(report, verdicts, with_resources=options.resources)
     return 0 if report.measurements else 1
 
 
-def _chosen(names: str | None) -> list[str]:
-    from shmreduce.bench.suite import WORKLOADS
+def _known_systems(text: str) -> tuple[str, ...]:
+    from shmreduce.bench.systems.catalog import SYSTEMS
 
-    chosen = list(WORKLOADS) if names is None else [name.strip() for name in names.split(",")]
+    known = [system.name for system in SYSTEMS]
+    chosen = tuple(name.strip() for name in text.split(","))
     for name in chosen:
-        if name not in WORKLOADS:
+        if name not in known:
             raise ConfigurationError(
-                f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}",
-                setting="--only",
+                f"there is no system {name!r}; there are {', '.join(known)}",
+                setting="--systems",
                 value=name,
             )
     return chosen
+
+
+def _list(plan: Plan) -> None:
+    from shmreduce.bench.suite import TITLES, rows_of
+    from shmreduce.bench.systems.catalog import SYSTEMS
+
+    workloads = Table("Workloads", ("name", "measures", "rows"))
+    for name, title in TITLES.items():
+        workloads.add(name, title, ", ".join(rows_of(name, plan)))
+    workloads.print()
+    print()
+    systems = Table("Systems", ("name", "here"))
+    for system in SYSTEMS:
+        systems.add(system.name, system.unusable_reason() or "usable")
+    systems.print()
 
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _print(report: Report, verdicts: list[Verdict]) -> None:
+def _print(report: Report, verdicts: Sequence[Verdict], *, with_resources: bool) -> None:
     print(", ".join(f"{name} {value}" for name, value in report.machine.items()))
     for workload in report.workloads():
-        print()
-        _medians(report, workload).print()
-        ratios = _ratios(report, workload)
-        if ratios.rows:
-            print()
-            ratios.print()
+        tables = [medians(report, workload), ratios(report, workload)]
+        if with_resources:
+            tables += [resources(report, workload, row) for row in report.rows(workload)]
+        for table in tables:
+            if table.rows:
+                print()
+                table.print()
     if verdicts:
         print()
-        table = Table("Figures", ("figure", "wanted", "found", ""))
+        table = Table("Figures", ("figure", "wanted", "found", "", "why not"))
         for verdict in verdicts:
             table.add(
                 verdict.title,
                 verdict.wanted,
                 f"{verdict.found:.3g}",
                 "met" if verdict.met else "NOT MET",
+                verdict.reason,
             )
         table.print()
 
 
-def _medians(report: Report, workload: str) -> Table:
-    systems = report.systems(workload)
-    table = Table(f"{_TITLES[workload]}: median, spread", ("", *systems))
-    for row in report.rows(workload):
-        found = [report.find(workload, system, row) for system in systems]
-        table.add(row, *("-" if each is None else _value_text(each) for each in found))
+def medians(report: Report, workload: str) -> Table:
+    """Return a table of medians and spreads, a line for each system."""
+    from shmreduce.bench.suite import TITLES
+
+    rows = report.rows(workload)
+    table = Table(f"{workload}. {TITLES[workload]}: median, spread", ("", *rows))
+    for system in report.systems(workload):
+        found = [report.find(workload, system, row) for row in rows]
+        table.add(system, *("-" if each is None else value_text(each) for each in found))
     return table
 
 
-def _ratios(report: Report, workload: str) -> Table:
-    """Tell how many times our time the others take."""
-    from shmreduce.bench.systems import OURS
+def ratios(report: Report, workload: str) -> Table:
+    """Return a table of how many times our time the others take."""
+    from shmreduce.bench.systems.ours import OURS
+    from shmreduce.bench.targets import COMPARED
 
-    others = [system for system in report.systems(workload) if system != OURS]
-    table = Table(f"Times the time of {OURS}", ("", *others))
-    for row in report.rows(workload):
-        ours = report.find(workload, OURS, row)
-        if ours is None or ours.unit != "s" or workload not in ("fresh", "shared"):
-            continue
-        values = [report.value(workload, other, row) for other in others]
+    rows = report.rows(workload)
+    table = Table(f"Times the time of {OURS}", ("", *rows))
+    if workload not in COMPARED:
+        return table
+    ours = [report.value(workload, OURS, row) for row in rows]
+    for system in report.systems(workload):
+        theirs = [report.value(workload, system, row) for row in rows]
         table.add(
-            row, *("-" if value is None else f"{value / ours.median:.2f}" for value in values)
+            system,
+            *(
+                "-" if above is None or below is None else f"{above / below:.2f}"
+                for above, below in zip(theirs, ours, strict=True)
+            ),
         )
     return table
 
 
-def _value_text(measurement: Measurement) -> str:
+def resources(report: Report, workload: str, row: str) -> Table:
+    """Return a table of what a row took beside time."""
+    from shmreduce.bench.turns import METRICS
+
+    metrics = [metric for metric in METRICS if metric in report.metrics(workload)]
+    table = Table(f"{workload} {row}: of all processes of a system together", ("", *metrics))
+    for system in report.systems(workload):
+        found = [report.find(workload, system, row, metric) for metric in metrics]
+        if any(found):
+            table.add(system, *("-" if each is None else value_text(each) for each in found))
+    return table
+
+
+def value_text(measurement: Measurement) -> str:
+    """Return a median, and its spread if it is a time."""
     value = measurement.median
     if measurement.unit == "bytes":
         return size_text(value)
     if measurement.unit == "count":
-        return f"{value:g}"
+        return f"{value:.3g}" if value < 100 else f"{value:.0f}"
     if len(measurement.samples) < 2:
         return time_text(value)
     return f"{time_text(value)} ±{measurement.spread * 100:.0f}%"

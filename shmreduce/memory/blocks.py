@@ -214,6 +214,8 @@ class LiveBlocks:
         self.current = True
         self.on_unused: Callable[[Segment], None] = _keep
         """Called when the last hold in another process's segment has ended."""
+        self.guards_forks = False
+        """Whether children may see memory of this process that no root here stands for."""
         self._inherited = inherited
         self.fillings: dict[object, None] = {}
         """Blocks that are being filled for messages; they have no roots here yet."""
@@ -224,6 +226,11 @@ class LiveBlocks:
 
     def __len__(self) -> int:
         return len(self._roots)
+
+    def places(self) -> list[tuple[Segment, int]]:
+        """Return segment and number of each block that has views here."""
+        records = [reference.record for reference in list(self._roots.values())]
+        return [(record.segment, record.block) for record in records]
 
     def expose(self, record: Record, *, read_only: bool = False) -> Block:
         """Make the root of a record and return a Block over it."""
@@ -388,7 +395,7 @@ class LiveBlocks:
                 _await_private(record)
         # Other threads may make more before the fork happens. Not by
         # threading.active_count(), which waits for a lock.
-        guarded = bool(references or self.fillings) or _thread._count() > 0
+        guarded = bool(references or self.fillings) or self.guards_forks or _thread._count() > 0
         self.ledger.before_fork(number, guarded=guarded)
 
     def in_child(self) -> LiveBlocks:

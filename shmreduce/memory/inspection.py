@@ -95,6 +95,8 @@ class ProcessState:
         Messages sent from here that nobody has read.
     out : int
         Blocks made here that are in use, here or elsewhere.
+    held : int
+        Those of them that have no view here.
     reserved, warm : int
         Bytes of this process's segments, and of those the bytes that are free.
     waiting : int
@@ -108,6 +110,7 @@ class ProcessState:
     arrays: int
     unread: int
     out: int
+    held: int
     reserved: int
     warm: int
     waiting: int
@@ -129,11 +132,16 @@ def process_state() -> ProcessState:
         heap.collect()
         heap.reap()
     segments = list(runtime.attachments.directory.values())
+    out = [
+        (segment, block) for heap in heaps for segment in heap.segments for block in segment.out
+    ]
+    viewed = set(runtime.live.places())
     return ProcessState(
         segments={segment.token.hex(): segment.fd for segment in segments},
         arrays=len(runtime.live),
         unread=sum(len(segment.unread()) for segment in segments),
-        out=sum(len(segment.out) for heap in heaps for segment in heap.segments),
+        out=len(out),
+        held=sum(place not in viewed for place in out),
         reserved=sum(heap.reserved_bytes for heap in heaps),
         warm=sum(heap.warm_bytes for heap in heaps),
         waiting=runtime.live.unsettled,

@@ -23,7 +23,9 @@ __all__ = ["first_locked", "reopen", "supported", "try_lock", "unlock"]
 _FLOCK = struct.Struct("@hhqqi4x")
 _SETLK: int = getattr(fcntl, "F_OFD_SETLK", -1)
 _GETLK: int = getattr(fcntl, "F_OFD_GETLK", -1)
-_CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
+# ENOLCK: the kernel has no memory for another lock at the moment. Whoever is
+# refused tries again, as after a conflict.
+_CONFLICT = frozenset((errno.EAGAIN, errno.EACCES, errno.ENOLCK))
 
 
 def supported() -> bool:
@@ -37,7 +39,10 @@ def reopen(fd: int) -> int:
 
 
 def try_lock(fd: int, offset: int) -> bool:
-    """Lock one byte for writing; return False if another description holds it."""
+    """Lock one byte for writing; return False if another description holds it.
+
+    Also False if the kernel cannot make the lock now: try again.
+    """
     try:
         fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0))
     except OSError as error:

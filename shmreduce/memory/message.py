@@ -17,7 +17,7 @@ import weakref
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import (
     AttachError,
@@ -54,6 +54,7 @@ __all__ = [
     "discard_message",
     "find_block",
     "import_block",
+    "sending",
 ]
 
 _PRIVATE_FROM = 256 << 10
@@ -80,6 +81,22 @@ class _LoadingHere(threading.local):
 
 
 _here = _LoadingHere()
+
+
+class Mover(Protocol):
+    """Lets arrays travel without a copy whose memory nobody else has; see ``born.moving``."""
+
+    def move(self, message: Message, address: int, used: int) -> bytes | None:
+        """See :meth:`Message.move`."""
+
+
+class _SendingHere(threading.local):
+    """Who moves arrays in the message that the current thread is pickling, if anybody."""
+
+    mover: Mover | None = None
+
+
+sending = _SendingHere()
 
 
 class Loading:
@@ -117,7 +134,7 @@ class Loading:
                 # From here on the death of the views means nothing any more.
                 record.ended = True
                 record.segment.holds.pop(record.slot, None)
-                record.segment.unclaim(record.block, record.slot, what.nonce)
+                record.segment.unclaim(record.block, record.slot, what.nonce, what.slot)
         self._claims.clear()
 
     def close(self) -> None:
@@ -234,9 +251,7 @@ class Message:
         segment = record.segment
         if inherited:
             segment = runtime.attachments.own_view_of(segment)
-        taken = _Taken(segment, record.block, record.generation, next(_nonces) & NONCE_MASK)
-        taken.slot = segment.add_message(record.block, record.generation, taken.nonce)
-        self._taken.append(taken)
+        taken = self._add(segment, record.block, record.generation)
         written = record.written
         # A forked child that sends what it inherited is another sender.
         if written is None or segment is not record.segment:
@@ -251,6 +266,51 @@ class Message:
             if segment is record.segment:
                 record.written = written
         return pack_handle(taken.slot, taken.nonce, written)
+
+    @property
+    def moves(self) -> bool:
+        """Whether :meth:`move` can be worth a try."""
+        return sending.mover is not None
+
+    def move(self, address: int, used: int) -> bytes | None:
+        """Return a handle by which memory from ``shared_allocations`` travels without a copy.
+
+        The bytes are those that the array has when the message is complete, and
+        by value all the same: if anybody still has the array then, they are
+        copied.
+
+        Parameters
+        ----------
+        address : int
+            What the allocator returned: where the memory begins.
+        used : int
+            How many bytes of it the object being pickled covers.
+
+        Returns
+        -------
+        bytes or None
+            A handle to all of the memory; None asks for a copy by
+            :meth:`allocate`. It must stand in the pickle as it is.
+        """
+        mover = sending.mover
+        return None if mover is None else mover.move(self, address, used)
+
+    def add_lease(
+        self, segment: Segment, block: int, generation: int, nbytes: int
+    ) -> tuple[bytes, object]:
+        """Name a by-value block that the caller keeps from being reused.
+
+        Returns the handle, and what :meth:`end_lease` takes.
+        """
+        taken = self._add(segment, block, generation)
+        written = _constant(segment, block, generation, nbytes, shared=False, mode="rw")
+        return pack_handle(taken.slot, taken.nonce, written), taken
+
+    def end_lease(self, lease: Any) -> None:
+        """Take back what :meth:`add_lease` gave out, also if the message was committed."""
+        lease.segment.consume(lease.block, lease.generation, lease.slot, lease.nonce)
+        if lease in self._taken:
+            self._taken.remove(lease)
 
     @property
     def is_empty(self) -> bool:
@@ -283,6 +343,12 @@ class Message:
             taken.segment.consume(taken.block, taken.generation, taken.slot, taken.nonce)
             if taken.filling is not None:
                 taken.filling.end()
+
+    def _add(self, segment: Segment, block: int, generation: int) -> _Taken:
+        taken = _Taken(segment, block, generation, next(_nonces) & NONCE_MASK)
+        taken.slot = segment.add_message(block, generation, taken.nonce)
+        self._taken.append(taken)
+        return taken
 
     def _is_ours(self) -> bool:
         """Whether there is anything here that this process gave out."""
@@ -495,6 +561,8 @@ def import_block(handle: bytes) -> Block:
     >>> bytes(import_block(handle).buffer)
     b'hello'
     """
+    # Message.move() pads its handles.
+    handle = handle.rstrip(b"\0")
     runtime = current()
     runtime.live.settle()
     slot, nonce = lease_of(handle)
@@ -560,7 +628,7 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
         found = runtime.live.expose(record)
     except SegmentError:
         # No addresses left (ENOMEM): nothing was looked at, the message stays.
-        segment.unclaim(what.block, slot, what.nonce)
+        segment.unclaim(what.block, slot, what.nonce, what.slot)
         raise
     except BaseException:
         segment.try_release(what.block, slot)

@@ -29,6 +29,8 @@ from shmreduce.settings import Settings, get_settings
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.segment import Segment
 
@@ -55,7 +57,7 @@ class Runtime:
         self.attachments: Attachments = Attachments(self._get_family, lineage)
         self.live.on_unused = self.attachments.close_ownerless
         self.idle_return = IdleReturn(self.live, lambda: self.heaps, _idle_limits)
-        self._heaps: dict[tuple[int, str, bool], Heap] = {}
+        self._heaps: dict[tuple[int, str, str], Heap] = {}
         self.strategies: set[SharingStrategy] = set()
         """Strategies that were in force here, whose leftovers are swept at the end."""
         self._parent_family = parent.known_family if parent is not None else None
@@ -89,24 +91,30 @@ class Runtime:
 
     def heap(self, kind: int) -> Heap:
         """Return the heap for new blocks of a kind, by the strategy in force."""
-        return self._heap(kind, spare=False)
+        return self.heap_for(kind, "")
 
     def spare_heap(self, kind: int) -> Heap:
         """Return a heap for calls that interrupted the usual one."""
-        return self._heap(kind, spare=True)
+        return self.heap_for(kind, "spare")
 
     @property
     def heaps(self) -> list[Heap]:
         """All heaps of this process."""
         return list(self._heaps.values())
 
-    def _heap(self, kind: int, *, spare: bool) -> Heap:
+    def heap_for(
+        self,
+        kind: int,
+        purpose: str,
+        make: Callable[[int, SharingStrategy, Runtime], Heap] = Heap,
+    ) -> Heap:
+        """Return the heap that serves a purpose, by the strategy in force; make it if need be."""
         strategy = current_strategy()
-        key = (kind, strategy.name, spare)
+        key = (kind, strategy.name, purpose)
         heap = self._heaps.get(key)
         if heap is None:
             sweep(strategy)
-            made = Heap(kind, strategy, self)
+            made = make(kind, strategy, self)
             heap = self._heaps.setdefault(key, made)
         return heap
 

@@ -468,13 +468,21 @@ class Segment:
         finally:
             self.unlock_block(block, mark)
 
-    def unclaim(self, block: int, slot: int, nonce: int) -> None:
-        """Turn a hold that was just claimed back into the message it was."""
+    def unclaim(self, block: int, slot: int, nonce: int, named: int) -> None:
+        """Turn a hold that was just claimed back into what it was.
+
+        That is the message, if the hold lies in the slot that the handle has
+        ``named``. If not, somebody else had loaded the message before, and no
+        handle leads to this slot: a message there could never be loaded.
+        """
         mark = object()
         try:
             self.lock_block(block, mark)
             if self.words[slot] == self.importer:
-                self.words[slot] = MESSAGE | nonce
+                if slot == named:
+                    self.words[slot] = MESSAGE | nonce
+                else:
+                    self._unlink(block, slot)
         finally:
             self.unlock_block(block, mark)
 
@@ -487,6 +495,9 @@ class Segment:
             self.lock_block(block, mark)
             if self.generations[block] != generation or self.words[slot] != MESSAGE | nonce:
                 return False
+            # Nobody's message any more, before it leaves the chain: if this
+            # process is killed in between, nobody shall load what holds nothing.
+            self.words[slot] = self.importer
             self._unlink(block, slot)
             return True
         finally:

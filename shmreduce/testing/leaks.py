@@ -41,8 +41,8 @@ class Census:
         Blocks of which there are views here.
     unread : int
         Messages sent from here that nobody has read.
-    out : int
-        Blocks made here that are in use, here or elsewhere.
+    held : int
+        Blocks made here that others have in use, and nobody here.
     descriptors : dict
         What each open descriptor leads to, apart from those that the core
         keeps open, and those of the standard library's own servers.
@@ -52,7 +52,7 @@ class Census:
 
     arrays: int
     unread: int
-    out: int
+    held: int
     descriptors: dict[int, str]
     names: frozenset[str]
 
@@ -77,7 +77,7 @@ def take_census() -> Census:
     return Census(
         arrays=state.arrays,
         unread=state.unread,
-        out=state.out,
+        held=state.held,
         descriptors=descriptors,
         names=frozenset(_forgotten_names(set(state.segments))),
     )
@@ -120,7 +120,7 @@ def _compare(before: Census, now: Census) -> list[str]:
     if now.unread > before.unread:
         count = _count(now.unread - before.unread, "message")
         leaks.append(f"{count} sent from this process nobody has read")
-    held_elsewhere = (now.out - now.arrays) - (before.out - before.arrays)
+    held_elsewhere = now.held - before.held
     if held_elsewhere > 0 and now.unread <= before.unread:
         count = _count(held_elsewhere, "block")
         leaks.append(f"{count} of this process's memory is held by another process")

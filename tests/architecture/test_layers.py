@@ -19,6 +19,7 @@ PLUGINS = {
     for name in (
         "shmreduce_numpy",
         "shmreduce_memoryview",
+        "shmreduce_cuda",
         "shmreduce_fd",
         "shmreduce_filesystem",
     )
@@ -32,6 +33,7 @@ LAYERS = [
     {"discovery"},
     {"strategies"},
     {"memory"},
+    {"born"},
     {"children", "remote", "arrays"},
     {"pickling"},
     {"forking"},

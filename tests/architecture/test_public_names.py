@@ -35,6 +35,7 @@ FUNCTIONS = {
     "set_sharing_strategy",
     "set_thread_name",
     "share",
+    "shared_allocations",
     "spawn",
     "start_processes",
     "uninstall",
@@ -42,9 +43,11 @@ FUNCTIONS = {
     "zeros",
 }
 CLASSES = {
+    "AllocatorFunctions",
     "ArrayFactory",
     "Block",
     "Installation",
+    "MemoryHandlers",
     "Message",
     "ProcessContext",
     "ProcessPoolExecutor",
@@ -140,9 +143,10 @@ def hooks() -> list[str]:
 
 
 def test_hooks_are_exactly_these() -> None:
-    """There are three hooks."""
+    """There are four hooks."""
     assert sorted(hooks()) == [
         "shmreduce_array_factory",
+        "shmreduce_memory_handlers",
         "shmreduce_reducers",
         "shmreduce_strategies",
     ]

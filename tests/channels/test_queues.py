@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue as standard_queue
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce import connection
 from tests.channels.channels import PATIENCE, context_of, within
 
 if TYPE_CHECKING:
@@ -190,6 +192,29 @@ def test_no_room_is_told_to_who_puts(monkeypatch: pytest.MonkeyPatch) -> None:
     queue.put(1, timeout=PATIENCE)
     assert within(queue.get) == 1
     close(queue)
+
+
+@pytest.mark.parametrize("length", [10, 300_000])
+def test_what_was_put_waits_for_memory_of_the_kernel(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object is not lost because the kernel has no memory for it when it is sent."""
+    queue = shmreduce.Queue()
+    refusals = iter([errno.ENOBUFS] * 4)
+
+    def refuse_at_first(socket: Any, *arguments: Any) -> Any:
+        for number in refusals:
+            raise OSError(number, os.strerror(number))
+        return real(socket, *arguments)
+
+    name = "send" if length == 10 else "sendmsg"
+    real = getattr(connection._Socket, name)
+    monkeypatch.setattr(connection._Socket, name, refuse_at_first, raising=False)
+    queue.put(np.ones(length, np.uint8))
+    assert queue.get(timeout=PATIENCE).sum() == length
+    assert next(refusals, None) is None
+    queue.close()
+    queue.join_thread()
 
 
 def test_join_waits_for_what_is_done() -> None:

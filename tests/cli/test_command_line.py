@@ -23,7 +23,7 @@ def test_version_is_that_of_the_package() -> None:
 def test_no_command_is_an_error_that_lists_the_commands() -> None:
     """Without a command the usage, with every command, goes to standard error."""
     told = run(status=2).stderr
-    for command in ("demo", "plugins", "ls", "gc", "doctor", "bench"):
+    for command in ("demo", "plugins", "ls", "gc", "doctor", "bench", "build-helper"):
         assert command in run("--help").stdout
     assert "COMMAND" in told
 

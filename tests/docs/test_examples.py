@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.born.allocator import needs_allocator
 from tests.docs.pages import Page, pages
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ def test_the_examples_of_a_page_run_and_print_what_it_says(page: Page, tmp_path:
     """Run in order from one file, a page's examples end well, without a warning,
     and print what the page shows.
     """
+    if "shared_allocations" in page.program:
+        needs_allocator()
     program = tmp_path / "page.py"
     program.write_text(page.program)
     done = subprocess.run(

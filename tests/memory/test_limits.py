@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import struct
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -17,9 +19,12 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.layout import BY_VALUE
 from shmreduce.testing.processes import OtherProcess
-from tests.memory.waiting import PATIENCE, in_forked_child, receive, wait_for_exit
+from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +100,41 @@ def test_a_sender_without_descriptors_gets_a_named_error() -> None:
     """
     with OtherProcess("fork") as other:
         assert other.ask(grow_without_descriptors) == ["SegmentError", "EMFILE"] * 2
+
+
+@pytest.mark.usefixtures("strategy")
+def test_what_the_kernel_has_no_lock_for_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the kernel has no memory for locks (ENOLCK), calls wait for it, and an array
+    that dies then is released later.
+    """
+    refusals: list[int] = []
+
+    def refuse_sometimes(fd: int, command: int, argument: Any = 0) -> Any:
+        if command == fcntl.F_OFD_SETLK and argument[:2] == write and refusals:
+            raise OSError(refusals.pop(), "no locks available")
+        return real(fd, command, argument)
+
+    real, write = fcntl.fcntl, struct.pack("h", fcntl.F_WRLCK)
+    shared = shmreduce.ones(LENGTH, np.uint8)
+    with OtherProcess("fork") as other:
+        array = other.ask(np.ones, LENGTH, np.uint8)
+        monkeypatch.setattr(fcntl, "fcntl", refuse_sometimes)
+        refusals += [errno.ENOLCK] * 2
+        del array
+        assert len(refusals) == 1
+        refusals += [errno.ENOLCK] * 2
+        assert ForkingPickler.loads(ForkingPickler.dumps(shared)) is not None
+        assert not refusals
+        eventually(lambda: process_state().waiting == 0, "the array is released")
+        refusals += [errno.ENOLCK]
+        # The owner's own lock must not be missing.
+        with pytest.raises(shmreduce.OutOfSharedMemoryError) as caught:
+            heap_of_its_own()._create(1 << 20)
+        assert caught.value.errno == errno.ENOLCK
+
+
+def heap_of_its_own() -> Heap:
+    return Heap(BY_VALUE, runtime.current().heap(BY_VALUE).strategy, runtime.current())
 
 
 FULL = """

@@ -117,9 +117,9 @@ def report_of(plugins: Plugins, name: str) -> PluginReport:
 
 
 def test_shipped_plugins_are_found() -> None:
-    """The four shipped plugins come in through entry points and are loaded."""
+    """The five shipped plugins come in through entry points and are loaded."""
     status = {report.name: report.status for report in plugin_report()}
-    shipped = ("file_descriptor", "file_system", "memoryview", "numpy")
+    shipped = ("cuda", "file_descriptor", "file_system", "memoryview", "numpy")
     assert {name: status.get(name) for name in shipped} == dict.fromkeys(shipped, "loaded")
 
 

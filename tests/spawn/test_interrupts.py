@@ -172,6 +172,23 @@ def test_second_interrupt_does_not_stop_the_stopping(line: Line) -> None:
     line.wait_until_all_gone()
 
 
+def start_with_hook_that_interrupts_the_child(index: int) -> str:
+    os.register_at_fork(after_in_child=raise_interrupt)
+    try:
+        start_processes(functions.wait_until_killed, start_method="fork")
+    except ProcessRaisedException as error:
+        return repr(error.__cause__)
+    return "no error"
+
+
+def test_interrupt_at_birth_is_not_lost() -> None:
+    """SIGINT in a new process, in a hook of fork(), is what its function raises."""
+    outcome = start_processes(
+        start_with_hook_that_interrupts_the_child, start_method="fork", results=True
+    )
+    assert outcome == ["KeyboardInterrupt()"]
+
+
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
     """The signals that a handler of SIGINT has got, which raises nothing."""

@@ -42,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     installation.settings,
     installation.plugins,
     installation.strategies,
+    installation.allocator,
     installation.leftovers,
 )
 """In the order in which they are printed."""

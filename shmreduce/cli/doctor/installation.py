@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from shmreduce.memory.headroom import Machine
 
-__all__ = ["leftovers", "plugins", "settings", "strategies"]
+__all__ = ["allocator", "leftovers", "plugins", "settings", "strategies"]
 
 
 def settings(_machine: Machine) -> Finding:
@@ -77,6 +77,20 @@ def strategies(_machine: Machine) -> Iterator[Finding]:
         else:
             other = f"use {default} meanwhile" if default else "mend what it names"
             yield Finding(title, "warning", reason, other)
+
+
+def allocator(_machine: Machine) -> Finding:
+    """Try to load the compiled allocator."""
+    from shmreduce.born.library import load
+    from shmreduce.errors import AllocatorUnavailableError
+
+    title = "allocator"
+    try:
+        load()
+    except AllocatorUnavailableError as error:
+        # Not a fault: most programs do not need it.
+        return Finding(title, "ok", f"no shared_allocations: {error.reason}")
+    return Finding(title, "ok", "works")
 
 
 def leftovers(_machine: Machine) -> Finding:

@@ -12,16 +12,15 @@ from contextlib import suppress
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.bench.measurements import Measurement
+from shmreduce.bench.measurements import Measurement, Trace
 from shmreduce.fresh_process import FreshProcess
 from shmreduce.memory.inspection import list_segments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
-    from multiprocessing.queues import SimpleQueue
 
-    from shmreduce.bench.systems import System
+    from shmreduce.bench.systems.channels import ChannelSystem
 
 __all__ = ["BACK_UNDER", "measure_burst"]
 
@@ -33,10 +32,11 @@ _PAUSE = 0.1
 
 
 def measure_burst(
-    workload: str, systems: Sequence[System], array_bytes: int, count: int
-) -> list[Measurement]:
+    workload: str, systems: Sequence[ChannelSystem], array_bytes: int, count: int
+) -> tuple[list[Measurement], list[Trace]]:
     """Send ``count`` arrays before the first is read, read all, and watch for 30 s at most."""
     measurements = []
+    traces = []
     for system in systems:
         with FreshProcess(system.name, _serve, system, array_bytes, count) as process:
             pids: list[int] = process.receive()
@@ -59,12 +59,21 @@ def measure_burst(
             Measurement(workload, system.name, row, "bytes", [value])
             for row, value in rows.items()
         ]
+        traces.append(
+            Trace(
+                workload,
+                system.name,
+                f"after {count} arrays",
+                [0.0, *(when for when, _ in history)],
+                [float(at_peak), *(float(value) for _, value in history)],
+            )
+        )
         back = [when for when, value in history if value < BACK_UNDER]
         if back:
             measurements.append(
                 Measurement(workload, system.name, "back under 300 MiB", "s", [back[0]])
             )
-    return measurements
+    return measurements, traces
 
 
 def _watch(pids: list[int]) -> list[tuple[float, int]]:
@@ -89,13 +98,13 @@ def _shared_memory(pids: list[int]) -> int:
     return sum(segment.reserved for segment in list_segments() if segment.owner in pids)
 
 
-def _serve(connection: Connection, system: System, array_bytes: int, count: int) -> None:
+def _serve(connection: Connection, system: ChannelSystem, array_bytes: int, count: int) -> None:
     import numpy as np
 
-    system.prepare_parent()
-    context = get_context("spawn")
-    there: SimpleQueue[Any] = context.SimpleQueue()
-    answer, theirs = context.Pipe()
+    system.prepare()
+    context = system.context()
+    there = system.queue(array_bytes)
+    answer, theirs = get_context("spawn").Pipe()
     receiver = context.Process(target=_receive, args=(system, there, theirs, count), daemon=True)
     receiver.start()
     theirs.close()
@@ -118,8 +127,8 @@ def _serve(connection: Connection, system: System, array_bytes: int, count: int)
         connection.recv()
 
 
-def _receive(system: System, there: SimpleQueue[Any], answer: Connection, count: int) -> None:
-    system.prepare_worker()
+def _receive(system: ChannelSystem, there: Any, answer: Connection, count: int) -> None:
+    system.prepare()
     answer.send("ready")
     answer.recv()
     for _ in range(count):

@@ -18,9 +18,8 @@ from shmreduce.fresh_process import FreshProcess, RunFailedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from multiprocessing.connection import Connection
-    from multiprocessing.queues import SimpleQueue
 
-    from shmreduce.bench.systems import System
+    from shmreduce.bench.systems.channels import ChannelSystem
 
 __all__ = ["DESCRIPTOR_LIMIT", "measure_live_arrays"]
 
@@ -31,7 +30,9 @@ _ARRAY_BYTES = 4096
 _BATCH = 1000
 
 
-def measure_live_arrays(workload: str, systems: Sequence[System], count: int) -> list[Measurement]:
+def measure_live_arrays(
+    workload: str, systems: Sequence[ChannelSystem], count: int
+) -> list[Measurement]:
     """Share ``count`` arrays of 4 KiB, send them all, and count while both sides hold them."""
     measurements = []
     for system in systems:
@@ -44,14 +45,14 @@ def measure_live_arrays(workload: str, systems: Sequence[System], count: int) ->
     return measurements
 
 
-def _serve(connection: Connection, system: System, count: int) -> None:
+def _serve(connection: Connection, system: ChannelSystem, count: int) -> None:
     import numpy as np
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTOR_LIMIT, DESCRIPTOR_LIMIT))
-    system.prepare_parent()
-    context = get_context("spawn")
-    there: SimpleQueue[Any] = context.SimpleQueue()
-    answer, theirs = context.Pipe(duplex=False)
+    system.prepare()
+    context = system.context()
+    there = system.queue(_BATCH * _ARRAY_BYTES)
+    answer, theirs = get_context("spawn").Pipe(duplex=False)
     receiver = context.Process(target=_receive, args=(system, there, theirs, count), daemon=True)
     receiver.start()
     theirs.close()
@@ -86,12 +87,12 @@ def _serve(connection: Connection, system: System, count: int) -> None:
     )
 
 
-def _receive(system: System, there: SimpleQueue[Any], answer: Connection, count: int) -> None:
-    system.prepare_worker()
+def _receive(system: ChannelSystem, there: Any, answer: Connection, count: int) -> None:
+    system.prepare()
     arrays: list[Any] = []
     while len(arrays) < count:
         arrays += there.get()
-    checksum = sum(int(system.values(array)[-1]) for array in arrays)
+    checksum = sum(int(system.payload(array)[-1]) for array in arrays)
     answer.send((checksum, _descriptors(), _mappings()))
 
 

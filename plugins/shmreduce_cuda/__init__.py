@@ -1,0 +1,99 @@
+"""CUDA arrays travel between processes without a copy.
+
+Imports only public names of :mod:`shmreduce`. This module answers the hook and
+names the public interface; each name is imported when it is first used
+(PEP 562). The driver is loaded by ctypes when the first array is sent or
+received; nothing else is needed, and no array library is imported to send.
+
+From the bottom: ``errors``; ``driver`` calls the driver, ``devices`` knows the
+devices and makes their contexts current; ``layout`` and ``sources`` read
+arrays; ``kinds`` tells kinds of memory apart; ``offers`` and ``descriptors``
+pass descriptors of pools and of virtual memory; ``exports`` holds what was
+sent, ``keeper`` is the thread that frees it; ``mappings`` and ``imports`` hold
+what was received; ``events`` orders streams; ``view`` and ``libraries`` make
+the arrays that receivers get; ``messages`` is what travels; ``reducer``,
+``rebuild`` and ``sharing`` are the two sides and the interface for users.
+"""
+
+from __future__ import annotations
+
+from shmreduce import hookimpl
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shmreduce import Reducer
+    from shmreduce_cuda.errors import (
+        CudaDeviceError,
+        CudaDriverError,
+        CudaExpiredError,
+        CudaForkError,
+        CudaMemoryError,
+        CudaMessageError,
+        CudaProducerDied,
+        CudaSharingError,
+        CudaUnavailableError,
+    )
+    from shmreduce_cuda.reducer import CudaReducer
+    from shmreduce_cuda.sharing import SharedArray, Stats, collect, share, stats
+    from shmreduce_cuda.torch_tensors import send_torch_tensors
+    from shmreduce_cuda.view import CudaArrayView
+
+__all__ = [
+    "CudaArrayView",
+    "CudaDeviceError",
+    "CudaDriverError",
+    "CudaExpiredError",
+    "CudaForkError",
+    "CudaMemoryError",
+    "CudaMessageError",
+    "CudaProducerDied",
+    "CudaReducer",
+    "CudaSharingError",
+    "CudaUnavailableError",
+    "SharedArray",
+    "Stats",
+    "collect",
+    "send_torch_tensors",
+    "share",
+    "shmreduce_reducers",
+    "stats",
+]
+
+_DEFINED_IN = {
+    "CudaArrayView": "view",
+    "CudaReducer": "reducer",
+    "SharedArray": "sharing",
+    "Stats": "sharing",
+    "collect": "sharing",
+    "send_torch_tensors": "torch_tensors",
+    "share": "sharing",
+    "stats": "sharing",
+}
+
+
+@hookimpl
+def shmreduce_reducers() -> Iterable[Reducer]:
+    """Provide the reducer of CUDA arrays."""
+    from shmreduce_cuda.reducer import CudaReducer
+
+    return [CudaReducer()]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module that defines it (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f"{__name__}.{_DEFINED_IN.get(name, 'errors')}")
+    value: object = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported or not."""
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,123 @@
+"""Passes descriptors to receivers, by a socket of the process that offers them.
+
+May import ``errors`` and ``offers`` of this plugin.
+
+The descriptor of a pool cannot be opened by way of ``/proc``: what it stands for
+belongs to the open file. So it is passed in a message (SCM_RIGHTS, unix(7)).
+The socket has an abstract name made of the sender's token; each side checks
+that the other is of the same user.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+from shmreduce_cuda.errors import CudaProducerDied, CudaSharingError
+
+if TYPE_CHECKING:
+    from shmreduce_cuda.offers import Offers
+
+__all__ = ["fetch_descriptor", "open_listener", "serve"]
+
+_REQUEST = struct.Struct("<16sQI")
+_PEER = struct.Struct("3i")
+_PATIENCE = 5.0
+_SERVER_PATIENCE = 1.0
+
+
+def _name(token: bytes) -> bytes:
+    return b"\0shmreduce-cuda-" + token.hex().encode()
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, user, _ = _PEER.unpack(data)
+    return bool(user == os.geteuid())
+
+
+def open_listener(token: bytes) -> socket.socket:
+    """Return a socket at which :func:`fetch_descriptor` asks; it does not block."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(_name(token))
+        listener.listen(128)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(listener: socket.socket, token: bytes, offers: Offers) -> None:
+    """Answer one request, if there is one."""
+    try:
+        connection, _ = listener.accept()
+    except OSError:
+        # Nobody there, or gone again.
+        return
+    with connection:
+        connection.settimeout(_SERVER_PATIENCE)
+        try:
+            _answer(connection, token, offers)
+        except OSError:
+            # It has gone, or keeps silent; it knows that it got nothing.
+            return
+
+
+def _answer(connection: socket.socket, token: bytes, offers: Offers) -> None:
+    request = connection.recv(_REQUEST.size)
+    if len(request) != _REQUEST.size or not _is_same_user(connection):
+        return
+    asked, number, index = _REQUEST.unpack(request)
+    descriptor = offers.duplicate(number, index) if asked == token else None
+    if descriptor is None:
+        connection.send(b"n")
+        return
+    try:
+        socket.send_fds(connection, [b"y"], [descriptor])
+    finally:
+        os.close(descriptor)
+
+
+def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
+    """Return a descriptor that another process offers; it is the caller's.
+
+    Raises
+    ------
+    CudaProducerDied
+        If the process has gone.
+    CudaSharingError
+        If it does not answer, or does not offer that.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_PATIENCE)
+        try:
+            connection.connect(_name(token))
+            if not _is_same_user(connection):
+                raise CudaSharingError(
+                    f"the socket of process {pid} belongs to another user; run both as one user"
+                )
+            connection.send(_REQUEST.pack(token, number, index))
+            answer, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        except ConnectionError as error:
+            raise CudaProducerDied(
+                f"process {pid}, which sent the array, is not there any more, or is in another "
+                "network namespace: send again from a process that lives, on this host",
+                pid=pid,
+                segment=None,
+                locator=None,
+            ) from error
+        except TimeoutError as error:
+            raise CudaSharingError(
+                f"process {pid}, which sent the array, did not hand over its memory within "
+                f"{_PATIENCE:.0f} s; it may be stopped"
+            ) from error
+    if answer != b"y" or not descriptors:
+        raise CudaSharingError(
+            f"process {pid} does not offer the memory any more; send the array again"
+        )
+    os.set_inheritable(descriptors[0], False)
+    return descriptors[0]

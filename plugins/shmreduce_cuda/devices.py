@@ -1,0 +1,142 @@
+"""Devices by UUID, and their contexts.
+
+May import ``errors`` and ``driver`` of this plugin.
+
+Ordinals differ between processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not.
+Messages are pickled and loaded in threads that have no context: whoever calls
+the driver makes the device's primary context current for that time. A context
+is made only on devices whose memory is sent or received here; it takes some
+hundred MiB of the device.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_void_p, create_string_buffer
+from typing import TYPE_CHECKING
+
+from shmreduce_cuda.driver import Bytes16, get_driver
+from shmreduce_cuda.errors import CudaDeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shmreduce_cuda.driver import Driver
+
+__all__ = [
+    "current_context",
+    "device_name",
+    "ordinal_of",
+    "synchronise",
+    "uuid_of",
+    "uuid_text",
+    "visible_uuids",
+]
+
+_uuids: dict[int, bytes] = {}
+_contexts: dict[int, c_void_p] = {}
+
+
+def _forget() -> None:
+    _uuids.clear()
+    _contexts.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def uuid_text(uuid: bytes) -> str:
+    """Return a UUID as ``nvidia-smi -L`` writes it.
+
+    Examples
+    --------
+    >>> uuid_text(bytes(range(16)))
+    'GPU-00010203-0405-0607-0809-0a0b0c0d0e0f'
+    """
+    digits = uuid.hex()
+    parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
+    return f"GPU-{'-'.join(parts)}"
+
+
+def uuid_of(ordinal: int) -> bytes:
+    """Return the UUID of a device; that of the instance on one that is partitioned (MIG)."""
+    known = _uuids.get(ordinal)
+    if known is None:
+        driver = get_driver()
+        device = _device(driver, ordinal)
+        uuid = Bytes16()
+        newer = driver.has("cuDeviceGetUuid_v2")
+        driver.call("cuDeviceGetUuid_v2" if newer else "cuDeviceGetUuid", byref(uuid), device)
+        known = _uuids[ordinal] = bytes(uuid)
+    return known
+
+
+def visible_uuids() -> list[bytes]:
+    """Return the UUIDs of the devices that this process sees, by ordinal."""
+    count = c_int()
+    get_driver().call("cuDeviceGetCount", byref(count))
+    return [uuid_of(ordinal) for ordinal in range(count.value)]
+
+
+def ordinal_of(uuid: bytes) -> int:
+    """Return this process's ordinal of a device.
+
+    Raises
+    ------
+    CudaDeviceError
+        If it does not see the device.
+    """
+    for ordinal, known in list(_uuids.items()):
+        if known == uuid:
+            return ordinal
+    visible = visible_uuids()
+    if uuid in visible:
+        return visible.index(uuid)
+    found = [uuid_text(each) for each in visible]
+    raise CudaDeviceError(
+        f"the array is on device {uuid_text(uuid)}, which process {os.getpid()} does not see; it "
+        f"sees {found or 'none'}: start it with a CUDA_VISIBLE_DEVICES that has the device",
+        uuid=uuid_text(uuid),
+        visible=found,
+    )
+
+
+def device_name(ordinal: int) -> str:
+    """Return what the driver calls a device."""
+    name = create_string_buffer(256)
+    driver = get_driver()
+    driver.call("cuDeviceGetName", name, 256, _device(driver, ordinal))
+    return name.value.decode(errors="replace")
+
+
+@contextmanager
+def current_context(ordinal: int, context: c_void_p | None = None) -> Iterator[Driver]:
+    """Make a context of a device current in this thread, its primary one if none is given.
+
+    Yields the driver.
+    """
+    driver = get_driver()
+    if context is None:
+        context = _contexts.get(ordinal)
+    if context is None:
+        context = c_void_p()
+        driver.call("cuDevicePrimaryCtxRetain", byref(context), _device(driver, ordinal))
+        _contexts[ordinal] = context
+    driver.call("cuCtxPushCurrent_v2", context)
+    try:
+        yield driver
+    finally:
+        driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
+def synchronise(ordinal: int) -> None:
+    """Wait until a device has done what this process asked of it before, on any stream."""
+    with current_context(ordinal) as driver:
+        driver.call("cuCtxSynchronize")
+
+
+def _device(driver: Driver, ordinal: int) -> int:
+    device = c_int()
+    driver.call("cuDeviceGet", byref(device), ordinal)
+    return device.value

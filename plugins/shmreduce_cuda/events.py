@@ -1,0 +1,159 @@
+"""Events, by which a receiver waits for one stream of the sender instead of all.
+
+May import ``devices``, ``driver`` and ``errors`` of this plugin.
+
+There is one event for each stream that was named to ``share``, and it is never
+destroyed: a receiver may open it later. Recording it again moves it to a later
+point of the stream, so a receiver waits for too much at most. It is waited for
+with every message, not only with the first.
+"""
+
+from __future__ import annotations
+
+import threading
+from ctypes import byref, c_void_p
+from typing import TYPE_CHECKING, Any
+
+from shmreduce_cuda.devices import current_context
+from shmreduce_cuda.driver import Bytes64
+from shmreduce_cuda.errors import CudaMemoryError
+
+if TYPE_CHECKING:
+    from shmreduce_cuda.driver import Driver
+
+__all__ = ["Events", "stream_handle"]
+
+_FLAGS = 2 | 4
+"""``CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS``"""
+_NOT_SUPPORTED = 801
+_PER_THREAD = 2
+"""``CU_STREAM_PER_THREAD``"""
+_MOST_FOREIGN = 64
+
+
+def stream_handle(stream: Any) -> int:
+    """Return the handle of a stream of any library.
+
+    Parameters
+    ----------
+    stream : int or object
+        A handle; an object with ``__cuda_stream__``; or a stream of CuPy
+        (``ptr``), numba (``handle``) or torch (``cuda_stream``).
+
+    Examples
+    --------
+    >>> stream_handle(2)
+    2
+    """
+    if isinstance(stream, int):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        _, handle = protocol() if callable(protocol) else protocol
+        return int(handle)
+    for name in ("ptr", "cuda_stream", "handle"):
+        found = getattr(stream, name, None)
+        found = getattr(found, "value", found)
+        if isinstance(found, int):
+            return found
+    raise CudaMemoryError(
+        f"{type(stream).__qualname__} is no stream; give a handle (an int), or a stream of CuPy, "
+        "numba or torch",
+        kind="an array with something else for a stream",
+        remedy="give a handle or a stream",
+    )
+
+
+class Events:
+    """The events of one process, its own and others'."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._own: dict[tuple[int, int, int], tuple[c_void_p, bytes]] = {}
+        self._foreign: dict[tuple[bytes, bytes], _Foreign] = {}
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._foreign)
+
+    def record(self, ordinal: int, stream: int) -> bytes | None:
+        """Record the event of a stream; return its handle for other processes.
+
+        Returns None where events cannot be shared: the stream was waited for.
+        """
+        thread = threading.get_ident() if stream == _PER_THREAD else 0
+        with current_context(ordinal) as driver, self._lock:
+            known = self._own.get((ordinal, stream, thread))
+            if known is None:
+                known = _make(driver)
+                if known is None:
+                    driver.call("cuStreamSynchronize", stream)
+                    return None
+                self._own[ordinal, stream, thread] = known
+            event, handle = known
+            driver.call("cuEventRecord", event, stream)
+            return handle
+
+    def wait_here(self, ordinal: int, handle: bytes) -> None:
+        """Wait for an event of this process, which it cannot open as another can."""
+        events = [event for event, own in list(self._own.values()) if own == handle]
+        with current_context(ordinal) as driver:
+            for event in events:
+                driver.call("cuEventSynchronize", event)
+
+    def wait(self, ordinal: int, token: bytes, handle: bytes) -> None:
+        """Wait for an event of another process."""
+        with current_context(ordinal) as driver:
+            with self._lock:
+                event = self._open(driver, ordinal, (token, handle))
+                event.waiters += 1
+            try:
+                driver.call("cuEventSynchronize", event.event)
+            finally:
+                with self._lock:
+                    event.waiters -= 1
+
+    def _open(self, driver: Driver, ordinal: int, key: tuple[bytes, bytes]) -> _Foreign:
+        known = self._foreign.pop(key, None)
+        if known is None:
+            event = c_void_p()
+            driver.call("cuIpcOpenEventHandle", byref(event), Bytes64.from_buffer_copy(key[1]))
+            known = _Foreign(event, ordinal)
+            self._drop_oldest()
+        # At the end again: the one that was used longest ago goes first.
+        self._foreign[key] = known
+        return known
+
+    def _drop_oldest(self) -> None:
+        idle = [key for key, each in self._foreign.items() if not each.waiters]
+        if len(self._foreign) < _MOST_FOREIGN or not idle:
+            return
+        oldest = self._foreign.pop(idle[0])
+        with current_context(oldest.ordinal) as driver:
+            driver.call("cuEventDestroy_v2", oldest.event)
+
+
+class _Foreign:
+    """An event of another process, and how many threads wait for it."""
+
+    __slots__ = ("event", "ordinal", "waiters")
+
+    def __init__(self, event: c_void_p, ordinal: int) -> None:
+        self.event = event
+        self.ordinal = ordinal
+        self.waiters = 0
+
+
+def _make(driver: Driver) -> tuple[c_void_p, bytes] | None:
+    event, handle = c_void_p(), Bytes64()
+    code = driver.attempt("cuEventCreate", byref(event), _FLAGS)
+    if code == _NOT_SUPPORTED:
+        return None
+    if code:
+        raise driver.failure("cuEventCreate", code)
+    code = driver.attempt("cuIpcGetEventHandle", byref(handle), event)
+    if code:
+        driver.call("cuEventDestroy_v2", event)
+        if code == _NOT_SUPPORTED:
+            return None
+        raise driver.failure("cuIpcGetEventHandle", code)
+    return event, bytes(handle)

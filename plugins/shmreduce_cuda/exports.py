@@ -1,0 +1,274 @@
+"""What this process has sent, and when it may be freed.
+
+May import public names of :mod:`shmreduce`, and ``errors``, ``driver``,
+``devices``, ``kinds``, ``messages`` and ``offers`` of this plugin.
+
+For each array that is sent there is an *export*: it holds the array, and a
+small shared block of the core, the *lease*. The block's handle travels with the
+message, and a receiver keeps the block for as long as it has the device's
+memory mapped. So the core's books on the block, which outlive killed processes,
+are books on the device's memory: when :meth:`shmreduce.Block.reclaim` says that
+nobody else has the block, the array is let go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import threading
+from ctypes import byref, c_int, c_uint64, c_void_p, cast
+from typing import TYPE_CHECKING, Any
+
+from shmreduce import allocate
+from shmreduce_cuda.devices import current_context, synchronise, uuid_of
+from shmreduce_cuda.driver import Bytes64, get_driver
+from shmreduce_cuda.kinds import POSIX_FD, check_extent, find_memory, ordinal_at, pieces_of
+from shmreduce_cuda.messages import Legacy, Pooled, Virtual
+
+if TYPE_CHECKING:
+    import weakref
+
+    from shmreduce import Block
+    from shmreduce_cuda.driver import Driver
+    from shmreduce_cuda.kinds import Memory
+    from shmreduce_cuda.messages import Place
+    from shmreduce_cuda.offers import Offer, Offers
+    from shmreduce_cuda.sources import Source
+
+__all__ = ["LEASE_BYTES", "Export", "Exports", "lease_text", "synchronise_export"]
+
+_LEASE = struct.Struct("<16sQ")
+LEASE_BYTES = _LEASE.size
+
+
+class Export:
+    """One array that was sent.
+
+    Attributes
+    ----------
+    number : int
+        By which messages name it.
+    source : object
+        The array; None once it was let go.
+    ordinal : int
+        Its device.
+    uuid : bytes
+        Its device, as messages name it.
+    base, size : int
+        The allocation, or the range of virtual memory, that it lies in.
+    place : Legacy, Pooled or Virtual
+        How a receiver opens that.
+    lease : Block
+        Is held by whoever has it open.
+    """
+
+    __slots__ = (
+        "base",
+        "context",
+        "lease",
+        "number",
+        "offer",
+        "ordinal",
+        "place",
+        "size",
+        "source",
+        "uuid",
+        "wrapper",
+    )
+
+    def __init__(self, number: int, source: Source, ordinal: int, memory: Memory) -> None:
+        self.number = number
+        self.source: Any = source.owner
+        self.ordinal = ordinal
+        self.uuid = uuid_of(ordinal)
+        self.base = memory.base
+        self.size = memory.size
+        self.context = memory.context
+        self.place: Place
+        self.offer: Offer | None = None
+        self.lease: Block
+        self.wrapper: weakref.ref[Any] | None = None
+        """What keeps the export though nobody has the lease."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether somebody here may send it again."""
+        return self.wrapper is not None and self.wrapper() is not None
+
+
+class Exports:
+    """The exports of one process.
+
+    Parameters
+    ----------
+    token : bytes
+        Of this process.
+    offers : Offers
+        Where descriptors are kept for receivers.
+    """
+
+    def __init__(self, token: bytes, offers: Offers) -> None:
+        self._token = token
+        self._offers = offers
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._live: dict[int, Export] = {}
+        self.given_up = 0
+        """How many were let go."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocations that the exports hold, each counted once."""
+        live = list(self._live.values())
+        return sum({(each.ordinal, each.base): each.size for each in live}.values())
+
+    def find(self, number: int) -> Export | None:
+        """Return a live export."""
+        return self._live.get(number)
+
+    def make(self, source: Source) -> Export:
+        """Return a new export of an array, not live yet: see :meth:`hold`.
+
+        Raises
+        ------
+        CudaMemoryError
+            If its memory is of a kind that cannot be sent.
+        """
+        low, high = (source.pointer + offset for offset in source.layout.extent)
+        ordinal = ordinal_at(get_driver(), low)
+        with current_context(ordinal) as driver:
+            memory = find_memory(driver, low)
+            pieces = [(memory.base, memory.size)]
+            if memory.kind == "virtual":
+                pieces = pieces_of(driver, memory, high)
+                memory = memory._replace(size=sum(size for _, size in pieces))
+            check_extent(memory.base, memory.size, low, high)
+            export = Export(next(self._numbers), source, ordinal, memory)
+            self._place(export, driver, memory, pieces)
+        try:
+            export.lease = allocate(LEASE_BYTES)
+            export.lease.buffer[:] = lease_text(self._token, export.number)
+        except BaseException:
+            self._drop_offer(export)
+            raise
+        return export
+
+    def hold(self, export: Export) -> None:
+        """Hold an export until nobody has its lease. A message has it by now."""
+        self._live[export.number] = export
+
+    def reclaim(self) -> int:
+        """Let go of the arrays that nobody else has any more; return how many."""
+        if not self._lock.acquire(blocking=False):
+            # Another thread is at it.
+            return 0
+        try:
+            done = [
+                each
+                for each in list(self._live.values())
+                if not each.kept and each.lease.reclaim()
+            ]
+            for each in done:
+                del self._live[each.number]
+        finally:
+            self._lock.release()
+        for each in done:
+            self.discard(each)
+        self.given_up += len(done)
+        return len(done)
+
+    def discard(self, export: Export) -> None:
+        """Let go of the array of an export that is not live."""
+        self._drop_offer(export)
+        # The library may free the memory now, in this thread.
+        try:
+            with current_context(export.ordinal):
+                export.source = None
+        finally:
+            # Also if the device has failed, and nothing can be called any more.
+            export.source = None
+
+    def _drop_offer(self, export: Export) -> None:
+        offer, export.offer = export.offer, None
+        if offer is not None:
+            self._offers.release(offer)
+
+    def _place(
+        self, export: Export, driver: Driver, memory: Memory, pieces: list[tuple[int, int]]
+    ) -> None:
+        handle = Bytes64()
+        if memory.kind == "legacy":
+            driver.call("cuIpcGetMemHandle", byref(handle), memory.base)
+            export.place = Legacy(bytes(handle))
+            return
+        if memory.kind == "pool":
+            driver.call("cuMemPoolExportPointer", byref(handle), memory.base)
+            export.offer = self._offers.take(
+                ("pool", memory.pool), lambda: [_descriptor_of_pool(driver, memory.pool)]
+            )
+            export.place = Pooled(export.offer.number, memory.base, bytes(handle))
+            return
+        export.offer = self._offers.take(
+            ("virtual", export.ordinal, tuple(pieces)), lambda: _descriptors_of(driver, pieces)
+        )
+        export.place = Virtual(export.offer.number, tuple(size for _, size in pieces))
+
+
+def lease_text(token: bytes, number: int) -> bytes:
+    """Return what a lease's block holds.
+
+    Examples
+    --------
+    >>> len(lease_text(bytes(16), 1)) == LEASE_BYTES
+    True
+    """
+    return _LEASE.pack(token, number)
+
+
+def synchronise_export(export: Export) -> None:
+    """Wait until the device has done what was asked of it before, on any stream.
+
+    A feeder thread cannot know on which stream the array was written: the
+    current stream is that of another thread.
+    """
+    synchronise(export.ordinal)
+    if export.context:
+        # Of a library that makes a context of its own, perhaps.
+        with current_context(export.ordinal, c_void_p(export.context)) as driver:
+            driver.call("cuCtxSynchronize")
+
+
+def _descriptor_of_pool(driver: Driver, pool: int) -> int:
+    descriptor = c_int(-1)
+    driver.call(
+        "cuMemPoolExportToShareableHandle", cast(byref(descriptor), c_void_p), pool, POSIX_FD, 0
+    )
+    return descriptor.value
+
+
+def _descriptors_of(driver: Driver, pieces: list[tuple[int, int]]) -> list[int]:
+    found: list[int] = []
+    try:
+        for base, _ in pieces:
+            handle, descriptor = c_uint64(), c_int(-1)
+            driver.call("cuMemRetainAllocationHandle", byref(handle), base)
+            try:
+                driver.call(
+                    "cuMemExportToShareableHandle",
+                    cast(byref(descriptor), c_void_p),
+                    handle.value,
+                    POSIX_FD,
+                    0,
+                )
+            finally:
+                driver.call("cuMemRelease", handle.value)
+            found.append(descriptor.value)
+    except BaseException:
+        for each in found:
+            os.close(each)
+        raise
+    return found

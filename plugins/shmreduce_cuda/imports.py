@@ -1,0 +1,209 @@
+"""What this process has received: mappings, and who uses them.
+
+May import public names of :mod:`shmreduce`, and ``errors``, ``devices``,
+``mappings`` and ``messages`` of this plugin.
+
+The memory of another process is opened once, however many arrays lie in it. For
+each array there is an *attachment*, which whatever is made of the array keeps
+alive. When it dies, this order holds:
+
+1. the device is waited for: kernels may still be at work on the array;
+2. the mapping is closed, if it was the last attachment of it;
+3. the lease is released. The sender may free the memory from now on.
+
+An attachment may die in any thread, inside the garbage collector, in the middle
+of any function here. So its end is only noted, and done at once by whoever can
+have the lock: the thread itself, or the one that holds it when it lets go.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from shmreduce_cuda.devices import synchronise
+from shmreduce_cuda.errors import CudaDriverError, CudaSharingError
+from shmreduce_cuda.mappings import Mapping, Opener, mapping_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from shmreduce import Block
+    from shmreduce_cuda.messages import Description
+
+__all__ = ["Attachment", "Imports"]
+
+_PATIENCE = 60.0
+
+
+class Attachment:
+    """Keeps the memory of one received array open.
+
+    Attributes
+    ----------
+    mapping : Mapping
+        Where it is.
+    lease : Block
+        What its sender is told by.
+    description : Description
+        What was received.
+    """
+
+    __slots__ = ("__weakref__", "_imports", "description", "lease", "mapping")
+
+    def __init__(
+        self, imports: Imports, mapping: Mapping, lease: Block, description: Description
+    ) -> None:
+        self._imports = imports
+        self.mapping = mapping
+        self.lease = lease
+        self.description = description
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end of the process the kernel closes everything.
+        if not is_finalizing():
+            self._imports.ended(self.mapping, self.lease)
+
+    def covers(self, low: int, high: int) -> bool:
+        """Return whether the array that it is of has the bytes from ``low`` to ``high``."""
+        first = self.mapping.base + self.description.offset
+        lowest, highest = self.description.layout.extent
+        return first + lowest <= low and high <= first + highest
+
+
+class Imports:
+    """The mappings of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside: int | None = None
+        self._opener = Opener()
+        self._mappings: dict[tuple[Any, ...], Mapping] = {}
+        self._attachments: dict[int, weakref.ref[Attachment]] = {}
+        self._ended: deque[tuple[Mapping, Block]] = deque()
+        self._stuck: list[tuple[Mapping, Block]] = []
+        self.retired = False
+        """Whether this is the parent's, in a forked child."""
+        self.opened = 0
+        """How many mappings were opened."""
+        self.closed = 0
+        """How many were closed."""
+
+    @property
+    def mappings(self) -> int:
+        """How many mappings are open."""
+        return len(self._mappings)
+
+    @property
+    def arrays(self) -> int:
+        """How many received arrays are alive."""
+        return sum(mapping.users for mapping in list(self._mappings.values()))
+
+    @property
+    def stuck(self) -> int:
+        """How many arrays are dead, and could not be closed since the device has failed."""
+        return len(self._stuck)
+
+    def attach(self, description: Description, lease: Block, ordinal: int) -> Attachment:
+        """Open the memory of an array, unless it is open.
+
+        Raises
+        ------
+        CudaSharingError
+            If it cannot be opened.
+        """
+        key = mapping_key(description)
+        self._enter()
+        try:
+            mapping = self._mappings.get(key)
+            if mapping is None:
+                mapping = self._opener.open(description, ordinal)
+                self._mappings[key] = mapping
+                self.opened += 1
+            attachment = Attachment(self, mapping, lease, description)
+            mapping.users += 1
+        finally:
+            self._leave()
+        self._attachments[id(attachment)] = weakref.ref(
+            attachment, _Forget(self._attachments, id(attachment))
+        )
+        return attachment
+
+    def find_mapping(self, address: int) -> Mapping | None:
+        """Return the mapping that an address is in, or None."""
+        for mapping in list(self._mappings.values()):
+            if mapping.base <= address < mapping.base + mapping.size:
+                return mapping
+        return None
+
+    def find_attachment(self, mapping: Mapping, low: int, high: int) -> Attachment | None:
+        """Return a received array that has all the bytes from ``low`` to ``high``, or None."""
+        for reference in list(self._attachments.values()):
+            found = reference()
+            if found is not None and found.mapping is mapping and found.covers(low, high):
+                return found
+        return None
+
+    def ended(self, mapping: Mapping, lease: Block) -> None:
+        """Note that an attachment has died."""
+        if not self.retired:
+            self._ended.append((mapping, lease))
+            self.settle()
+
+    def settle(self) -> None:
+        """Close what has ended, unless another call is at it, which does it then."""
+        while self._ended and self._lock.acquire(blocking=False):
+            self._inside = threading.get_ident()
+            try:
+                self._close_ended()
+            finally:
+                self._inside = None
+                self._lock.release()
+
+    def _close_ended(self) -> None:
+        while self._ended:
+            mapping, lease = self._ended.popleft()
+            try:
+                self._detach(mapping)
+            except CudaDriverError:
+                # The device has failed. What is still mapped must not be freed
+                # by its owner: the lease ends with the process.
+                self._stuck.append((mapping, lease))
+
+    def _detach(self, mapping: Mapping) -> None:
+        synchronise(mapping.ordinal)
+        if mapping.users == 1:
+            self._opener.close(mapping)
+            self._mappings.pop(mapping.key, None)
+            self.closed += 1
+        mapping.users -= 1
+
+    def _enter(self) -> None:
+        me = threading.get_ident()
+        if self._inside == me or not self._lock.acquire(timeout=_PATIENCE):
+            raise CudaSharingError(
+                "a CUDA array was received while this process was opening or closing another "
+                f"one, and that did not end within {_PATIENCE:.0f} s, or it was interrupted by "
+                "this very call (a signal handler); receive it later"
+            )
+        self._inside = me
+
+    def _leave(self) -> None:
+        self._inside = None
+        self._lock.release()
+        self.settle()
+
+
+class _Forget:
+    """Takes a dead attachment out of the table."""
+
+    def __init__(self, table: dict[int, weakref.ref[Attachment]], key: int) -> None:
+        self._table, self._key = table, key
+
+    def __call__(self, reference: weakref.ref[Attachment]) -> None:
+        if self._table.get(self._key) is reference:
+            self._table.pop(self._key, None)

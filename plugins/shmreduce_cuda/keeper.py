@@ -1,0 +1,157 @@
+"""The thread that frees what was sent, while the program does something else.
+
+May import ``descriptors``, ``exports`` and ``offers`` of this plugin.
+
+A process that waits for its next message cannot notice that its receivers are
+done, or were killed. So while something is out, a thread asks some times a
+second. It also hands descriptors to receivers. It waits without waking up when
+there is nothing to do, and is ended for the moment of a fork: CPython 3.12 and
+later warn about forking with other threads running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from shmreduce import ShmreduceError
+from shmreduce_cuda.descriptors import open_listener, serve
+
+if TYPE_CHECKING:
+    import socket
+
+    from shmreduce_cuda.exports import Exports
+    from shmreduce_cuda.offers import Offers
+
+__all__ = ["Keeper"]
+
+_PAUSE = 0.2
+"""Seconds between two looks."""
+_SHARE = 4
+"""A look may take one part of so many of the time, unless that makes pauses too long."""
+_LONGEST_PAUSE = 0.5
+_PATIENCE = 0.5
+
+
+class Keeper:
+    """The thread of one process.
+
+    Parameters
+    ----------
+    token : bytes
+        Of this process.
+    exports : Exports
+        What is to be let go.
+    offers : Offers
+        What is to be handed over.
+    """
+
+    def __init__(self, token: bytes, exports: Exports, offers: Offers) -> None:
+        self._token = token
+        self._exports = exports
+        self._offers = offers
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._bell = -1
+        self._ending = False
+        self._stopped_for_fork = False
+        self.listener: socket.socket | None = None
+        self.fault: Exception | None = None
+        """What went wrong the last time, None if nothing did."""
+
+    def look_after(self) -> None:
+        """See to it that the thread runs, and looks."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            with self._starting:
+                self._start()
+        os.eventfd_write(self._bell, 1)
+
+    def listen(self) -> None:
+        """See to it that receivers can ask for descriptors."""
+        if self.listener is None:
+            self.listener = open_listener(self._token)
+
+    def stop(self) -> bool:
+        """End the thread, waiting for it boundedly; return whether there was one."""
+        thread, self._thread = self._thread, None
+        if thread is None or not thread.is_alive():
+            return False
+        self._ending = True
+        os.eventfd_write(self._bell, 1)
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE)
+        return True
+
+    def before_fork(self) -> None:
+        """End the thread for the duration of a fork."""
+        self._stopped_for_fork = self.stop()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on after a fork."""
+        if self._stopped_for_fork:
+            self._stopped_for_fork = False
+            self.look_after()
+
+    def forget(self) -> None:
+        """Close what a forked child inherited: nobody answers there."""
+        listener, self.listener = self.listener, None
+        if listener is not None:
+            listener.close()
+        bell, self._bell = self._bell, -1
+        if bell != -1:
+            os.close(bell)
+
+    def _start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            # Another thread was faster.
+            return
+        if self._bell == -1:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="shmreduce-cuda", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        pause: float | None = 0.0
+        me = threading.current_thread()
+        while not self._ending and self._thread is me:
+            self._wait(pause)
+            if self._ending:
+                return
+            began = time.monotonic()
+            try:
+                self._exports.reclaim()
+                self.fault = None
+            except (ShmreduceError, OSError) as error:
+                # Told by stats(); the next look may do better.
+                self.fault = error
+            took = time.monotonic() - began
+            pause = min(max(_PAUSE, _SHARE * took), _LONGEST_PAUSE)
+            if not len(self._exports):
+                pause = None
+
+    def _wait(self, pause: float | None) -> None:
+        """Wait until there is something to do; hand over what is asked for meanwhile."""
+        deadline = None if pause is None else time.monotonic() + pause
+        while True:
+            poll = select.poll()
+            poll.register(self._bell, select.POLLIN)
+            listener = self.listener
+            if listener is not None:
+                poll.register(listener, select.POLLIN)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = poll.poll(None if left is None else 1000 * left)
+            if listener is not None and (listener.fileno(), select.POLLIN) in ready:
+                serve(listener, self._token, self._offers)
+            if (self._bell, select.POLLIN) in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+                if deadline is None or self._ending:
+                    return
+            if deadline is not None and time.monotonic() >= deadline:
+                return

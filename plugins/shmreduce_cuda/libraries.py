@@ -1,0 +1,126 @@
+"""Makes arrays of the sender's library at the receiver.
+
+May import ``layout`` and ``view`` of this plugin. A library is imported here,
+where an array of it is to be made, as pickle imports what it loads; if it is
+not installed, the view itself is the result. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shmreduce_cuda.layout import itemsize_of
+from shmreduce_cuda.view import CudaArrayView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shmreduce_cuda.layout import Layout
+
+__all__ = ["make_array", "make_empty"]
+
+
+def _import(name: str) -> Any:
+    """Return a library, or None if it is not installed here."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def make_array(
+    library: str, view: CudaArrayView, base: int, size: int, extras: dict[str, Any]
+) -> Any:
+    """Return an array of a library over the memory of a view.
+
+    Parameters
+    ----------
+    library : str
+        As in ``Source``.
+    view : CudaArrayView
+        What is to be seen.
+    base, size : int
+        The allocation that it lies in.
+    extras : dict
+        As in ``Source``.
+    """
+    make = _MAKERS.get(library)
+    module = None if make is None else _import(library)
+    return view if make is None or module is None else make(module, view, base, size, extras)
+
+
+def make_empty(library: str, layout: Layout, extras: dict[str, Any]) -> Any:
+    """Return an array without elements; its device is the current one."""
+    module = _import(library) if library else None
+    if module is None:
+        return CudaArrayView(0, layout, 0, None)
+    if library == "torch":
+        empty = module.empty(layout.shape, dtype=getattr(module, layout.dtype_name), device="cuda")
+        return _finish_tensor(module, empty, extras)
+    dtype = _dtype(layout)
+    if library == "cupy":
+        return module.empty(layout.shape, dtype)
+    return import_module("numba.cuda").device_array(layout.shape, dtype)
+
+
+def _dtype(layout: Layout) -> Any:
+    import numpy as np
+
+    descr: Any = layout.descr
+    return np.dtype(layout.typestr if descr is None else descr)
+
+
+def _make_cupy(
+    cupy: Any, view: CudaArrayView, base: int, size: int, _extras: dict[str, Any]
+) -> Any:
+    pointer: int = view.__cuda_array_interface__["data"][0]
+    memory = cupy.cuda.UnownedMemory(base, size, view, view.device)
+    place = cupy.cuda.MemoryPointer(memory, pointer - base)
+    return cupy.ndarray(view.shape, _dtype(view.layout), memptr=place, strides=view.strides)
+
+
+def _make_numba(
+    _numba: Any, view: CudaArrayView, _base: int, _size: int, _extras: dict[str, Any]
+) -> Any:
+    cuda = import_module("numba.cuda")
+    # numba looks at the address in the context of the current device.
+    with cuda.gpus[view.device]:
+        return cuda.from_cuda_array_interface(
+            view.__cuda_array_interface__, owner=view, sync=False
+        )
+
+
+def _make_torch(
+    torch: Any, view: CudaArrayView, _base: int, _size: int, extras: dict[str, Any]
+) -> Any:
+    layout = view.layout
+    itemsize = itemsize_of(layout.typestr)
+    # As numbers of that size, which every version of torch reads, then as what they are.
+    plain = CudaArrayView(
+        view.__cuda_array_interface__["data"][0],
+        layout._replace(typestr=_TORCH_TYPESTRS[itemsize]),
+        view.device,
+        view,
+    )
+    tensor = torch.as_tensor(plain, device=f"cuda:{view.device}")
+    wanted = getattr(torch, layout.dtype_name)
+    return _finish_tensor(torch, tensor.view(wanted), extras)
+
+
+_TORCH_TYPESTRS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
+
+
+def _finish_tensor(torch: Any, tensor: Any, extras: dict[str, Any]) -> Any:
+    if extras.get("parameter"):
+        return torch.nn.Parameter(tensor, requires_grad=extras["requires_grad"])
+    if extras.get("requires_grad"):
+        tensor.requires_grad_(True)
+    return tensor
+
+
+_MAKERS: dict[str, Callable[[Any, CudaArrayView, int, int, dict[str, Any]], Any]] = {
+    "cupy": _make_cupy,
+    "numba": _make_numba,
+    "torch": _make_torch,
+}

@@ -1,0 +1,137 @@
+"""What travels: the description of an array.
+
+May import ``errors`` and ``layout`` of this plugin. The fields, and their order,
+are what is written in messages; ``VERSION`` changes with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from shmreduce_cuda.errors import CudaMessageError
+from shmreduce_cuda.layout import Layout
+
+__all__ = ["VERSION", "Description", "Legacy", "Place", "Pooled", "Virtual", "read_description"]
+
+VERSION = 1
+
+
+class Legacy(NamedTuple):
+    """Memory from ``cudaMalloc``: an IPC handle of its allocation."""
+
+    handle: bytes
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other memory of the same process and device."""
+        return "legacy", self.handle
+
+
+class Pooled(NamedTuple):
+    """Memory of a pool: who has the pool's descriptor, and the exported pointer."""
+
+    offer: int
+    base: int
+    data: bytes
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other memory of the same process and device."""
+        return "pool", self.offer, self.base
+
+
+class Virtual(NamedTuple):
+    """Virtual memory: who has the descriptors of its pieces, and their sizes."""
+
+    offer: int
+    sizes: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other memory of the same process and device."""
+        return "virtual", self.offer
+
+
+Place = Legacy | Pooled | Virtual
+_PLACES = {"legacy": Legacy, "pool": Pooled, "virtual": Virtual}
+
+
+class Description(NamedTuple):
+    """An array in another process.
+
+    Parameters
+    ----------
+    token, pid : bytes, int
+        The process whose memory it is: a random number of its, and its pid
+        for error messages.
+    number : int
+        Of the export there.
+    uuid : bytes
+        The device.
+    place : Legacy, Pooled or Virtual
+        How to open the memory.
+    size : int
+        Bytes of the memory.
+    offset : int
+        From its beginning to the first element.
+    layout : Layout
+        How the array lies there.
+    read_only, library, extras : bool, str, dict
+        As in ``Source``.
+    event : (bytes, bytes) or None
+        What must happen before the memory is read: token of a process, and
+        handle of an event of its. None if all has happened.
+    """
+
+    token: bytes
+    pid: int
+    number: int
+    uuid: bytes
+    place: Place
+    size: int
+    offset: int
+    layout: Layout
+    read_only: bool
+    library: str
+    extras: dict[str, Any]
+    event: tuple[bytes, bytes] | None
+
+    def fields(self) -> tuple[Any, ...]:
+        """Return plain values for a message."""
+        kind = self.place.key[0]
+        changed = self._replace(layout=tuple(self.layout), place=(kind, *self.place))  # type: ignore[arg-type]
+        return (VERSION, *changed)
+
+
+def read_description(fields: tuple[Any, ...]) -> Description:
+    """Read what :meth:`Description.fields` gave.
+
+    Raises
+    ------
+    CudaMessageError
+        If it is of another version, or damaged.
+    """
+    version = fields[0] if fields else None
+    if version != VERSION:
+        raise _invalid(f"it is of version {version}, this process reads version {VERSION}")
+    try:
+        plain = Description(*fields[1:])
+        kind, *place = plain.place
+        found = plain._replace(layout=Layout(*plain.layout), place=_PLACES[str(kind)](*place))
+        low, high = found.layout.extent
+    except (TypeError, ValueError, KeyError) as error:
+        raise _invalid(f"its fields do not fit: {error}") from error
+    if found.offset + low < 0 or found.offset + high > found.size:
+        raise _invalid(
+            f"an array of bytes {found.offset + low} to {found.offset + high} does not fit into "
+            f"{found.size}"
+        )
+    return found
+
+
+def _invalid(reason: str) -> CudaMessageError:
+    return CudaMessageError(
+        f"not a message of a CUDA array: {reason}. It was damaged, or made by another version "
+        "of shmreduce",
+        reason=reason,
+    )

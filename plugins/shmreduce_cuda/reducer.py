@@ -1,0 +1,78 @@
+"""The reducer of CUDA arrays, as the registry holds it: without the driver.
+
+May import public names of :mod:`shmreduce`; the rest of the plugin only inside
+functions, since it is needed when the first array is sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shmreduce import NotShareableError, Reducer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shmreduce import Message, Mode
+
+__all__ = ["CudaReducer"]
+
+_NUMBA = "numba.cuda.cudadrv.devicearray"
+
+
+class CudaReducer(Reducer):
+    """Lets arrays in the memory of a CUDA device travel without a copy.
+
+    What is sent is the memory itself: everybody sees everybody's writes. It
+    stays until every receiver has dropped its array, or has ended.
+
+    Parameters
+    ----------
+    types : sequence of class or str, optional
+        Classes with ``__cuda_array_interface__`` or ``__dlpack__``; those of
+        CuPy and numba, and ``CudaArrayView``, where not given.
+
+    Examples
+    --------
+    For a class of another library:
+
+    >>> import shmreduce
+    >>> reducer = CudaReducer(["signals.DeviceSignal"])
+    >>> shmreduce.register_reducer(reducer)
+    >>> shmreduce.unregister_reducer(reducer)
+    """
+
+    types: Sequence[type | str] = (
+        "cupy.ndarray",
+        f"{_NUMBA}.DeviceNDArrayBase",
+        "shmreduce_cuda.view.CudaArrayView",
+        "shmreduce_cuda.sharing.SharedArray",
+    )
+    subclasses = True
+
+    def __init__(self, types: Sequence[type | str] | None = None) -> None:
+        if types is not None:
+            self.types = types
+
+    def reduce(self, obj: Any, message: Message) -> Any:
+        """Return how to rebuild the array; NotImplemented for a message to another host."""
+        if not message.shared_memory:
+            return NotImplemented
+        from shmreduce_cuda.sharing import reduce_array
+
+        return reduce_array(obj, message)
+
+    def share(self, obj: Any, mode: Mode) -> Any:  # noqa: ARG002 - there is no mode here
+        """Raise: shared memory of the host is not where these arrays are."""
+        raise NotShareableError(
+            f"{type(obj).__qualname__} objects are in the memory of a device, and are shared by "
+            "being sent; shmreduce_cuda.share() prepares that",
+            type_name=type(obj).__qualname__,
+            reason="memory of a device",
+        )
+
+    def unusable_reason(self) -> str | None:
+        """Return why CUDA cannot be used here, or None if it can."""
+        from shmreduce_cuda.driver import unusable_reason
+
+        return unusable_reason()

@@ -1,0 +1,112 @@
+"""The one state of this process: what it has sent and received.
+
+May import public names of :mod:`shmreduce`, and ``events``, ``exports``,
+``imports``, ``keeper`` and ``offers`` of this plugin.
+
+A forked child starts with a fresh state. What it inherited is kept, and never
+touched: arrays would be freed, by a library that does not work there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from multiprocessing import util
+
+from shmreduce import ShmreduceWarning
+from shmreduce_cuda.events import Events
+from shmreduce_cuda.exports import Exports
+from shmreduce_cuda.imports import Imports
+from shmreduce_cuda.keeper import Keeper
+from shmreduce_cuda.offers import Offers
+
+__all__ = ["Runtime", "current"]
+
+
+class Runtime:
+    """The state of one process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.token = secrets.token_bytes(16)
+        self.offers = Offers()
+        self.exports = Exports(self.token, self.offers)
+        self.imports = Imports()
+        self.events = Events()
+        self.keeper = Keeper(self.token, self.exports, self.offers)
+
+    def collect(self) -> int:
+        """Give back what has ended; return how many sent arrays were let go."""
+        self.imports.settle()
+        return self.exports.reclaim()
+
+    def leave(self) -> None:
+        """Let go of what can be let go of, at the end of the process."""
+        self.keeper.stop()
+        self.exports.reclaim()
+        left = len(self.exports)
+        if left:
+            warnings.warn(
+                f"{left} CUDA arrays that process {self.pid} has sent are in use, or unread, as "
+                "it ends: its memory ends with it. Keep a sender until its receivers are done",
+                ShmreduceWarning,
+                stacklevel=2,
+            )
+
+    def retire(self) -> None:
+        """Become what a forked child inherited."""
+        self.imports.retired = True
+        self.offers.forget()
+        self.keeper.forget()
+
+
+_current: Runtime | None = None
+_inherited: list[Runtime] = []
+
+
+def current() -> Runtime:
+    """Return the state of this process."""
+    global _current
+    if _current is None:
+        _current = Runtime()
+        _finish_at_exit(_current)
+        # multiprocessing clears its finalizers in the children it forks, after
+        # the hooks of os.register_at_fork; what is registered here runs then.
+        util.register_after_fork(_leave, _finish_at_exit)
+    return _current
+
+
+def _finish_at_exit(_: object) -> None:
+    # After the queues' feeder threads have flushed (-5), before the core ends (-100).
+    util.Finalize(None, _leave, exitpriority=-90)
+
+
+def _leave() -> None:
+    if _current is not None and _current.pid == os.getpid():
+        _current.leave()
+
+
+def _before_fork() -> None:
+    if _current is not None:
+        _current.keeper.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    if _current is not None:
+        _current.keeper.after_fork_in_parent()
+
+
+def _after_fork_in_child() -> None:
+    global _current
+    if _current is not None:
+        _current.retire()
+        _inherited.append(_current)
+        _current = None
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

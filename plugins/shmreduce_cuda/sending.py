@@ -1,0 +1,178 @@
+"""The sending side of a message.
+
+May import public names of :mod:`shmreduce`, and ``devices``, ``errors``,
+``exports``, ``imports``, ``messages``, ``runtime`` and ``sources`` of this
+plugin, and ``rebuild`` for the functions that messages name.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from shmreduce_cuda.devices import synchronise
+from shmreduce_cuda.errors import CudaMemoryError
+from shmreduce_cuda.exports import synchronise_export
+from shmreduce_cuda.messages import Description
+from shmreduce_cuda.rebuild import rebuild_cuda_array, rebuild_empty_cuda_array
+from shmreduce_cuda.runtime import current
+
+if TYPE_CHECKING:
+    from shmreduce import Block, Message
+    from shmreduce_cuda.exports import Export
+    from shmreduce_cuda.imports import Attachment
+    from shmreduce_cuda.sources import Source
+
+__all__ = ["Outgoing", "OwnArray", "prepare"]
+
+
+class Outgoing(ABC):
+    """An array that can be put into messages.
+
+    Parameters
+    ----------
+    source : Source
+        The array.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the device has done what this process asked of it before."""
+
+    @abstractmethod
+    def record(self, stream: int) -> tuple[bytes, bytes] | None:
+        """Return an event that happens when a stream has done what was asked of it.
+
+        Returns None if nothing need be waited for.
+        """
+
+    @abstractmethod
+    def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
+        """Return how to rebuild the array, with a lease for the message."""
+
+
+class EmptyArray(Outgoing):
+    """An array without elements: there is no memory to be sent."""
+
+    def wait(self) -> None:
+        """Nothing is written to it."""
+
+    def record(self, stream: int) -> None:
+        """Return None: nothing is written to it."""
+
+    def reduce(self, message: Message, event: Any) -> tuple[Any, ...]:  # noqa: ARG002 - as above
+        """Return how to rebuild the array."""
+        source = self.source
+        return rebuild_empty_cuda_array, (source.library, tuple(source.layout), source.extras)
+
+
+class OwnArray(Outgoing):
+    """An array in memory of this process."""
+
+    def __init__(self, source: Source, export: Export) -> None:
+        super().__init__(source)
+        self.export = export
+
+    def wait(self) -> None:
+        """Wait for all streams of the device."""
+        synchronise_export(self.export)
+
+    def record(self, stream: int) -> tuple[bytes, bytes] | None:
+        """Return an event of the stream."""
+        return _record(self.export.ordinal, stream)
+
+    def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
+        """Return how to rebuild the array."""
+        source, export = self.source, self.export
+        description = Description(
+            current().token,
+            os.getpid(),
+            export.number,
+            export.uuid,
+            export.place,
+            export.size,
+            source.pointer - export.base,
+            source.layout,
+            source.read_only,
+            source.library,
+            source.extras,
+            event,
+        )
+        return _with_lease(description, export.lease, message)
+
+
+class ReceivedArray(Outgoing):
+    """An array in memory of another process: it is forwarded as that one's.
+
+    A receiver opens it at its origin, and has a lease of the origin's: this
+    process need not live on.
+    """
+
+    def __init__(self, source: Source, attachment: Attachment) -> None:
+        super().__init__(source)
+        self.attachment = attachment
+
+    def wait(self) -> None:
+        """Wait for all streams of the device."""
+        synchronise(self.attachment.mapping.ordinal)
+
+    def record(self, stream: int) -> tuple[bytes, bytes] | None:
+        """Return an event of the stream, one of this process."""
+        return _record(self.attachment.mapping.ordinal, stream)
+
+    def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
+        """Return how to rebuild the array."""
+        source, attachment = self.source, self.attachment
+        received = attachment.description
+        description = received._replace(
+            offset=source.pointer - attachment.mapping.base,
+            layout=source.layout,
+            read_only=source.read_only or received.read_only,
+            library=source.library or received.library,
+            extras=source.extras,
+            event=event,
+        )
+        return _with_lease(description, attachment.lease, message)
+
+
+def _record(ordinal: int, stream: int) -> tuple[bytes, bytes] | None:
+    runtime = current()
+    handle = runtime.events.record(ordinal, stream)
+    return None if handle is None else (runtime.token, handle)
+
+
+def _with_lease(description: Description, lease: Block, message: Message) -> tuple[Any, ...]:
+    return rebuild_cuda_array, (description.fields(), message.refer(lease, lease.nbytes))
+
+
+def prepare(source: Source) -> Outgoing:
+    """Return an array as what can be sent.
+
+    An :class:`OwnArray` is not held yet: the caller puts it into a message and
+    then calls ``exports.hold``, or ``exports.discard``.
+
+    Raises
+    ------
+    CudaMemoryError
+        If its memory is of a kind that cannot be sent.
+    """
+    if not source.layout.nbytes:
+        return EmptyArray(source)
+    low, high = (source.pointer + offset for offset in source.layout.extent)
+    runtime = current()
+    mapping = runtime.imports.find_mapping(low)
+    if mapping is None:
+        return OwnArray(source, runtime.exports.make(source))
+    attachment = runtime.imports.find_attachment(mapping, low, high)
+    if attachment is not None:
+        return ReceivedArray(source, attachment)
+    raise CudaMemoryError(
+        "an array in memory that was received from another process, of which no single "
+        "received array has all bytes, cannot be sent on: copy it first",
+        kind="memory of another process",
+        remedy="copy it first",
+    )

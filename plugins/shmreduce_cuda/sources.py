@@ -1,0 +1,215 @@
+"""Reads arrays: where their memory is and how they lie in it.
+
+May import ``errors`` and ``layout`` of this plugin. No array library is
+imported: what an array is comes from the protocols that it speaks,
+``__cuda_array_interface__`` (version 3,
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html) and
+DLPack (https://dmlc.github.io/dlpack/latest/). A torch tensor is asked by its
+methods, since it does not offer ``bfloat16``, or tensors with a gradient, by
+the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+from shmreduce_cuda.errors import CudaMemoryError
+from shmreduce_cuda.layout import Layout
+
+__all__ = ["Source", "library_of", "read_array"]
+
+LIBRARIES = {"cupy": "cupy", "numba": "numba", "numba_cuda": "numba", "torch": "torch"}
+"""Libraries whose arrays can be made again at a receiver, by the package of the class."""
+
+_DLPACK_CUDA, _DLPACK_HOST, _DLPACK_MANAGED = 2, (1, 3), 13
+_DLPACK_KINDS = {0: "<i", 1: "<u", 2: "<f", 5: "<c", 6: "|b"}
+# Codes of types without a typestr, as DLPack numbers them.
+_DLPACK_NAMES = {
+    4: "bfloat16",
+    7: "float8_e3m4",
+    8: "float8_e4m3",
+    9: "float8_e4m3b11fnuz",
+    10: "float8_e4m3fn",
+    11: "float8_e4m3fnuz",
+    12: "float8_e5m2",
+    13: "float8_e5m2fnuz",
+    14: "float8_e8m0fnu",
+}
+
+
+class Source(NamedTuple):
+    """An array to be sent.
+
+    Parameters
+    ----------
+    pointer : int
+        Device address of the first element; 0 for an array without elements.
+    layout : Layout
+        How it lies there.
+    read_only : bool
+        Whether it says that it must not be written.
+    library : str
+        One of ``LIBRARIES``, or empty.
+    extras : dict
+        What else the library needs to make it again.
+    owner : object
+        What keeps the memory.
+    """
+
+    pointer: int
+    layout: Layout
+    read_only: bool
+    library: str
+    extras: dict[str, Any]
+    owner: Any
+
+
+def library_of(obj: Any) -> str:
+    """Return which of the known libraries an array's class derives from, or ''."""
+    for cls in type(obj).__mro__:
+        found = LIBRARIES.get(cls.__module__.partition(".")[0])
+        if found is not None:
+            return found
+    return ""
+
+
+def read_array(obj: Any) -> Source:
+    """Read an array.
+
+    Raises
+    ------
+    CudaMemoryError
+        If it speaks neither protocol, or is not plain memory of a device.
+    """
+    library = library_of(obj)
+    if library == "torch":
+        return _read_tensor(obj)
+    interface = getattr(obj, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _read_interface(obj, interface, library)
+    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+        return _read_dlpack(obj, library)
+    raise _refusal(
+        obj,
+        "an object without __cuda_array_interface__ and __dlpack__",
+        "send an array of CuPy, numba, torch or another library that has one of them",
+    )
+
+
+def _refusal(obj: Any, kind: str, remedy: str) -> CudaMemoryError:
+    cls = type(obj)
+    return CudaMemoryError(
+        f"{cls.__module__}.{cls.__qualname__} cannot be sent: it is {kind}; {remedy}",
+        kind=kind,
+        remedy=remedy,
+    )
+
+
+def _read_interface(obj: Any, interface: dict[str, Any], library: str) -> Source:
+    if interface.get("mask") is not None:
+        raise _refusal(obj, "a masked array", "send data and mask as two arrays")
+    pointer, read_only = interface["data"]
+    strides = interface.get("strides")
+    typestr = interface["typestr"]
+    descr = interface.get("descr")
+    layout = Layout(
+        tuple(interface["shape"]),
+        None if strides is None else tuple(strides),
+        typestr,
+        # Anything else is said by the typestr.
+        list(descr) if descr and typestr[1:2] == "V" else None,
+        getattr(obj, "dtype_name", "") if typestr[1:2] == "V" else "",
+    )
+    return Source(pointer or 0, layout, bool(read_only), library, {}, obj)
+
+
+def _read_tensor(tensor: Any) -> Source:
+    if tensor.device.type != "cuda" or str(tensor.layout) != "torch.strided":
+        raise _refusal(
+            tensor,
+            f"a tensor of device {tensor.device.type!r}, layout {tensor.layout}",
+            "send tensors of the host by torch, and sparse ones by their parts",
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise _refusal(tensor, "a lazy view", "send tensor.resolve_conj().resolve_neg()")
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise _refusal(tensor, "a part of an autograd graph", "send tensor.detach()")
+    size = tensor.element_size()
+    name = str(tensor.dtype).removeprefix("torch.")
+    kind = "c" if tensor.dtype.is_complex else "f" if tensor.dtype.is_floating_point else "i"
+    typestr = f"<{kind}{size}"
+    if name.startswith("uint"):
+        typestr = f"<u{size}"
+    elif name == "bool":
+        typestr = "|b1"
+    elif name.startswith(("bfloat", "float8", "float4")):
+        typestr = f"|V{size}"
+    layout = Layout(
+        tuple(tensor.shape), tuple(step * size for step in tensor.stride()), typestr, None, name
+    )
+    extras = {"requires_grad": bool(tensor.requires_grad)}
+    if type(tensor).__name__ == "Parameter":
+        extras["parameter"] = True
+    return Source(tensor.data_ptr(), layout, False, "torch", extras, tensor)
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _Type(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+    )
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor``, with which ``DLManagedTensor`` begins."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _Type),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_get_pointer: Any = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_get_pointer.restype = ctypes.c_void_p
+
+
+def _read_dlpack(obj: Any, library: str) -> Source:
+    device_type = int(obj.__dlpack_device__()[0])
+    if device_type == _DLPACK_MANAGED:
+        raise _refusal(obj, "managed memory", "copy it to memory of a device")
+    if device_type != _DLPACK_CUDA:
+        where = "host memory" if device_type in _DLPACK_HOST else f"DLPack device {device_type}"
+        raise _refusal(obj, where, "send it as a NumPy array")
+    # -1: no stream has to wait; what is sent is synchronised as a whole. The
+    # capsule is not consumed: it frees what it holds when it dies.
+    capsule = obj.__dlpack__(stream=-1)
+    tensor = _Tensor.from_address(_get_pointer(capsule, b"dltensor"))
+    bits, code = tensor.dtype.bits, tensor.dtype.code
+    if tensor.dtype.lanes != 1 or bits % 8 or code not in {**_DLPACK_KINDS, **_DLPACK_NAMES}:
+        raise _refusal(
+            obj, f"of DLPack type {code} with {bits} bits", "convert it to a type of whole bytes"
+        )
+    size = bits // 8
+    name = _DLPACK_NAMES.get(code, "")
+    typestr = f"{_DLPACK_KINDS.get(code, '|V')}{size}"
+    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    strides = (
+        tuple(tensor.strides[axis] * size for axis in range(tensor.ndim))
+        if tensor.strides
+        else None
+    )
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    layout = Layout(shape, strides, typestr, None, name)
+    return Source(pointer, layout, False, library, {}, (obj, capsule))

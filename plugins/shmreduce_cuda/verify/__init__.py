@@ -1,0 +1,1 @@
+"""The verification: `python -m shmreduce_cuda.verify`."""

@@ -1,0 +1,313 @@
+"""Device memory of every kind, as arrays, by the driver alone.
+
+May import ``devices`` and ``driver`` of this plugin, and NumPy. For the
+verification, and for tests: no array library is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmreduce_cuda.devices import current_context
+from shmreduce_cuda.driver import AllocationProperties, Location
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shmreduce_cuda.driver import Driver
+
+__all__ = ["KINDS", "DeviceArray", "Memory", "Pool", "Stream", "read", "write"]
+
+KINDS = ("legacy", "managed", "host", "pool", "default pool", "virtual", "private virtual")
+_POSIX_FD = 1
+_PINNED = 1
+_DEVICE = 1
+_GLOBAL = 1
+_NON_BLOCKING = 1
+_POISON = 0xDDDDDDDD
+
+
+class PoolProperties(ctypes.Structure):
+    """``CUmemPoolProps``."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", Location),
+        ("security", c_void_p),
+        ("most", c_size_t),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 54),
+    )
+
+
+class Pool:
+    """A memory pool that was made exportable, or a device's default one.
+
+    Parameters
+    ----------
+    ordinal : int
+        The device.
+    exportable : bool
+        Whether to make one; else it is the default one.
+    """
+
+    def __init__(self, ordinal: int, *, exportable: bool = True) -> None:
+        self.ordinal = ordinal
+        self.handle = c_void_p()
+        self._owned = exportable
+        with current_context(ordinal) as driver:
+            if exportable:
+                properties = PoolProperties(_PINNED, _POSIX_FD, Location(_DEVICE, ordinal))
+                driver.call("cuMemPoolCreate", byref(self.handle), byref(properties))
+            else:
+                driver.call("cuDeviceGetDefaultMemPool", byref(self.handle), ordinal)
+
+    def __del__(self) -> None:
+        if self._owned and self.handle.value:
+            with current_context(self.ordinal) as driver:
+                driver.attempt("cuMemPoolDestroy", self.handle)
+
+
+class Stream:
+    """A stream that does not wait for others."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.handle = c_void_p()
+        with current_context(ordinal) as driver:
+            driver.call("cuStreamCreate", byref(self.handle), _NON_BLOCKING)
+
+    def fill(self, memory: Memory, value: int, *, times: int = 1) -> None:
+        """Have all 32-bit words of a memory set, once or more, and do not wait for it."""
+        with current_context(self.ordinal) as driver:
+            for _ in range(times):
+                driver.call(
+                    "cuMemsetD32Async", memory.pointer, value, memory.nbytes // 4, self.handle
+                )
+
+    def wait(self) -> None:
+        """Wait until all is done."""
+        with current_context(self.ordinal) as driver:
+            driver.call("cuStreamSynchronize", self.handle)
+
+    def __del__(self) -> None:
+        if self.handle.value:
+            with current_context(self.ordinal) as driver:
+                driver.attempt("cuStreamDestroy_v2", self.handle)
+
+
+class Memory:
+    """Memory of one kind, freed when it is dropped, and overwritten before that.
+
+    Parameters
+    ----------
+    nbytes : int
+        How much; a multiple of four.
+    kind : str
+        One of ``KINDS``.
+    ordinal : int
+        The device.
+    pool : Pool, optional
+        Where to take it from; a new one for the kind ``pool``.
+    pieces : int
+        Of how many pieces virtual memory consists.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        kind: str = "legacy",
+        ordinal: int = 0,
+        *,
+        pool: Pool | None = None,
+        pieces: int = 1,
+    ) -> None:
+        self.nbytes = nbytes
+        self.kind = kind
+        self.ordinal = ordinal
+        self.pointer = 0
+        self._pool = pool
+        self._sizes: list[int] = []
+        with current_context(ordinal) as driver:
+            self.pointer = self._allocate(driver, pieces)
+
+    def _allocate(self, driver: Driver, pieces: int) -> int:
+        pointer = c_uint64()
+        if self.kind == "legacy":
+            driver.call("cuMemAlloc_v2", byref(pointer), self.nbytes)
+        elif self.kind == "managed":
+            driver.call("cuMemAllocManaged", byref(pointer), self.nbytes, _GLOBAL)
+        elif self.kind == "host":
+            host = c_void_p()
+            driver.call("cuMemHostAlloc", byref(host), self.nbytes, 0)
+            pointer.value = host.value or 0
+        elif self.kind in ("pool", "default pool"):
+            if self._pool is None:
+                self._pool = Pool(self.ordinal, exportable=self.kind == "pool")
+            driver.call(
+                "cuMemAllocFromPoolAsync", byref(pointer), self.nbytes, self._pool.handle, None
+            )
+            driver.call("cuStreamSynchronize", None)
+        else:
+            pointer.value = self._map(driver, pieces)
+        return pointer.value
+
+    def _map(self, driver: Driver, pieces: int) -> int:
+        types = 0 if self.kind == "private virtual" else _POSIX_FD
+        properties = AllocationProperties(_PINNED, types, Location(_DEVICE, self.ordinal))
+        unit = c_size_t()
+        driver.call("cuMemGetAllocationGranularity", byref(unit), byref(properties), 0)
+        size = -(-self.nbytes // (unit.value * pieces)) * unit.value
+        start = c_uint64()
+        driver.call("cuMemAddressReserve", byref(start), size * pieces, 0, 0, 0)
+        for number in range(pieces):
+            handle = c_uint64()
+            driver.call("cuMemCreate", byref(handle), size, byref(properties), 0)
+            driver.call("cuMemMap", start.value + number * size, size, 0, handle.value, 0)
+            driver.call("cuMemRelease", handle.value)
+            self._sizes.append(size)
+        _allow_access(driver, start.value, size * pieces, self.ordinal)
+        return start.value
+
+    def fill(self, value: int) -> None:
+        """Set all 32-bit words."""
+        with current_context(self.ordinal) as driver:
+            driver.call("cuMemsetD32Async", self.pointer, value, self.nbytes // 4, None)
+            driver.call("cuStreamSynchronize", None)
+
+    def free(self) -> None:
+        """Overwrite the memory and free it."""
+        if not self.pointer:
+            return
+        self.fill(_POISON)
+        pointer, self.pointer = self.pointer, 0
+        with current_context(self.ordinal) as driver:
+            if self.kind == "host":
+                driver.call("cuMemFreeHost", pointer)
+            elif not self._sizes:
+                driver.call("cuMemFree_v2", pointer)
+            else:
+                end = pointer
+                for size in self._sizes:
+                    driver.call("cuMemUnmap", end, size)
+                    end += size
+                driver.call("cuMemAddressFree", pointer, end - pointer)
+
+    def __del__(self) -> None:
+        self.free()
+
+
+def _allow_access(driver: Driver, start: int, size: int, ordinal: int) -> None:
+    from shmreduce_cuda.driver import AccessDescription
+
+    access = AccessDescription(Location(_DEVICE, ordinal), 3)
+    driver.call("cuMemSetAccess", start, size, byref(access), 1)
+
+
+class DeviceArray:
+    """An array of a device, with ``__cuda_array_interface__`` and slices.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where it lies.
+    template : numpy.ndarray, optional
+        An array of the host that lies in its own memory as this one does in
+        the device's; only asked for its layout.
+    """
+
+    def __init__(self, memory: Memory, template: np.ndarray[Any, Any], start: int = 0) -> None:
+        self.memory = memory
+        self.template = template
+        self.start = start
+
+    @classmethod
+    def of(
+        cls, values: Any, kind: str = "legacy", ordinal: int = 0, **options: Any
+    ) -> DeviceArray:
+        """Return an array of new memory with the values of an array of the host."""
+        host = np.ascontiguousarray(values)
+        memory = Memory(max(4, -(-host.nbytes // 4) * 4), kind, ordinal, **options)
+        array = cls(memory, np.empty_like(host))
+        if host.nbytes:
+            write(array, host)
+        return array
+
+    def __getitem__(self, key: Any) -> DeviceArray:
+        part = self.template[key]
+        return DeviceArray(
+            self.memory, part, self.start + _address(part) - _address(self.template)
+        )
+
+    @property
+    def T(self) -> DeviceArray:  # noqa: N802 - as NumPy calls it
+        """The transposed array."""
+        return DeviceArray(self.memory, self.template.T, self.start)
+
+    @property
+    def pointer(self) -> int:
+        """Device address of the first element."""
+        return self.memory.pointer + self.start
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3."""
+        template = self.template
+        return {
+            "version": 3,
+            "shape": template.shape,
+            "typestr": template.dtype.str,
+            "descr": template.dtype.descr,
+            "data": (self.pointer if template.size else 0, False),
+            "strides": None if template.flags.c_contiguous else template.strides,
+            "stream": 1,
+        }
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _span(interface: dict[str, Any]) -> tuple[int, int, Sequence[int] | None, Any]:
+    """Return lowest address, bytes from there, strides, dtype of an array interface."""
+    descr = interface.get("descr")
+    dtype = np.dtype(descr if descr and interface["typestr"][1] == "V" else interface["typestr"])
+    strides = interface.get("strides")
+    shape = interface["shape"]
+    low = high = 0
+    if strides is None:
+        high = int(np.prod(shape, dtype=int)) * dtype.itemsize - dtype.itemsize
+    else:
+        for length, stride in zip(shape, strides, strict=True):
+            low += min(0, stride * (length - 1))
+            high += max(0, stride * (length - 1))
+    return interface["data"][0] + low, high + dtype.itemsize - low, strides, dtype
+
+
+def read(array: Any, ordinal: int = 0) -> np.ndarray[Any, Any]:
+    """Return the values of any array with ``__cuda_array_interface__``, copied to the host."""
+    interface = array.__cuda_array_interface__
+    shape = interface["shape"]
+    address, nbytes, strides, dtype = _span(interface)
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    raw = np.empty(nbytes, np.uint8)
+    with current_context(ordinal) as driver:
+        driver.call("cuMemcpyDtoH_v2", raw.ctypes.data, address, nbytes)
+    offset = interface["data"][0] - address
+    found: np.ndarray[Any, Any] = np.ndarray(shape, dtype, raw.data, offset, strides)
+    return found.copy()
+
+
+def write(array: Any, values: Any, ordinal: int = 0) -> None:
+    """Set the values of an array without gaps."""
+    interface = array.__cuda_array_interface__
+    host = np.ascontiguousarray(values)
+    with current_context(getattr(getattr(array, "memory", None), "ordinal", ordinal)) as driver:
+        driver.call("cuMemcpyHtoD_v2", interface["data"][0], host.ctypes.data, host.nbytes)

@@ -1,0 +1,110 @@
+"""Lets NumPy allocate the memory of arrays by functions that it is given.
+
+May import public names of :mod:`shmreduce`, and NumPy.
+
+NumPy's own interface for it is one of C: https://numpy.org/neps/nep-0049.html.
+It is reached through the table of NumPy's C functions, so nothing need be
+compiled for a version of NumPy or of Python. What is in use belongs to the
+context of :mod:`contextvars`; threads begin with NumPy's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from shmreduce import AllocatorFunctions
+
+__all__ = ["NumpyMemoryHandlers", "memory_handlers"]
+
+# Places in the table; NumPy keeps them from version to version.
+_SET_HANDLER, _GET_HANDLER = 304, 305
+_CAPSULE_NAME = b"mem_handler"
+_STRUCT_VERSION = 1
+
+
+class _Allocator(ctypes.Structure):
+    """``PyDataMemAllocator`` of NumPy."""
+
+    _fields_ = (
+        ("context", ctypes.c_void_p),
+        ("malloc", ctypes.c_void_p),
+        ("calloc", ctypes.c_void_p),
+        ("realloc", ctypes.c_void_p),
+        ("free", ctypes.c_void_p),
+    )
+
+
+class _Handler(ctypes.Structure):
+    """``PyDataMem_Handler`` of NumPy."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 127),
+        ("version", ctypes.c_uint8),
+        ("allocator", _Allocator),
+    )
+
+
+class NumpyMemoryHandlers:
+    """See :class:`shmreduce.MemoryHandlers`; a handler is a capsule of NumPy's."""
+
+    def __init__(self) -> None:
+        self._made: dict[AllocatorFunctions, Any] = {}
+
+    def make(self, functions: AllocatorFunctions) -> Any:
+        """Return the handler of the functions."""
+        known = self._made.get(functions)
+        if known is None:
+            known = self._made.setdefault(functions, _new_handler(functions))
+        return known
+
+    def get(self) -> Any:
+        """Return the handler in use in this context."""
+        return self._get()
+
+    def set(self, handler: Any) -> None:
+        """Let new arrays of this context use a handler."""
+        self._set(handler)
+
+    @cached_property
+    def _table(self) -> Any:
+        # numpy.core until NumPy 2.0; without type information in both.
+        core = "numpy._core" if int(np.__version__.partition(".")[0]) > 1 else "numpy.core"
+        extension = import_module(f"{core}._multiarray_umath")
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype = ctypes.c_void_p
+        pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        start = pointer(extension._ARRAY_API, None)
+        return (ctypes.c_void_p * (_GET_HANDLER + 1)).from_address(start)
+
+    @cached_property
+    def _get(self) -> Any:
+        return ctypes.PYFUNCTYPE(ctypes.py_object)(self._table[_GET_HANDLER])
+
+    @cached_property
+    def _set(self) -> Any:
+        kind = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
+        return kind(self._table[_SET_HANDLER])
+
+
+def _new_handler(functions: AllocatorFunctions) -> Any:
+    allocator = _Allocator(*functions)
+    handler = _Handler(b"shmreduce", _STRUCT_VERSION, allocator)
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    made = make(ctypes.addressof(handler), _CAPSULE_NAME, None)
+    # All of it is needed when the last array dies, at the very end of the
+    # interpreter: so it lives for ever.
+    for kept in (handler, _CAPSULE_NAME, made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    return made
+
+
+memory_handlers = NumpyMemoryHandlers()
+"""The one of this process."""

@@ -1,0 +1,123 @@
+"""What is sent: arrays, and objects that contain arrays.
+
+May import :mod:`shmreduce.fresh_process`. NumPy and pandas are imported in the
+processes that are measured.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+__all__ = ["Form", "change_arrays", "make_payload", "marks", "size_name"]
+
+Form = Literal["array", "list", "nested", "DataFrame", "DataFrame with text"]
+
+_NESTED_ARRAYS = 64
+
+
+def size_name(nbytes: int) -> str:
+    """Return a size as rows are named by it.
+
+    Examples
+    --------
+    >>> size_name(65536), size_name(1 << 30), size_name(10_000), size_name(1_000_000)
+    ('64 KiB', '1 GiB', '10 KB', '1 MB')
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    for unit, size in (("MB", 1_000_000), ("KB", 1_000)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def make_payload(form: Form, nbytes: int, count: int = 1) -> Any:
+    """Make what is sent, of NumPy arrays.
+
+    Parameters
+    ----------
+    form : str
+        ``"array"``; ``"list"``: of ``count`` arrays; ``"nested"``: dictionaries,
+        lists and tuples with 64 arrays; a DataFrame of ten float columns, or
+        one that has two columns of text besides.
+    nbytes : int
+        Of an array; with ``"nested"`` and DataFrames of all arrays together.
+    count : int
+        Of the list's arrays.
+    """
+    import numpy as np
+
+    if form == "array":
+        return _array(nbytes)
+    if form == "list":
+        return [_array(nbytes) for _ in range(count)]
+    if form == "nested":
+        each = nbytes // _NESTED_ARRAYS
+        return {
+            "layers": [
+                {"weights": _array(each), "bias": (number, _array(each))}
+                for number in range(_NESTED_ARRAYS // 2)
+            ],
+            "name": "nested",
+        }
+    rows = nbytes // 80
+    columns: dict[str, Any] = {f"x{number}": np.arange(rows) + number / 8 for number in range(10)}
+    if form == "DataFrame with text":
+        columns["city"] = [f"city {number % 1000}" for number in range(rows)]
+        columns["code"] = [str(number) for number in range(rows)]
+    return import_module("pandas").DataFrame(columns)
+
+
+def change_arrays(payload: Any, change: Callable[[Array], Any]) -> Any:
+    """Return ``payload`` with ``change`` applied to the arrays in its containers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> change_arrays({"a": [np.arange(3), "b"]}, np.sum)
+    {'a': [np.int64(3), 'b']}
+    """
+    import numpy as np
+
+    if isinstance(payload, np.ndarray):
+        return change(payload)
+    if isinstance(payload, dict):
+        return {key: change_arrays(value, change) for key, value in payload.items()}
+    if isinstance(payload, list | tuple):
+        return type(payload)(change_arrays(value, change) for value in payload)
+    return payload
+
+
+def marks(payload: Any) -> list[Any]:
+    """Return enough of a payload to tell it from another: shapes, first and last values."""
+    import numpy as np
+
+    if isinstance(payload, np.ndarray):
+        ends = (payload[0].item(), payload[-1].item()) if payload.size else ()
+        return [payload.shape, *ends]
+    if isinstance(payload, dict):
+        payload = list(payload.values())
+    if isinstance(payload, list | tuple):
+        # The first and the last: reading 10,000 of them would be timed by nobody,
+        # but takes time all the same.
+        return [len(payload), *marks(payload[0]), *marks(payload[-1])] if payload else [0]
+    if type(payload).__name__ == "DataFrame":
+        return [payload.shape, payload.iloc[0].tolist(), payload.iloc[-1].tolist()]
+    return [payload]
+
+
+def _array(nbytes: int) -> Array:
+    import numpy as np
+
+    if nbytes % 8:
+        return np.arange(nbytes, dtype=np.uint8)
+    return np.arange(nbytes // 8, dtype=np.float64)

@@ -1,0 +1,89 @@
+"""Draws a report: time over size, and memory over time.
+
+May import ``measurements`` and :mod:`shmreduce.extras`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.extras import import_extra
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from shmreduce.bench.measurements import Report, Trace
+
+__all__ = ["plot"]
+
+_OVER_SIZE = ("fresh", "shared", "born", "first-use", "stream", "fan-out", "pipeline")
+_OVER_TIME = ("results", "burst")
+_COLUMNS = 2
+
+
+def plot(report: Report, path: Path) -> None:
+    """Write one picture, a panel for each workload.
+
+    Parameters
+    ----------
+    report : Report
+        What was measured.
+    path : Path
+        Its suffix says the format: ``.png`` or ``.svg``, say.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    figure_class: Any = import_extra("matplotlib.figure", extra="bench").Figure
+    sized = [name for name in _OVER_SIZE if len(report.rows(name)) > 0]
+    traced = [traces for name in _OVER_TIME if (traces := _largest_row(report, name))]
+    count = len(sized) + len(traced)
+    lines = max(1, -(-count // _COLUMNS))
+    figure = figure_class(figsize=(8 * _COLUMNS, 5.5 * lines), layout="constrained")
+    axes = iter(figure.subplots(lines, _COLUMNS, squeeze=False).flat)
+    for name in sized:
+        _draw_sizes(next(axes), report, name)
+    for traces in traced:
+        _draw_memory(next(axes), traces)
+    for unused in axes:
+        unused.set_axis_off()
+    figure.savefig(path)
+
+
+def _draw_sizes(axes: Any, report: Report, workload: str) -> None:
+    for system in report.systems(workload):
+        found = [
+            each
+            for row in report.rows(workload)
+            if (each := report.find(workload, system, row)) is not None and each.nbytes
+        ]
+        axes.loglog(
+            [each.nbytes for each in found],
+            [each.median for each in found],
+            marker=".",
+            linewidth=2 if system.startswith("shmreduce") else 1,
+            linestyle="-" if system.startswith("shmreduce") else "--",
+            label=system,
+        )
+    axes.set(title=workload, xlabel="bytes", ylabel="seconds")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(fontsize="x-small")
+
+
+def _largest_row(report: Report, workload: str) -> list[Trace]:
+    traces = [each for each in report.traces if each.workload == workload]
+    return [each for each in traces if each.row == traces[-1].row]
+
+
+def _draw_memory(axes: Any, traces: Sequence[Trace]) -> None:
+    for trace in traces:
+        axes.plot(trace.seconds, [each / (1 << 20) for each in trace.nbytes], label=trace.system)
+    first = traces[0]
+    axes.set(
+        title=f"memory over time: {first.workload}, {first.row}", xlabel="seconds", ylabel="MiB"
+    )
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="x-small")

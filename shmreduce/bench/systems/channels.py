@@ -1,0 +1,304 @@
+"""Systems that send by queues between processes: the loops that anybody would write.
+
+May import ``base`` and ``payloads``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shmreduce.bench.payloads import change_arrays, marks
+from shmreduce.bench.systems.base import Ability, Kind, Session, System
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["ChannelSession", "ChannelSystem", "PoolSession"]
+
+_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class ChannelSystem(System):
+    """A way of sending that has queues with ``put`` and ``get``."""
+
+    abilities: ClassVar[frozenset[Ability]] = frozenset(
+        {"echo", "stream", "fan_out", "relay", "exchange"}
+    )
+
+    queues_have_room: ClassVar[bool] = False
+    """Whether queues are made for messages of a size."""
+
+    def prepare(self) -> None:
+        """Do at the start of each process what users of the system do there."""
+
+    def context(self) -> Any:
+        """Return the context that starts workers."""
+        return get_context("spawn")
+
+    @abstractmethod
+    def queue(self, room: int) -> Any:
+        """Return a queue for messages with ``room`` bytes of arrays."""
+
+    def message(self, payload: Any, kind: Kind) -> Any:
+        """Return what is put into a queue to say ``payload``."""
+        return change_arrays(payload, {"fresh": self.fresh, "shared": self.shared}[kind])
+
+    def fresh(self, array: Any) -> Any:
+        """Return what stands for an array that was not sent before."""
+        return array
+
+    def shared(self, array: Any) -> Any:
+        """Return what stands for an array in shared memory."""
+        raise NotImplementedError
+
+    def spread(self, array: Any) -> Any:
+        """Return what is put into each of several queues."""
+        return self.fresh(array)
+
+    def payload(self, message: Any) -> Any:
+        """Return what was received as NumPy arrays."""
+        return message
+
+    def release(self, message: Any) -> None:
+        """Give back what was received, where dropping it does not do that."""
+
+    def pool(self, workers: int) -> Any:
+        """Return a pool with ``map``, for systems with the ability ``collect``."""
+        raise NotImplementedError
+
+    def open(self, ability: Ability, workers: int) -> Session:
+        """Start the workers that an ability takes."""
+        self.prepare()
+        if ability == "collect":
+            return PoolSession(self, workers)
+        return ChannelSession(self, ability, workers)
+
+
+class ChannelSession(Session):
+    """Workers and queues between them.
+
+    Parameters
+    ----------
+    system : ChannelSystem
+        Brings queues and processes.
+    ability : str
+        What the workers will do.
+    workers : int
+        How many, where that can be chosen.
+    """
+
+    def __init__(self, system: ChannelSystem, ability: Ability, workers: int) -> None:
+        self._system = system
+        self._ability = ability
+        self._workers = {"echo": 1, "stream": 1, "relay": 2}.get(ability, workers)
+        self._room = -1
+        self._processes: list[Any] = []
+        if not system.queues_have_room:
+            self._start(0)
+
+    def prepare(self, nbytes: int) -> None:
+        """Make other queues if these are not made for messages of that size."""
+        if self._system.queues_have_room and nbytes != self._room:
+            self.close()
+            self._start(nbytes)
+
+    def _start(self, room: int) -> None:
+        system = self._system
+        self._room = room
+        self._back = system.queue(room)
+        self._inboxes = [system.queue(room) for _ in range(self._workers)]
+        last = self._workers - 1
+        loops: list[Callable[..., None]]
+        if self._ability == "exchange":
+            loops, outboxes = [_pass_round] * (last + 1), [*self._inboxes[1:], self._inboxes[0]]
+        elif self._ability == "relay":
+            loops, outboxes = [_echo] * last + [_tell], [*self._inboxes[1:], self._back]
+        else:
+            loops = [{"echo": _echo, "stream": _swallow}.get(self._ability, _tell)] * (last + 1)
+            outboxes = [self._back] * (last + 1)
+        context = system.context()
+        processes = [
+            context.Process(
+                target=_work, args=(loop, system, inbox, outbox, self._back), daemon=True
+            )
+            for loop, inbox, outbox in zip(loops, self._inboxes, outboxes, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        self._processes = processes
+        for _ in processes:
+            self._back.get()
+
+    def message(self, payload: Any, kind: Kind) -> Any:
+        """See :meth:`ChannelSystem.message`."""
+        return self._system.message(payload, kind)
+
+    def payload(self, message: Any) -> Any:
+        """See :meth:`ChannelSystem.payload`."""
+        return self._system.payload(message)
+
+    def release(self, message: Any) -> None:
+        """See :meth:`ChannelSystem.release`."""
+        self._system.release(message)
+
+    def echo(self, box: list[Any]) -> Any:
+        """Put a message into the worker's queue and get it from the other one."""
+        self._inboxes[0].put(box.pop())
+        return self._back.get()
+
+    def stream(self, payload: Any, count: int) -> None:
+        """Put messages, and get one answer."""
+        put, fresh = self._inboxes[0].put, self._system.fresh
+        put(count)
+        for _ in range(count):
+            put(fresh(payload))
+        self._back.get()
+
+    def fan_out(self, payload: Any) -> list[Any]:
+        """Put one array into every worker's queue."""
+        message = self._system.spread(payload)
+        for inbox in self._inboxes:
+            inbox.put(message)
+        answers = [self._back.get() for _ in self._inboxes]
+        self._system.release(message)
+        return answers
+
+    def relay(self, payload: Any) -> Any:
+        """Put an array into the first queue of a chain."""
+        self._inboxes[0].put(self._system.fresh(payload))
+        return self._back.get()
+
+    def exchange(self, payload: Any, laps: int) -> int:
+        """Let half as many messages as there are workers go round.
+
+        Not more: a worker that waits for room in the next one's pipe must find one
+        further on that reads.
+        """
+        workers = len(self._inboxes)
+        tokens = workers // 2
+        for number, inbox in enumerate(self._inboxes):
+            # A message that began at the next worker comes here last of all.
+            inbox.put((laps * tokens, number % 2 == 1))
+        for inbox in self._inboxes[::2]:
+            inbox.put(self._system.fresh(payload))
+        for _ in self._inboxes:
+            self._back.get()
+        return laps * tokens * workers
+
+    def processes(self) -> list[Any]:
+        """Return the workers."""
+        return self._processes
+
+    def close(self) -> None:
+        """Tell the workers to leave."""
+        processes, self._processes = self._processes, []
+        if not processes:
+            return
+        for inbox in self._inboxes:
+            # Its reader may be gone.
+            with suppress(BrokenPipeError, ConnectionError):
+                inbox.put(None)
+        for process in processes:
+            process.join(_PATIENCE)
+
+
+class PoolSession(Session):
+    """A pool of a system's own."""
+
+    def __init__(self, system: ChannelSystem, workers: int) -> None:
+        self._system = system
+        self._pool = system.pool(workers)
+
+    def collect(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """Map, one item a task."""
+        results: list[Any] = self._pool.map(_Prepared(self._system, function), items, chunksize=1)
+        return results
+
+    def payload(self, message: Any) -> Any:
+        """See :meth:`ChannelSystem.payload`."""
+        return self._system.payload(message)
+
+    def close(self) -> None:
+        """End the pool."""
+        self._pool.close()
+        self._pool.join()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Calls a function and returns what the system has for its arrays."""
+
+    system: ChannelSystem
+    function: Callable[[Any], Any]
+
+    def __call__(self, item: Any) -> Any:
+        # Not kept in a variable: a result that only the pool has can be moved.
+        return self.system.message(self.function(item), "fresh")
+
+
+# Workers
+
+
+def _work(
+    loop: Callable[..., None], system: ChannelSystem, inbox: Any, outbox: Any, home: Any
+) -> None:
+    system.prepare()
+    home.put("ready")
+    loop(system, inbox, outbox, home)
+
+
+def _echo(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
+    while True:
+        message = inbox.get()
+        if message is None:
+            break
+        outbox.put(message)
+        system.release(message)
+
+
+def _swallow(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
+    while True:
+        count = inbox.get()
+        if count is None:
+            break
+        for _ in range(count):
+            message = inbox.get()
+            system.release(message)
+            del message
+        outbox.put(count)
+
+
+def _tell(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
+    while True:
+        message = inbox.get()
+        if message is None:
+            break
+        told = marks(system.payload(message))
+        system.release(message)
+        del message
+        outbox.put(told)
+
+
+def _pass_round(system: ChannelSystem, inbox: Any, outbox: Any, home: Any) -> None:
+    early = []
+    while True:
+        order = inbox.get()
+        if order is None:
+            break
+        if not isinstance(order, tuple):
+            # From a neighbour who had its order sooner.
+            early.append(order)
+            continue
+        count, ends_here = order
+        for number in range(count):
+            message = early.pop(0) if early else inbox.get()
+            if not ends_here or number < count - 1:
+                outbox.put(message)
+            system.release(message)
+            del message
+        home.put("done")

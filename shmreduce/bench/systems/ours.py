@@ -1,0 +1,144 @@
+"""shmreduce, in the ways in which it is used.
+
+May import ``base``, ``channels`` and the public names of shmreduce.
+"""
+
+from __future__ import annotations
+
+import inspect
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shmreduce.bench.payloads import change_arrays
+from shmreduce.bench.systems.channels import ChannelSystem
+
+if TYPE_CHECKING:
+    from shmreduce.bench.systems.base import Ability, Kind
+
+__all__ = ["OURS", "BornShared", "Installed", "Shmreduce"]
+
+
+@dataclass(frozen=True)
+class Shmreduce(ChannelSystem):
+    """``import shmreduce as mp``: channels and pools of our own."""
+
+    name: str = "shmreduce"
+    strategy: str = "file_descriptor"
+
+    abilities: ClassVar[frozenset[Ability]] = ChannelSystem.abilities | {"collect"}
+    kinds: ClassVar[frozenset[Kind]] = frozenset({"fresh", "shared"})
+
+    @property
+    def ours(self) -> bool:
+        """True."""
+        return True
+
+    def unusable_reason(self) -> str | None:
+        """Return why the sharing strategy does not work here, or None."""
+        from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
+        from shmreduce.strategies import choose_strategy
+
+        try:
+            choose_strategy(self.strategy)
+        except (StrategyUnusableError, UnknownStrategyError) as error:
+            return str(error)
+        return None
+
+    def prepare(self) -> None:
+        """Choose the strategy; children have it from their parent."""
+        import shmreduce
+
+        if shmreduce.get_sharing_strategy() != self.strategy:
+            shmreduce.set_sharing_strategy(self.strategy)
+
+    def context(self) -> Any:
+        """Return a context of ours."""
+        import shmreduce
+
+        return shmreduce.get_context("spawn")
+
+    def queue(self, room: int) -> Any:  # noqa: ARG002 - messages of any size go through
+        """Return a ``SimpleQueue``."""
+        return self.context().SimpleQueue()
+
+    def pool(self, workers: int) -> Any:
+        """Return a ``Pool``."""
+        return self.context().Pool(workers)
+
+    def shared(self, array: Any) -> Any:
+        """Return a shared copy."""
+        import shmreduce
+
+        return shmreduce.share(array)
+
+    def spread(self, array: Any) -> Any:
+        """Copy once, not for each receiver."""
+        return self.shared(array)
+
+
+@dataclass(frozen=True)
+class Installed(Shmreduce):
+    """Plain multiprocessing after ``shmreduce.install()``."""
+
+    name: str = "shmreduce install"
+
+    def prepare(self) -> None:
+        """Install; children inherit it."""
+        import shmreduce
+
+        shmreduce.install(self.strategy)
+
+    def context(self) -> Any:
+        """Return a context of the standard library."""
+        return ChannelSystem.context(self)
+
+
+@dataclass(frozen=True)
+class BornShared(Shmreduce):
+    """Arrays that NumPy makes in shared memory, inside ``shared_allocations()``."""
+
+    name: str = "shmreduce born shared"
+
+    abilities: ClassVar[frozenset[Ability]] = frozenset({"echo", "collect"})
+    kinds: ClassVar[frozenset[Kind]] = frozenset({"born"})
+
+    def can(self, ability: Ability, kind: Kind = "fresh") -> bool:
+        """Return what it does otherwise than :class:`Shmreduce`."""
+        return ability == "collect" or super().can(ability, kind)
+
+    def unusable_reason(self) -> str | None:
+        """Return that this version cannot do it, or why it cannot here, or None."""
+        import shmreduce.pool
+        from shmreduce.errors import ShmreduceError
+
+        parameters = inspect.signature(shmreduce.pool.Pool).parameters
+        if "shared_allocations" not in {*dir(shmreduce)} & {*parameters}:
+            return "this version of shmreduce has no shared_allocations"
+        try:
+            with _shared_allocations():
+                return None
+        except (ShmreduceError, ImportError) as error:
+            return str(error)
+
+    def pool(self, workers: int) -> Any:
+        """Return a pool whose workers' functions make their arrays in shared memory."""
+        return self.context().Pool(workers, shared_allocations=True)
+
+    def message(self, payload: Any, kind: Kind) -> Any:
+        """Have NumPy make the arrays anew, as the result of a computation would be."""
+        if kind != "born":
+            return super().message(payload, kind)
+        with _shared_allocations():
+            return change_arrays(payload, copy)
+
+
+def _shared_allocations() -> Any:
+    import shmreduce
+
+    # By name, as long as there are versions without it.
+    return getattr(shmreduce, "shared_allocations")()  # noqa: B009
+
+
+OURS = Shmreduce().name
+"""The system that ratios are told against: ours, as it comes."""

@@ -1,0 +1,353 @@
+"""Systems that call functions in workers: executors, joblib, pools, Ray, Dask.
+
+May import ``base`` and ``payloads``. The packages themselves are imported in the
+processes that are measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from abc import abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from shmreduce.bench.payloads import marks
+from shmreduce.bench.systems.base import Ability, Kind, Session, System, missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Dask", "Executor", "Joblib", "Loky", "OurExecutor", "Ray"]
+
+
+class _TaskSession(Session):
+    """Workers that are given functions to call."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+
+    @abstractmethod
+    def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Hand a call to a worker and return what stands for its result."""
+
+    @abstractmethod
+    def results(self, calls: list[Any]) -> list[Any]:
+        """Wait for calls."""
+
+    def spread(self, payload: Any) -> Any:
+        """Return what is given to several workers."""
+        return payload
+
+    def message(self, payload: Any, kind: Kind) -> Any:  # noqa: ARG002 - fresh is all there is
+        """Return the argument that says ``payload``."""
+        return payload
+
+    def echo(self, box: list[Any]) -> Any:
+        """Call a function that returns its argument."""
+        return self.results([self.start(_same, box.pop())])[0]
+
+    def stream(self, payload: Any, count: int) -> None:
+        """Call a function that does nothing, many times."""
+        self.results([self.start(_nothing, payload) for _ in range(count)])
+
+    def fan_out(self, payload: Any) -> list[Any]:
+        """Make a call for each worker with the same argument."""
+        argument = self.spread(payload)
+        return self.results([self.start(marks, argument) for _ in range(self._workers)])
+
+    def relay(self, payload: Any) -> Any:
+        """Give the result of one call to another one."""
+        middle = self.results([self.start(_same, payload)])[0]
+        return self.results([self.start(marks, middle)])[0]
+
+    def collect(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """Make a call for each item."""
+        return self.results([self.start(function, item) for item in items])
+
+
+@dataclass(frozen=True)
+class _TaskSystem(System):
+    """A system of calls."""
+
+    abilities: ClassVar[frozenset[Ability]] = frozenset(
+        {"echo", "stream", "fan_out", "relay", "collect"}
+    )
+
+    workers_for: ClassVar[dict[Ability, int]] = {"echo": 1, "stream": 1, "relay": 2}
+
+    @abstractmethod
+    def session(self, workers: int) -> Session:
+        """Start workers."""
+
+    def open(self, ability: Ability, workers: int) -> Session:
+        """Start as many workers as there are with queues."""
+        return self.session(self.workers_for.get(ability, workers))
+
+
+class _ExecutorSession(_TaskSession):
+    """An executor of :mod:`concurrent.futures`, or one like it."""
+
+    def __init__(self, executor: Any, workers: int) -> None:
+        super().__init__(workers)
+        self._executor = executor
+
+    def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        return self._executor.submit(function, argument)
+
+    def results(self, calls: list[Any]) -> list[Any]:
+        return [each.result() for each in calls]
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+@dataclass(frozen=True)
+class Executor(_TaskSystem):
+    """``concurrent.futures.ProcessPoolExecutor``."""
+
+    name: str = "ProcessPoolExecutor"
+
+    def session(self, workers: int) -> Session:
+        """Start an executor."""
+        from concurrent.futures import ProcessPoolExecutor
+
+        executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        return _ExecutorSession(executor, workers)
+
+
+@dataclass(frozen=True)
+class OurExecutor(_TaskSystem):
+    """``shmreduce.ProcessPoolExecutor``: what to compare other executors with."""
+
+    name: str = "shmreduce executor"
+
+    @property
+    def ours(self) -> bool:
+        """True."""
+        return True
+
+    def session(self, workers: int) -> Session:
+        """Start an executor."""
+        import shmreduce
+        from shmreduce.executor import ProcessPoolExecutor
+
+        executor = ProcessPoolExecutor(workers, mp_context=shmreduce.get_context("spawn"))
+        return _ExecutorSession(executor, workers)
+
+
+@dataclass(frozen=True)
+class Loky(_TaskSystem):
+    """loky's executor, which is used again."""
+
+    name: str = "loky"
+
+    def unusable_reason(self) -> str | None:
+        """Return that it is missing, or None."""
+        return missing("loky", "loky")
+
+    def session(self, workers: int) -> Session:
+        """Start an executor."""
+        executor = import_module("loky").get_reusable_executor(max_workers=workers, timeout=600)
+        return _ExecutorSession(executor, workers)
+
+
+class _JoblibSession(_TaskSession):
+    """``with Parallel() as parallel``: workers are kept, large arguments become memory maps."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        joblib = import_module("joblib")
+        self._delayed = joblib.delayed
+        self._parallel = joblib.Parallel(n_jobs=max(2, workers), backend="loky")
+        self._parallel.__enter__()
+
+    def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        return self._delayed(function)(argument)
+
+    def results(self, calls: list[Any]) -> list[Any]:
+        found: list[Any] = self._parallel(calls)
+        return found
+
+    def close(self) -> None:
+        self._parallel.__exit__(None, None, None)
+        import_module("joblib.externals.loky").get_reusable_executor().shutdown()
+
+
+@dataclass(frozen=True)
+class Joblib(_TaskSystem):
+    """``joblib.Parallel`` with its default backend.
+
+    One worker would be none: joblib then calls functions in its own process.
+    """
+
+    name: str = "joblib"
+
+    def unusable_reason(self) -> str | None:
+        """Return that it is missing, or None."""
+        return missing("joblib", "joblib")
+
+    def session(self, workers: int) -> Session:
+        """Start the workers."""
+        return _JoblibSession(workers)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An array in the object store. Inside of an object, a reference stays one."""
+
+    reference: Any
+
+
+class _RaySession(_TaskSession):
+    """Actors, and the object store for what more than one of them gets."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self._ray = ray = import_module("ray")
+        self._folder = tempfile.mkdtemp(prefix="bench-ray-")
+        ray.init(
+            num_cpus=workers + 1,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            _temp_dir=self._folder,
+        )
+        self._actors = [ray.remote(_Actor).remote() for _ in range(workers)]
+        self._next = 0
+        ray.get([actor.call.remote(_nothing, None) for actor in self._actors])
+
+    def message(self, payload: Any, kind: Kind) -> Any:
+        return payload if kind == "fresh" else _Stored(self._ray.put(payload))
+
+    def payload(self, message: Any) -> Any:
+        return self._ray.get(message.reference) if isinstance(message, _Stored) else message
+
+    def spread(self, payload: Any) -> Any:
+        return self._ray.put(payload)
+
+    def echo(self, box: list[Any]) -> Any:
+        message = box.pop()
+        if not isinstance(message, _Stored):
+            return self.results([self.start(_same, message)])[0]
+        received = self._ray.get(self._actors[0].look.remote(message))
+        # Both sides have the array then, as with queues.
+        self._ray.get(received.reference)
+        return received
+
+    def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        actor = self._actors[self._next]
+        self._next = (self._next + 1) % self._workers
+        return actor.call.remote(function, argument)
+
+    def results(self, calls: list[Any]) -> list[Any]:
+        found: list[Any] = self._ray.get(calls)
+        return found
+
+    def relay(self, payload: Any) -> Any:
+        # The reference goes through here, the array from actor to actor.
+        return self._ray.get(self.start(marks, self.start(_same, payload)))
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Actor:
+    """Calls functions in a worker of Ray."""
+
+    def call(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        return function(argument)
+
+    def look(self, stored: _Stored) -> _Stored:
+        import_module("ray").get(stored.reference)
+        return stored
+
+
+@dataclass(frozen=True)
+class Ray(_TaskSystem):
+    """Ray on this machine, with actors."""
+
+    name: str = "Ray"
+
+    kinds: ClassVar[frozenset[Kind]] = frozenset({"fresh", "shared", "born"})
+    starts_quickly: ClassVar[bool] = False
+
+    def unusable_reason(self) -> str | None:
+        """Return that it is missing, or None."""
+        return missing("ray", "ray")
+
+    def session(self, workers: int) -> Session:
+        """Start a cluster on this machine."""
+        return _RaySession(workers)
+
+
+class _DaskSession(_TaskSession):
+    """A LocalCluster; large arguments are scattered before."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        distributed = import_module("distributed")
+        self._folder = tempfile.mkdtemp(prefix="bench-dask-")
+        self._cluster = distributed.LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            dashboard_address=None,
+            local_directory=self._folder,
+            silence_logs=logging.CRITICAL,
+        )
+        self._client = distributed.Client(self._cluster)
+
+    def spread(self, payload: Any) -> Any:
+        return self._client.scatter(payload, broadcast=True, hash=False)
+
+    def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        if getattr(argument, "nbytes", 0) >= _SCATTERED_FROM:
+            argument = self._client.scatter(argument, hash=False)
+        return self._client.submit(function, argument, pure=False)
+
+    def results(self, calls: list[Any]) -> list[Any]:
+        found: list[Any] = self._client.gather(calls)
+        return found
+
+    def relay(self, payload: Any) -> Any:
+        # The future goes through here, the array from worker to worker.
+        return self.start(marks, self.start(_same, payload)).result()
+
+    def close(self) -> None:
+        self._client.close()
+        self._cluster.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_SCATTERED_FROM = 1 << 20
+"""Bytes from which Dask's pages on efficiency advise ``scatter``."""
+
+
+@dataclass(frozen=True)
+class Dask(_TaskSystem):
+    """Dask distributed on this machine."""
+
+    name: str = "Dask"
+
+    starts_quickly: ClassVar[bool] = False
+
+    def unusable_reason(self) -> str | None:
+        """Return that it is missing, or None."""
+        return missing("distributed", "distributed")
+
+    def session(self, workers: int) -> Session:
+        """Start a cluster on this machine."""
+        return _DaskSession(workers)
+
+
+def _same(argument: Any) -> Any:
+    return argument
+
+
+def _nothing(_argument: Any) -> None:
+    return None

@@ -1,0 +1,366 @@
+"""Systems take turns at the rows of a workload.
+
+May import ``measurements``, ``plan``, ``resources``, ``systems.base``,
+``workloads.base`` and :mod:`shmreduce.fresh_process`.
+
+Each system has a measuring process of its own, which starts workers of its own.
+The coordinator asks the measuring processes in turn, so that a busy moment of
+the machine meets them all. Where all of them together would not fit into
+memory, and where only the first message counts, each turn has new processes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shmreduce.bench.measurements import TIME, Measurement, Trace
+from shmreduce.bench.resources import Watch, descendants, memory_available, usage
+from shmreduce.errors import ShmreduceError
+from shmreduce.fresh_process import FreshProcess, fail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
+
+    from shmreduce.bench.measurements import Unit
+    from shmreduce.bench.plan import Effort
+    from shmreduce.bench.systems.base import Session, System
+    from shmreduce.bench.workloads.base import Action, Row, Workload
+
+__all__ = ["METRICS", "take_turns"]
+
+_LONG_WARM_UP = 1.0
+
+METRICS: dict[str, Unit] = {
+    "CPU time": "s",
+    "context switches": "count",
+    "shared memory": "bytes",
+    "PSS": "bytes",
+    "descriptors": "count",
+    "mappings": "count",
+}
+"""What is recorded beside the time, and its unit: the first two for each message,
+the others at their peak, of all processes of a system together."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What the coordinator asks for: round trips of a row for some seconds."""
+
+    row: Row
+    seconds: float
+    warm_up: int
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Seconds and messages of each action; so many at the beginning were warm-up."""
+
+    actions: list[tuple[float, int]]
+    warm_up: int
+
+
+@dataclass
+class _Samples:
+    """One system's samples of one row."""
+
+    seconds: list[float] = field(default_factory=list)
+    others: dict[str, list[float]] = field(default_factory=dict)
+    trace: Trace | None = None
+    spent: float = 0.0
+
+    def add(self, metric: str, value: float) -> None:
+        self.others.setdefault(metric, []).append(value)
+
+
+class _Runner:
+    """One system at one workload: its measuring process, started when first needed."""
+
+    def __init__(self, system: System, workload: Workload) -> None:
+        self.system = system
+        self._workload = workload
+        self._process: FreshProcess | None = None
+        self._prepared: Row | None = None
+        self._answered = False
+
+    def turn(self, row: Row, seconds: float, warm_up: int) -> _Done:
+        """Let the measuring process act."""
+        process = self._ready(row)
+        process.send(_Turn(row, seconds, warm_up))
+        done: _Done = process.receive()
+        return done
+
+    def pids(self, row: Row) -> list[int]:
+        """Return the measuring process and all that it has started for a row."""
+        return descendants(self._ready(row).pid)
+
+    def start(self, row: Row) -> FreshProcess:
+        """Ask the measuring process to prepare a row, without waiting for it."""
+        process = self._process
+        if process is None:
+            process = FreshProcess(self.system.name, _serve, self.system, self._workload)
+            self._process = process
+        if self._prepared != row:
+            process.send(row)
+            self._prepared, self._answered = row, False
+        return process
+
+    def stop(self) -> None:
+        """End the measuring process and its workers."""
+        process, self._process = self._process, None
+        self._prepared = None
+        if process is not None:
+            process.__exit__(None, None, None)
+
+    def _ready(self, row: Row) -> FreshProcess:
+        process = self.start(row)
+        if not self._answered:
+            process.receive()
+            self._answered = True
+        return process
+
+
+def take_turns(
+    workload: Workload,
+    systems: Sequence[System],
+    rows: Sequence[Row],
+    effort: Effort,
+    *,
+    notice: Callable[[str], None],
+    progress: Callable[[str], None],
+) -> Iterator[tuple[Row, list[Measurement], list[Trace]]]:
+    """Measure rows one after the other.
+
+    Parameters
+    ----------
+    workload : Workload
+        What is done.
+    systems : sequence of System
+        Usable ones, in the order of their turns.
+    rows : sequence of Row
+        What is sent.
+    effort : Effort
+        How long to measure.
+    notice : callable
+        Told which system failed, and why.
+    progress : callable
+        Told what is going on.
+
+    Yields
+    ------
+    tuple of Row, list of Measurement, list of Trace
+        A system that failed at a row has none of it, nor of any larger one.
+    """
+    runners = [_Runner(system, workload) for system in systems]
+    try:
+        for row in rows:
+            progress(f"{workload.name}: {row.name} ...")
+            samples = _measure_row(workload, row, runners, effort, notice)
+            yield (
+                row,
+                [
+                    each
+                    for name, found in samples.items()
+                    for each in _measurements(workload, row, name, found)
+                ],
+                [found.trace for found in samples.values() if found.trace is not None],
+            )
+    finally:
+        _stop(runners)
+
+
+def _fit(workload: Workload, row: Row, systems: int) -> bool:
+    available = memory_available()
+    return available is None or row.nbytes * workload.copies * systems < available
+
+
+def _stop(runners: list[_Runner]) -> None:
+    # All at once: several take seconds to leave.
+    with ThreadPoolExecutor(max(1, len(runners))) as executor:
+        list(executor.map(_Runner.stop, runners))
+
+
+def _measure_row(
+    workload: Workload,
+    row: Row,
+    runners: list[_Runner],
+    effort: Effort,
+    notice: Callable[[str], None],
+) -> dict[str, _Samples]:
+    together = _fit(workload, row, len(runners))
+    if workload.cold or not together:
+        _stop(runners)
+    samples = {runner.system.name: _Samples() for runner in runners}
+    turns = [_time] * effort.rounds + [_watch] * effort.watched
+    for number, turn in enumerate(turns):
+        due = [
+            runner
+            for runner in runners
+            if number == 0 or turn is _watch or samples[runner.system.name].spent <= effort.longest
+        ]
+        if together:
+            # All at once: several take seconds to start.
+            for runner in due:
+                runner.start(row)
+        for runner in due:
+            found = samples[runner.system.name]
+            started = time.perf_counter()
+            try:
+                turn(workload, row, runner, effort, found)
+                if not together:
+                    runner.stop()
+            except ShmreduceError as error:
+                notice(f"{workload.name}: {row.name}: {error}")
+                runners.remove(runner)
+                runner.stop()
+            found.spent += time.perf_counter() - started
+        if workload.cold:
+            _stop(runners)
+    return samples
+
+
+def _time(workload: Workload, row: Row, runner: _Runner, effort: Effort, found: _Samples) -> None:
+    pids = runner.pids(row)
+    before = usage(pids)
+    done = runner.turn(row, *_length(workload, effort))
+    after = usage(pids)
+    messages = sum(count for _, count in done.actions)
+    found.add("CPU time", (after.cpu - before.cpu) / messages)
+    found.add("context switches", (after.switches - before.switches) / messages)
+    found.seconds += [seconds / count for seconds, count in done.actions[done.warm_up :]]
+
+
+def _length(workload: Workload, effort: Effort) -> tuple[float, int]:
+    """Return seconds and warm-up of a turn; where only the first message counts, none."""
+    return (0.0, 0) if workload.cold else (effort.seconds, effort.warm_up)
+
+
+def _watch(workload: Workload, row: Row, runner: _Runner, effort: Effort, found: _Samples) -> None:
+    pids = runner.pids(row)
+    with Watch(pids[0]) as watch:
+        runner.turn(row, *_length(workload, effort))
+    peak = watch.peak
+    found.add("shared memory", peak.shared)
+    found.add("PSS", peak.pss)
+    found.add("descriptors", peak.descriptors)
+    found.add("mappings", peak.mappings)
+    found.trace = Trace(
+        workload.name,
+        runner.system.name,
+        row.name,
+        [when for when, _ in watch.history],
+        [float(each.pss) for _, each in watch.history],
+    )
+
+
+def _measurements(
+    workload: Workload, row: Row, system: str, found: _Samples
+) -> Iterator[Measurement]:
+    if not found.seconds:
+        return
+    yield Measurement(workload.name, system, row.name, "s", found.seconds, TIME, row.nbytes)
+    for metric, unit in METRICS.items():
+        if metric in found.others:
+            values = found.others[metric]
+            yield Measurement(workload.name, system, row.name, unit, values, metric, row.nbytes)
+
+
+# The measuring process
+
+
+def _serve(connection: Connection, system: System, workload: Workload) -> None:
+    if workload.processors is not None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: workload.processors])
+    place = _Place(connection, system, workload)
+    for request in _requests(connection):
+        if isinstance(request, _Turn):
+            connection.send(_act(place.action(request.row), request))
+        else:
+            place.action(request)
+            connection.send("ready")
+    place.leave()
+
+
+class _Place:
+    """Keeps a session for rows with as many workers, and an action for one row."""
+
+    def __init__(self, connection: Connection, system: System, workload: Workload) -> None:
+        self._connection = connection
+        self._system = system
+        self._workload = workload
+        self._row: Row | None = None
+        self._session: Session | None = None
+        self._action: Action | None = None
+        self._left = threading.Event()
+
+    def action(self, row: Row) -> Action:
+        """Return the action of a row."""
+        if self._action is not None and row == self._row:
+            return self._action
+        self._close_action()
+        if self._session is None or self._row is None or row.workers != self._row.workers:
+            self.leave()
+            self._left = threading.Event()
+            self._session = self._system.open(self._workload.ability, row.workers)
+            threading.Thread(
+                target=_report_death,
+                args=(self._session, self._left, self._connection),
+                daemon=True,
+            ).start()
+        self._row = row
+        self._action = self._workload.begin(self._session, row)
+        return self._action
+
+    def leave(self) -> None:
+        """End the session."""
+        self._close_action()
+        self._left.set()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _close_action(self) -> None:
+        if self._action is not None:
+            self._action.close()
+            self._action = None
+
+
+def _report_death(session: Session, left: threading.Event, connection: Connection) -> None:
+    """Report a worker's death, which a queue would wait for in vain."""
+    while not left.wait(0.5):
+        for process in session.processes():
+            if process.exitcode not in (None, 0) and not left.is_set():
+                # Nobody listens if the coordinator has left meanwhile.
+                with suppress(BrokenPipeError):
+                    fail(connection, f"a worker of it ended with exit code {process.exitcode}")
+                return
+
+
+def _requests(connection: Connection) -> Iterator[Row | _Turn]:
+    """Yield requests until the coordinator closes its end."""
+    while True:
+        try:
+            request: Row | _Turn = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        yield request
+
+
+def _act(action: Action, turn: _Turn) -> _Done:
+    """Act for the warm-up, then at least once and as often as there is time for."""
+    done: list[tuple[float, int]] = []
+    started = time.perf_counter()
+    while len(done) < turn.warm_up and time.perf_counter() - started < _LONG_WARM_UP:
+        done.append(action.once())
+    warm_up = len(done)
+    deadline = time.perf_counter() + turn.seconds
+    done.append(action.once())
+    while time.perf_counter() < deadline:
+        done.append(action.once())
+    return _Done(done, warm_up)

@@ -1,0 +1,170 @@
+"""``with shared_allocations():`` as users have it.
+
+May import errors, discovery and the other modules of the package.
+
+What an array library allocates with belongs to a context of :mod:`contextvars`,
+and contexts do not nest as ``with`` blocks do: a generator may be left in the
+middle of its block, and closed in another thread. So every block is noted where
+it was entered; there the library's own allocation comes back with the last of
+them. Independently of that the allocator gives ordinary memory while no block
+is open anywhere in the process, also one whose end was lost to an interrupt.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Self
+
+from shmreduce.born import moving
+from shmreduce.born.heap import BornHeap, get_heap
+from shmreduce.born.library import load
+from shmreduce.discovery import get_memory_handlers
+from shmreduce.errors import PluginError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from shmreduce.contracts import MemoryHandlers
+
+__all__ = ["SharedAllocations", "check_allocator", "shared_allocations"]
+
+_open: weakref.WeakSet[SharedAllocations] = weakref.WeakSet()
+"""The blocks that are open in this process."""
+_here: ContextVar[tuple[weakref.ref[SharedAllocations], ...]] = ContextVar(
+    "shmreduce_shared_allocations", default=()
+)
+"""The blocks that were entered in this context."""
+_before: ContextVar[Any] = ContextVar("shmreduce_allocation_before", default=None)
+"""What this context allocated with before the first of them."""
+
+
+class SharedAllocations:
+    """A block in which arrays are born in shared memory; may be entered once.
+
+    Parameters
+    ----------
+    handlers : MemoryHandlers
+        Of the array library.
+    handler : object
+        The one of them that allocates from shared memory.
+    """
+
+    def __init__(self, handlers: MemoryHandlers, handler: Any) -> None:
+        self._handlers = handlers
+        self._handler = handler
+        self._heap: BornHeap | None = None
+        self._entered = self._closed = False
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("this block was entered before; call shared_allocations() again")
+        self._heap = get_heap()
+        moving.started = True
+        try:
+            self._entered = True
+            _open.add(self)
+            _lend_from(self._heap)
+            _here.set((*_still_open(), weakref.ref(self)))
+            previous = self._handlers.get()
+            if previous is not self._handler:
+                _before.set(previous)
+                self._handlers.set(self._handler)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        # Left by an interrupt at the beginning of __exit__, or in it. Which
+        # context it was entered in cannot be told here.
+        if self._entered and not self._closed:
+            _open.discard(self)
+            _lend_from(self._heap)
+
+    def _close(self) -> None:
+        _open.discard(self)
+        still = _still_open()
+        _here.set(still)
+        if not still and self._handlers.get() is self._handler and _before.get() is not None:
+            self._handlers.set(_before.get())
+        _lend_from(self._heap)
+        self._closed = True
+
+
+def shared_allocations() -> SharedAllocations:
+    """Return a context in which NumPy makes large arrays in shared memory.
+
+    Such an array is an ordinary one: by value, and private to this process,
+    as any. But where it is sent by :class:`shmreduce.Pool` or a channel of
+    shmreduce, and nobody has it any more once it is pickled, it is moved and
+    not copied. So are results of ``Pool(..., shared_allocations=True)``.
+
+    Returns
+    -------
+    context manager
+        To be entered once, in the thread that makes the arrays. Arrays outlive
+        it.
+
+    Raises
+    ------
+    AllocatorUnavailableError
+        If the compiled allocator is missing; ``shmreduce build-helper`` builds
+        it.
+    PluginError
+        If no plugin lets an array library allocate elsewhere.
+
+    Notes
+    -----
+    Large are arrays from ``inline_limit`` bytes on, 64 KiB at least. If there is
+    no shared memory left for one, it gets ordinary memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import shmreduce
+    >>> here, there = shmreduce.Pipe()
+    >>> with shmreduce.shared_allocations():  # doctest: +SKIP
+    ...     here.send(np.ones(1_000_000))
+    >>> there.recv().sum()  # doctest: +SKIP
+    np.float64(1000000.0)
+    >>> here.close(), there.close()
+    (None, None)
+    """
+    functions = load().functions
+    handlers = get_memory_handlers()
+    if handlers is None:
+        raise PluginError(
+            "no plugin lets an array library allocate in shared memory: install numpy, or a "
+            "plugin that implements shmreduce_memory_handlers",
+            plugin=None,
+            distribution=None,
+            reason="no memory handlers",
+        )
+    return SharedAllocations(handlers, handlers.make(functions))
+
+
+def check_allocator() -> None:
+    """Raise what :func:`shared_allocations` would raise here."""
+    shared_allocations()
+
+
+def _still_open() -> tuple[weakref.ref[SharedAllocations], ...]:
+    return tuple(each for each in _here.get() if each() in _open)
+
+
+def _lend_from(heap: BornHeap | None) -> None:
+    if heap is None:
+        return
+    if len(_open):
+        heap.start_lending()
+    else:
+        heap.stop_lending()

@@ -1,0 +1,689 @@
+/* Memory for arrays that an array library allocates by itself.
+ *
+ * The functions at the end of this file that take a context are those of NEP 49
+ * (https://numpy.org/neps/nep-0049.html). They never call Python and know
+ * nothing of it: an allocator may be called at any instant, also while the
+ * interpreter handles Ctrl-C, and after it has ended. Python fills and drains
+ * what they use, through the functions above them.
+ *
+ * Large requests are served from blocks of shared memory, all others, and those
+ * for which there is no block, by the C library. A block that this file owns is
+ * one entry of a table:
+ *
+ *   IDLE       nobody uses it; it is on the stack of its size
+ *   LIVE       an array lives in it
+ *   FREED      the array has gone, and Python must say what becomes of the block
+ *   INHERITED  an array of the parent process lives in it, in a forked child
+ *
+ * A freed block is used again at once only if nobody else can have seen it: no
+ * message named it (SENT), and there was no fork in its life. Whatever else is
+ * freed waits for Python, which knows about leases and children.
+ *
+ * New blocks are carved from one region of untouched pages, which Python lends,
+ * up to an allowance of bytes. Their pages are allocated before they are given
+ * out, so that touching them cannot fail.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define SHMREDUCE_ALLOCATOR_VERSION 2
+
+#define MOST_ENTRIES 16384
+#define MOST_RANGES 64
+#define MOST_CLASSES 512
+#define PATIENCE 100 /* interrupted system calls in a row */
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+enum state { EMPTY, IDLE, LIVE, FREED, INHERITED };
+
+enum flag {
+    SENT = 1,    /* a message has named the block in this life */
+    PRIVATE = 2, /* the pages here were made private by a fork */
+    ZEROED = 4,  /* nobody has written to the pages yet */
+    KNOWN = 8,   /* Python has taken note of the block */
+    EXPOSED = 16 /* a fork could not make the pages private */
+};
+
+struct entry {
+    uint64_t address;
+    uint64_t capacity;
+    uint64_t size; /* that the array asked for */
+    uint64_t birth, death; /* forks until then */
+    uint32_t range, block;
+    uint32_t next; /* on its stack; entries count from 1 there */
+    uint16_t state, flags;
+};
+
+/* A segment's data, as it is mapped here. */
+struct range {
+    uint64_t address, size;
+    uint64_t offset; /* in the file */
+    uint32_t *entries; /* by page; counted from 1 */
+    uint32_t used;
+    int fd;
+    int inherited;
+};
+
+struct region {
+    uint64_t next, end;
+    uint32_t range;
+    uint32_t position, count;
+    uint32_t zeroed, lent;
+    uint32_t blocks[MOST_ENTRIES];
+};
+
+struct status {
+    uint64_t forks;
+    uint64_t idle_bytes;
+    uint64_t carved_bytes; /* since the last allowance */
+    uint64_t largest; /* request since the last allowance */
+    uint64_t missed; /* largest request that the region could not serve */
+    uint64_t exposed; /* blocks that a forked child can write to */
+    uint64_t served; /* requests */
+    uint32_t unknown; /* entries that Python has not taken note of */
+    uint32_t freed; /* entries on that stack */
+};
+
+static struct entry entries[MOST_ENTRIES + 1];
+static struct range ranges[MOST_RANGES];
+static struct region region;
+static struct status status;
+
+static uint32_t stacks[MOST_CLASSES];
+static uint32_t freed, spare, unused = 1;
+static uint32_t unknown[MOST_ENTRIES];
+
+static uint64_t threshold = UINT64_MAX, allowance;
+static uint64_t lowest = UINT64_MAX, highest;
+static int enabled, forking, ended;
+static unsigned page_bits;
+
+/* Python calls everything here with its lock held, and so does NumPy. This one
+ * is for whoever does not. */
+static atomic_flag busy = ATOMIC_FLAG_INIT;
+
+static int try_enter(void) { return !atomic_flag_test_and_set(&busy); }
+
+static void enter(void)
+{
+    while (!try_enter())
+        sched_yield();
+}
+
+static void leave(void) { atomic_flag_clear(&busy); }
+
+/* Sizes: as shmreduce.memory.heap.size_class(), whole pages. */
+
+static unsigned bits(uint64_t number)
+{
+    return number ? 64 - (unsigned)__builtin_clzll(number) : 0;
+}
+
+static uint64_t size_class(uint64_t size)
+{
+    uint64_t page = (uint64_t)1 << page_bits;
+    unsigned width = bits((size ? size : 1) - 1);
+    uint64_t step = width > 4 ? (uint64_t)1 << (width - 4) : 1;
+    if (step < page)
+        step = page;
+    return size ? (size + step - 1) / step * step : page;
+}
+
+static unsigned class_of(uint64_t capacity)
+{
+    unsigned width = bits(capacity - 1);
+    return width * 8 + (unsigned)(((capacity - 1) >> (width > 4 ? width - 4 : 0)) & 7);
+}
+
+/* Entries */
+
+static uint32_t new_entry(void)
+{
+    uint32_t number = spare;
+    if (number)
+        spare = entries[number].next;
+    else if (unused <= MOST_ENTRIES)
+        number = unused++;
+    return number;
+}
+
+static void drop_entry(uint32_t number)
+{
+    struct entry *entry = &entries[number];
+    struct range *range = &ranges[entry->range];
+    range->entries[(entry->address - range->address) >> page_bits] = 0;
+    range->used--;
+    memset(entry, 0, sizeof *entry);
+    entry->next = spare;
+    spare = number;
+}
+
+static uint32_t fill_entry(uint32_t range, uint32_t block, uint64_t address, uint64_t capacity,
+                           unsigned flags)
+{
+    uint32_t number = new_entry();
+    if (!number)
+        return 0;
+    struct entry *entry = &entries[number];
+    memset(entry, 0, sizeof *entry);
+    entry->address = address;
+    entry->capacity = capacity;
+    entry->range = range;
+    entry->block = block;
+    entry->flags = (uint16_t)flags;
+    ranges[range].entries[(address - ranges[range].address) >> page_bits] = number;
+    ranges[range].used++;
+    return number;
+}
+
+static uint32_t entry_at(const void *pointer)
+{
+    uint64_t address = (uint64_t)(uintptr_t)pointer;
+    if (address < lowest || address >= highest)
+        return 0;
+    for (uint32_t number = 0; number < MOST_RANGES; number++) {
+        const struct range *range = &ranges[number];
+        if (range->size && address - range->address < range->size) {
+            uint32_t found = range->entries[(address - range->address) >> page_bits];
+            return found && entries[found].address == address ? found : 0;
+        }
+    }
+    return 0;
+}
+
+static void push_idle(uint32_t number)
+{
+    struct entry *entry = &entries[number];
+    uint32_t *stack = &stacks[class_of(entry->capacity)];
+    entry->state = IDLE;
+    entry->flags &= (uint16_t)~(SENT | PRIVATE);
+    entry->next = *stack;
+    *stack = number;
+    status.idle_bytes += entry->capacity;
+}
+
+static uint32_t pop_idle(unsigned class)
+{
+    uint32_t number = stacks[class];
+    if (number) {
+        stacks[class] = entries[number].next;
+        status.idle_bytes -= entries[number].capacity;
+    }
+    return number;
+}
+
+/* Give back the copies that writing to private pages has made. */
+static void drop_private_pages(const struct entry *entry)
+{
+    madvise((void *)(uintptr_t)entry->address, entry->capacity, MADV_DONTNEED);
+}
+
+static void push_freed(uint32_t number)
+{
+    struct entry *entry = &entries[number];
+    /* What a message has named may have to be copied yet. */
+    if (entry->flags & PRIVATE && !(entry->flags & SENT))
+        drop_private_pages(entry);
+    entry->state = FREED;
+    entry->death = status.forks;
+    entry->next = freed;
+    freed = number;
+    status.freed++;
+}
+
+/* Pages */
+
+static int punch(int fd, uint64_t offset, uint64_t size)
+{
+    return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
+}
+
+static int allocate_pages(const struct range *range, uint64_t address, uint64_t size)
+{
+    uint64_t offset = address - range->address + range->offset;
+    int failed = 0;
+    if (madvise((void *)(uintptr_t)address, size, MADV_POPULATE_WRITE) == 0)
+        return 1;
+    failed = errno;
+    if (failed == EINVAL || failed == ENOSYS || failed == EINTR || failed == EAGAIN) {
+        /* An older kernel. */
+        for (int attempt = 0; attempt < PATIENCE; attempt++) {
+            failed = posix_fallocate(range->fd, (off_t)offset, (off_t)size);
+            if (failed != EINTR)
+                break;
+        }
+        if (!failed)
+            return 1;
+    }
+    punch(range->fd, offset, size);
+    return 0;
+}
+
+static int cover(const struct entry *entry, int flags)
+{
+    const struct range *range = &ranges[entry->range];
+    void *address = (void *)(uintptr_t)entry->address;
+    off_t offset = (off_t)(entry->address - range->address + range->offset);
+    void *got = mmap(address, entry->capacity, PROT_READ | PROT_WRITE, MAP_FIXED | flags,
+                     range->fd, offset);
+    return got == address;
+}
+
+static uint32_t carve(uint64_t capacity)
+{
+    uint32_t number;
+    if (!region.lent)
+        return 0;
+    if (region.position == region.count || capacity > region.end - region.next) {
+        if (capacity > status.missed)
+            status.missed = capacity;
+        return 0;
+    }
+    if (capacity > allowance || status.carved_bytes > allowance - capacity)
+        return 0;
+    if (!allocate_pages(&ranges[region.range], region.next, capacity))
+        return 0;
+    number = fill_entry(region.range, region.blocks[region.position], region.next, capacity,
+                        region.zeroed ? ZEROED : 0);
+    if (!number)
+        return 0;
+    region.position++;
+    region.next += capacity;
+    status.carved_bytes += capacity;
+    unknown[status.unknown++] = number;
+    return number;
+}
+
+static void *take(uint64_t size, int *zeroed)
+{
+    uint64_t capacity;
+    uint32_t number = 0;
+    if (!enabled || forking || size < threshold || size > UINT64_MAX / 4 || !try_enter())
+        return NULL;
+    capacity = size_class(size);
+    if (size > status.largest)
+        status.largest = size;
+    /* From 64 KiB on a class is one size; below, the block on top may be another. */
+    number = stacks[class_of(capacity)];
+    number = number && entries[number].capacity == capacity ? pop_idle(class_of(capacity)) : 0;
+    if (!number)
+        number = carve(capacity);
+    if (number) {
+        struct entry *entry = &entries[number];
+        entry->state = LIVE;
+        entry->size = size;
+        entry->birth = status.forks;
+        status.served++;
+        *zeroed = (entry->flags & ZEROED) != 0;
+        entry->flags &= (uint16_t)~ZEROED;
+    }
+    leave();
+    return number ? (void *)(uintptr_t)entries[number].address : NULL;
+}
+
+/* What Python calls */
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT int shmreduce_version(void) { return SHMREDUCE_ALLOCATOR_VERSION; }
+EXPORT void *shmreduce_entries(void) { return entries; }
+EXPORT void *shmreduce_status(void) { return &status; }
+EXPORT uint64_t shmreduce_size_class(uint64_t size) { return size_class(size); }
+
+EXPORT void shmreduce_start(uint32_t page_size) { page_bits = bits(page_size) - 1; }
+EXPORT void shmreduce_enable(int yes) { enabled = yes && !ended; }
+
+/* What may be carved from now on, and from which size. */
+EXPORT void shmreduce_allow(uint64_t from, uint64_t bytes)
+{
+    enter();
+    threshold = from;
+    allowance = bytes;
+    status.carved_bytes = status.largest = status.missed = 0;
+    leave();
+}
+
+EXPORT int32_t shmreduce_add_range(uint64_t address, uint64_t size, int fd, uint64_t offset)
+{
+    int32_t found = -1;
+    void *table = mmap(NULL, (size >> page_bits) * sizeof(uint32_t) + 1, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (table == MAP_FAILED)
+        return -1;
+    enter();
+    for (int32_t number = 0; number < MOST_RANGES && found == -1; number++) {
+        if (!ranges[number].size) {
+            struct range range = {address, size, offset, table, 0, fd, 0};
+            ranges[number] = range;
+            found = number;
+        }
+    }
+    if (found != -1) {
+        if (address < lowest)
+            lowest = address;
+        if (address + size > highest)
+            highest = address + size;
+    }
+    leave();
+    if (found == -1)
+        munmap(table, (size >> page_bits) * sizeof(uint32_t) + 1);
+    return found;
+}
+
+static void forget_range(struct range *range)
+{
+    munmap(range->entries, (range->size >> page_bits) * sizeof(uint32_t) + 1);
+    memset(range, 0, sizeof *range);
+}
+
+/* Returns whether the range was free to go. */
+EXPORT int shmreduce_drop_range(uint32_t number)
+{
+    int done = 0;
+    enter();
+    if (!ranges[number].used && !(region.lent && region.range == number)) {
+        forget_range(&ranges[number]);
+        done = 1;
+    }
+    leave();
+    return done;
+}
+
+/* Give a block with pages to whoever asks for its size; 0 if there is no room. */
+EXPORT uint32_t shmreduce_lend(uint32_t range, uint32_t block, uint64_t address, uint64_t capacity)
+{
+    uint32_t number;
+    enter();
+    number = fill_entry(range, block, address, capacity, KNOWN);
+    if (number)
+        push_idle(number);
+    leave();
+    return number;
+}
+
+/* Give untouched pages, to be carved, and numbers for the blocks. */
+EXPORT void shmreduce_lend_region(uint32_t range, uint64_t address, uint64_t size, int zeroed,
+                                  const uint32_t *blocks, uint32_t count)
+{
+    enter();
+    region.range = range;
+    region.next = address;
+    region.end = address + size;
+    region.zeroed = (uint32_t)zeroed;
+    region.position = 0;
+    region.count = count < MOST_ENTRIES ? count : MOST_ENTRIES;
+    memcpy(region.blocks, blocks, region.count * sizeof *blocks);
+    region.lent = 1;
+    leave();
+}
+
+EXPORT uint64_t shmreduce_region_left(void)
+{
+    return region.lent && region.position < region.count ? region.end - region.next : 0;
+}
+
+/* Take the region back: its range, where it goes on, how many numbers were used. */
+EXPORT int shmreduce_take_region(uint32_t *range, uint64_t *next, uint64_t *end, uint32_t *used)
+{
+    int lent;
+    enter();
+    lent = (int)region.lent;
+    *range = region.range;
+    *next = region.next;
+    *end = region.end;
+    *used = region.position;
+    region.lent = 0;
+    leave();
+    return lent;
+}
+
+/* Return an entry that Python has not taken note of, 0 if there is none. It is
+ * returned again until that is done. */
+EXPORT uint32_t shmreduce_unknown(void)
+{
+    return status.unknown ? unknown[status.unknown - 1] : 0;
+}
+
+/* Returns whether this call was the one that did it. */
+EXPORT int shmreduce_known(uint32_t number)
+{
+    int first = 0;
+    enter();
+    for (uint32_t place = 0; place < status.unknown && !first; place++) {
+        if (unknown[place] == number) {
+            unknown[place] = unknown[--status.unknown];
+            entries[number].flags |= KNOWN;
+            first = 1;
+        }
+    }
+    leave();
+    return first;
+}
+
+EXPORT uint32_t shmreduce_take_freed(void)
+{
+    uint32_t number;
+    enter();
+    number = freed;
+    if (number) {
+        freed = entries[number].next;
+        status.freed--;
+    }
+    leave();
+    return number;
+}
+
+/* Take an idle block back, a large one first; it is Python's then, as a freed one. */
+EXPORT uint32_t shmreduce_take_idle(void)
+{
+    uint32_t number = 0;
+    enter();
+    for (unsigned class = MOST_CLASSES; class-- > 0 && !number;)
+        number = pop_idle(class);
+    if (number) {
+        entries[number].state = FREED;
+        entries[number].birth = entries[number].death = status.forks;
+    }
+    leave();
+    return number;
+}
+
+/* Forget a freed block that was taken: Python has it. */
+EXPORT void shmreduce_release(uint32_t number)
+{
+    enter();
+    if (entries[number].state == FREED)
+        drop_entry(number);
+    leave();
+}
+
+/* Show the file's pages again; returns whether that worked. */
+EXPORT int shmreduce_restore(uint32_t number)
+{
+    int done;
+    enter();
+    done = cover(&entries[number], MAP_SHARED);
+    if (done)
+        entries[number].flags &= (uint16_t)~PRIVATE;
+    leave();
+    return done;
+}
+
+/* Mark the array at an address as named in a message, and return its entry: 0 if
+ * none of ours begins there, or if it must not be named. From now on it is
+ * Python's when it is freed. */
+EXPORT uint32_t shmreduce_send(uint64_t address)
+{
+    uint32_t number;
+    enter();
+    number = entry_at((const void *)(uintptr_t)address);
+    if (number &&
+        (entries[number].state != LIVE || entries[number].flags & (SENT | PRIVATE | EXPOSED)))
+        number = 0;
+    if (number)
+        entries[number].flags |= SENT;
+    leave();
+    return number;
+}
+
+/* No message names it any more, nor has one reached anybody. */
+EXPORT void shmreduce_unsend(uint32_t number)
+{
+    enter();
+    if (entries[number].state == LIVE)
+        entries[number].flags &= (uint16_t)~SENT;
+    leave();
+}
+
+/* Before a fork: the child is to see arrays as they are now, and so its parent. */
+EXPORT void shmreduce_before_fork(void)
+{
+    enter();
+    forking++;
+    status.forks++;
+    for (uint32_t number = 1; number < unused; number++) {
+        struct entry *entry = &entries[number];
+        if (entry->state == LIVE && !(entry->flags & PRIVATE)) {
+            if (cover(entry, MAP_PRIVATE)) {
+                entry->flags |= PRIVATE;
+            } else {
+                entry->flags |= EXPOSED;
+                status.exposed++;
+            }
+        }
+    }
+    leave();
+}
+
+EXPORT void shmreduce_after_fork_in_parent(void)
+{
+    enter();
+    if (forking)
+        forking--;
+    leave();
+}
+
+/* In the child: its parent's blocks are its parent's to use again. */
+EXPORT void shmreduce_after_fork_in_child(void)
+{
+    atomic_flag_clear(&busy);
+    forking = 0;
+    freed = 0;
+    memset(stacks, 0, sizeof stacks);
+    memset(&status, 0, sizeof status);
+    region.lent = 0;
+    allowance = 0;
+    for (uint32_t number = 1; number < unused; number++) {
+        struct entry *entry = &entries[number];
+        if (entry->state == LIVE)
+            entry->state = INHERITED;
+        else if (entry->state == IDLE || entry->state == FREED)
+            drop_entry(number);
+    }
+    for (uint32_t number = 0; number < MOST_RANGES; number++) {
+        ranges[number].inherited = 1;
+        if (ranges[number].size && !ranges[number].used)
+            forget_range(&ranges[number]);
+    }
+}
+
+/* The process is about to end: what is freed from now on stays as it is. */
+EXPORT void shmreduce_end(void)
+{
+    ended = 1;
+    enabled = 0;
+}
+
+/* What the array library calls */
+
+EXPORT void shmreduce_free(void *context, void *pointer, size_t size)
+{
+    uint32_t number;
+    (void)context;
+    (void)size;
+    if (!pointer)
+        return;
+    enter();
+    number = entry_at(pointer);
+    if (number) {
+        struct entry *entry = &entries[number];
+        if (entry->state == INHERITED) {
+            drop_private_pages(entry);
+            drop_entry(number);
+        } else if (entry->state == LIVE && !(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&
+                 entry->birth == status.forks) {
+            push_idle(number);
+        } else if (entry->state == LIVE) {
+            push_freed(number);
+        }
+    }
+    leave();
+    if (!number)
+        free(pointer);
+}
+
+EXPORT void *shmreduce_malloc(void *context, size_t size)
+{
+    int zeroed;
+    void *found = take(size, &zeroed);
+    (void)context;
+    return found ? found : malloc(size);
+}
+
+EXPORT void *shmreduce_calloc(void *context, size_t count, size_t size)
+{
+    int zeroed = 0;
+    uint64_t bytes;
+    void *found = NULL;
+    (void)context;
+    if (!__builtin_mul_overflow((uint64_t)count, (uint64_t)size, &bytes))
+        found = take(bytes, &zeroed);
+    if (!found)
+        return calloc(count, size);
+    if (!zeroed)
+        memset(found, 0, bytes);
+    return found;
+}
+
+EXPORT void *shmreduce_realloc(void *context, void *pointer, size_t size)
+{
+    uint32_t number;
+    uint64_t held = 0;
+    int fits = 0;
+    void *moved;
+    if (!pointer)
+        return shmreduce_malloc(context, size);
+    enter();
+    number = entry_at(pointer);
+    if (number) {
+        struct entry *entry = &entries[number];
+        held = entry->size < entry->capacity ? entry->size : entry->capacity;
+        /* A message says how large the array was. */
+        fits = size <= entry->capacity && !(entry->flags & SENT);
+        if (fits)
+            entry->size = size;
+    }
+    leave();
+    if (!number)
+        return realloc(pointer, size);
+    if (fits)
+        return pointer;
+    moved = shmreduce_malloc(context, size);
+    if (moved) {
+        memcpy(moved, pointer, held < size ? held : size);
+        shmreduce_free(context, pointer, held);
+    }
+    return moved;
+}

@@ -1,0 +1,416 @@
+"""The heap whose blocks the compiled allocator gives to arrays.
+
+May import errors, settings, :mod:`shmreduce.memory` and ``library``.
+
+A block is the allocator's while an array lives in it and while it lies idle for
+the next one; what stands there is in the allocator's table alone. It is this
+heap's, as any by-value block, when its array has been freed and somebody else
+may still see it: a receiver, to whom it was moved, or a forked child. Once that
+is over it goes back to the allocator.
+
+What an interrupt or a kill leaves half done is a block that is not used again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import warnings
+from bisect import insort
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shmreduce.born.library import KNOWN, PRIVATE, Library, load
+from shmreduce.errors import LeaseTimeoutError, SegmentError, ShmreduceWarning
+from shmreduce.memory.headroom import Machine, headroom
+from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost, OwnedSegment
+from shmreduce.memory.layout import BY_VALUE
+from shmreduce.memory.runtime import Runtime, current
+from shmreduce.settings import get_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shmreduce.contracts import SharingStrategy
+
+__all__ = ["BornHeap", "get_heap", "heap_of"]
+
+_SMALLEST = 64 << 10
+"""Bytes; below, a block of whole pages would waste too much."""
+_REGION = 1 << 30
+"""Bytes of addresses that the allocator may carve; pages come as it does."""
+_MOST_BLOCKS = 8192
+_HEADROOM_SHARE = 0.8
+_ANY_BUDGET = 1 << 62
+
+_MACHINE = Machine()
+
+_keep_alive = ctypes.pythonapi.Py_IncRef
+_keep_alive.argtypes = [ctypes.py_object]
+_keep_alive.restype = None
+_let_go = ctypes.pythonapi.Py_DecRef
+_let_go.argtypes = [ctypes.py_object]
+_let_go.restype = None
+
+_heaps: dict[int, BornHeap] = {}
+"""Which heap's segment each range of the allocator is."""
+
+
+class BornHeap(Heap):
+    """By-value blocks that the compiled allocator gives out.
+
+    Parameters
+    ----------
+    kind : int
+        ``BY_VALUE``.
+    strategy : SharingStrategy
+        Makes the segments.
+    host : HeapHost
+        The process's state.
+    """
+
+    def __init__(self, kind: int, strategy: SharingStrategy, host: HeapHost) -> None:
+        super().__init__(kind, strategy, host)
+        runtime = current()
+        self._library: Library = load()
+        self._ledger = runtime.live.ledger
+        # The allocator counts forks from when it was loaded, the ledger from
+        # when shared memory was first used here.
+        self._forks_before = self._library.counters.forks - self._ledger.forks
+        self._ranges: dict[int, OwnedSegment] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._region_blocks: list[int] = []
+        self._waiting: deque[int] = deque()
+        self._exposed = 0
+        self._threshold = self._served = 0
+        self.lending = False
+        """Whether arrays may be born here now."""
+        self.moving: dict[int, None] = {}
+        """Entries that a message under way may move; nobody else decides about them."""
+        # A child sees arrays that no root of this process tells of.
+        runtime.live.guards_forks = True
+
+    # The allocator's entries. Only who has the turn looks at them for longer
+    # than an instant: they may become other blocks' when they are released.
+
+    def place_of(self, number: int) -> tuple[OwnedSegment, int] | None:
+        """Return segment and block of a live entry, None if it cannot be told just now."""
+        with _turn() as ours:
+            return self._place_of(number) if ours else None
+
+    def _place_of(self, number: int) -> tuple[OwnedSegment, int]:
+        entry = self._library.table[number]
+        segment = self._ranges[entry.range]
+        if not entry.flags & KNOWN:
+            # Written down and booked when it was carved long ago.
+            data = segment.data
+            segment.offsets[entry.block] = entry.address - data.address + data.offset
+            segment.capacities[entry.block] = entry.capacity
+            if self._library.known(number):
+                # It is in use: too late to refuse it.
+                self._host.family.reserve(entry.capacity, _ANY_BUDGET)
+                segment.reserved += entry.capacity
+        return segment, entry.block
+
+    def drain(self) -> None:
+        """Take the blocks whose arrays have gone, as far as nobody sees them any more."""
+        with _turn() as ours:
+            if ours:
+                self._drain()
+
+    def _drain(self) -> None:
+        library = self._library
+        while number := library.take_freed():
+            _heaps[library.table[number].range]._waiting.append(number)
+        for _ in range(len(self._waiting)):
+            number = self._waiting.popleft()
+            if number in self.moving or not self._take_over(number):
+                self._waiting.append(number)
+
+    def _take_over(self, number: int) -> bool:
+        entry = self._library.table[number]
+        if self._seen_by_child(entry.birth, entry.death):
+            return False
+        # The next array here must write into the file again.
+        if entry.flags & PRIVATE and not self._library.restore(number):
+            return False
+        segment, block = self._place_of(number)
+        self._library.release(number)
+        segment.out[block] = time.monotonic()
+        self.give_back(segment, block)
+        return True
+
+    def _seen_by_child(self, birth: int, death: int) -> bool:
+        if birth == death:
+            return False
+        before = self._forks_before
+        if self._library.counters.forks - before != self._ledger.forks:
+            # A fork under way, or one whose hooks were interrupted: nobody
+            # knows whether its child has gone.
+            return True
+        return self._ledger.visible(birth - before, death - before)
+
+    # What it is lent
+
+    def tend(self) -> None:
+        """Take what was freed, lend what is free, and see to it that there is enough."""
+        noted = 0
+        with _turn() as ours:
+            while ours and (number := self._library.unknown()):
+                heap_of(number)._place_of(number)
+                noted += 1
+        self.collect()
+        self._warn_of_exposed()
+        if self.lending:
+            self._lend()
+            self._provide()
+            self.last_used = time.monotonic()
+        if noted:
+            self._host.on_growth()
+
+    def stop_lending(self) -> None:
+        """Let no more arrays be born here; those that live go on."""
+        self.lending = False
+        self._library.enable(0)
+        self.tend()
+
+    def start_lending(self) -> None:
+        """Let large arrays be born here."""
+        self.lending = True
+        self.tend()
+        self._library.enable(1)
+
+    def _lend(self) -> None:
+        library = self._library
+        for stack in list(self.warm.values()):
+            while stack:
+                try:
+                    segment, block = stack.pop()
+                except IndexError:
+                    break
+                address = segment.data.address + segment.offsets[block] - segment.data.offset
+                number = self._number_of(segment)
+                capacity = segment.capacities[block]
+                if number is None or not library.lend(number, block, address, capacity):
+                    stack.append((segment, block))
+                    return
+
+    def _provide(self) -> None:
+        """Give the allocator a region to carve, and say how much of it."""
+        counters = self._library.counters
+        wanted = self._library.size_class(max(counters.largest, counters.missed))
+        left = self._library.region_left() if self._region_blocks else 0
+        enough = left > 2 * wanted
+        threshold = max(get_settings().inline_limit, _SMALLEST)
+        changed = counters.carved_bytes or counters.missed or threshold != self._threshold
+        if enough and not changed:
+            return
+        try:
+            with self.exclusive(wait=False) as got:
+                if not got:
+                    return
+                if not enough:
+                    self._new_region(max(4 * wanted, _REGION))
+                room = self._room()
+        except (HeapBusyError, SegmentError, LeaseTimeoutError):
+            # No room, or somebody else is at it: arrays come from ordinary
+            # memory until the next look, and are copied when they are sent.
+            room = 0
+        self._threshold = threshold
+        self._library.allow(threshold, room)
+
+    def _room(self) -> int:
+        """Return how many bytes may be carved until the next look.
+
+        An equal part of what the budget leaves to all members of the family,
+        since the others may be about to do the same.
+        """
+        members = self._host.family.members()
+        room = (self._host.budget() - sum(reserved for _, reserved in members)) // len(members)
+        available = headroom(_MACHINE)
+        if available is not None:
+            room = min(room, int(available * _HEADROOM_SHARE))
+        return max(0, room)
+
+    def _new_region(self, size: int) -> None:
+        for heap in {*_heaps.values()} - {self}:
+            with heap.exclusive(wait=False) as got:
+                if not got:
+                    raise HeapBusyError
+                heap._take_region_back()
+        self._take_region_back()
+        found = next(
+            (
+                (segment, place)
+                for segment in self.segments
+                for place, (_, length) in enumerate(segment.cold)
+                if length >= size // 2
+                and len(segment.spare) + segment.layout.blocks > segment.unused
+            ),
+            None,
+        )
+        zeroed = found is None
+        if found is None:
+            self._next_segment = max(self._next_segment, size)
+            found = self._grow(size // 2), 0
+        segment, place = found
+        number = self._number_of(segment)
+        if number is None:
+            return
+        offset, length = segment.cold.pop(place)
+        blocks = segment._take_indices(_MOST_BLOCKS)
+        self._region_blocks = blocks
+        self._library.lend_region(
+            number,
+            segment.data.address + offset - segment.data.offset,
+            length,
+            zeroed,
+            (ctypes.c_uint32 * len(blocks))(*blocks),
+            len(blocks),
+        )
+
+    def _take_region_back(self) -> None:
+        number, used = ctypes.c_uint32(), ctypes.c_uint32()
+        start, end = ctypes.c_uint64(), ctypes.c_uint64()
+        if not self._region_blocks:
+            return
+        blocks, self._region_blocks = self._region_blocks, []
+        if not self._library.take_region(number, start, end, used):
+            return
+        segment = self._ranges[number.value]
+        rest = blocks[used.value :]
+        length = end.value - start.value
+        if length:
+            run = (start.value - segment.data.address + segment.data.offset, length)
+            if rest:
+                # As if it had been a block: merged with its neighbours.
+                block = rest.pop()
+                segment.offsets[block], segment.capacities[block] = run
+                segment.uncarve(block)
+            else:
+                insort(segment.cold, run)
+        segment.spare.extend(rest)
+
+    def _number_of(self, segment: OwnedSegment) -> int | None:
+        """Return the allocator's number of a segment; None if it has no room for one more."""
+        number = self._numbers.get(segment.token)
+        if number is None:
+            data = segment.data
+            number = self._library.add_range(data.address, data.size, segment.fd, data.offset)
+            if number < 0:
+                return None
+            # Arrays do not keep the mapping alive, and may be freed when
+            # everything of Python's is gone: so it is never unmapped.
+            _keep_alive(data.pages)
+            self._ranges[number], _heaps[number] = segment, self
+            self._numbers[segment.token] = number
+        return number
+
+    # What any heap does
+
+    def collect(self) -> int:
+        """Take the blocks that arrays, children and receivers have released."""
+        self.drain()
+        served = self._library.counters.served
+        if served != self._served:
+            self._served, self.last_used = served, time.monotonic()
+        return super().collect()
+
+    def cool(self, keep: int) -> int:
+        """Take idle blocks back from the allocator, and give the system what is above ``keep``."""
+        self._take_idle()
+        if not self.lending:
+            self._take_region_back()
+        return super().cool(keep)
+
+    def _take_idle(self) -> None:
+        with _turn() as ours:
+            while ours and (number := self._library.take_idle()):
+                heap = heap_of(number)
+                # No message has named it in this life: no handle need become stale.
+                segment, block = heap._place_of(number)
+                self._library.release(number)
+                heap._keep_warm(segment, block)
+
+    def _drop_empty(self) -> None:
+        for segment in self.segments:
+            number = self._numbers.get(segment.token)
+            # The allocator's functions use the descriptor.
+            if segment.empty and number is not None and self._library.drop_range(number):
+                for table in (self._ranges, _heaps):
+                    table.pop(number, None)
+                self._numbers.pop(segment.token)
+                _let_go(segment.data.pages)
+        super()._drop_empty()
+
+    def leave(self) -> None:
+        """Give back what nobody needs, at the process's end; nothing is born here any more."""
+        self.lending = False
+        self._library.end()
+        self._take_idle()
+        super().leave()
+
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes of free blocks whose pages are kept, the allocator's included."""
+        return super().warm_bytes + self._library.counters.idle_bytes
+
+    def _warn_of_exposed(self) -> None:
+        exposed = self._library.counters.exposed
+        if exposed > self._exposed:
+            self._exposed = exposed
+            warnings.warn(
+                f"{exposed} arrays that were alive at a fork are shared with the child: the "
+                "kernel has no room for private pages. Raise vm.max_map_count, or fork before "
+                "the arrays are made",
+                ShmreduceWarning,
+                stacklevel=2,
+            )
+
+
+def get_heap() -> BornHeap:
+    """Return the heap for arrays that are born now, by the strategy in force.
+
+    Raises
+    ------
+    AllocatorUnavailableError
+        If the allocator was not built.
+    """
+    heap = current().heap_for(BY_VALUE, "born", _make)
+    if not isinstance(heap, BornHeap):
+        raise TypeError(f"{heap!r} is not a BornHeap")
+    return heap
+
+
+def _make(kind: int, strategy: SharingStrategy, runtime: Runtime) -> Heap:
+    return BornHeap(kind, strategy, runtime)
+
+
+def heap_of(number: int) -> BornHeap:
+    """Return the heap that an entry of the allocator belongs to."""
+    return _heaps[load().table[number].range]
+
+
+_turns: dict[str, object] = {}
+
+
+@contextmanager
+def _turn() -> Iterator[bool]:
+    """Yield whether nobody else, nor this thread further out, is at the entries."""
+    mark = object()
+    try:
+        yield _turns.setdefault("taken", mark) is mark
+    finally:
+        if _turns.get("taken") is mark:
+            del _turns["taken"]
+
+
+def _forget() -> None:
+    # A forked child's allocator has forgotten its parent's blocks, too.
+    _heaps.clear()
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,229 @@
+"""The compiled allocator: loading it, and what its tables and functions are.
+
+May import errors, contracts and ``building``.
+
+Its functions are called with the interpreter's lock held (``PyDLL``): none of
+them waits for anything but memory, and no other thread, signal handler or
+finalizer runs Python meanwhile. The fork hooks are functions of the library
+itself, which no Ctrl-C can interrupt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import sys
+import threading
+from typing import Any
+
+from shmreduce.born.building import LIBRARY
+from shmreduce.contracts import AllocatorFunctions
+from shmreduce.errors import AllocatorUnavailableError
+from shmreduce.memory.mapping import PAGE_SIZE
+
+__all__ = [
+    "EXPOSED",
+    "FREED",
+    "KNOWN",
+    "LIVE",
+    "PRIVATE",
+    "VERSION",
+    "Entry",
+    "Library",
+    "Status",
+    "load",
+]
+
+VERSION = 2
+"""Of the tables and functions; the source has the same number."""
+LIVE, FREED = 2, 3
+PRIVATE, KNOWN, EXPOSED = 2, 8, 16
+_MOST_ENTRIES = 16384
+_ADVICE = (
+    "Run `shmreduce build-helper` (or `python -m shmreduce build-helper`), which needs a C "
+    "compiler, or install shmreduce where there is one. All else works without it"
+)
+
+
+class Entry(ctypes.Structure):
+    """One block that the allocator has; ``struct entry`` of the source."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("capacity", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("birth", ctypes.c_uint64),
+        ("death", ctypes.c_uint64),
+        ("range", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("next", ctypes.c_uint32),
+        ("state", ctypes.c_uint16),
+        ("flags", ctypes.c_uint16),
+    )
+    address: int
+    capacity: int
+    size: int
+    birth: int
+    death: int
+    range: int
+    block: int
+    state: int
+    flags: int
+
+
+class Status(ctypes.Structure):
+    """Counters of the allocator; ``struct status`` of the source, which explains them."""
+
+    _fields_ = (
+        ("forks", ctypes.c_uint64),
+        ("idle_bytes", ctypes.c_uint64),
+        ("carved_bytes", ctypes.c_uint64),
+        ("largest", ctypes.c_uint64),
+        ("missed", ctypes.c_uint64),
+        ("exposed", ctypes.c_uint64),
+        ("served", ctypes.c_uint64),
+        ("unknown", ctypes.c_uint32),
+        ("freed", ctypes.c_uint32),
+    )
+    forks: int
+    idle_bytes: int
+    carved_bytes: int
+    largest: int
+    missed: int
+    exposed: int
+    served: int
+    unknown: int
+    freed: int
+
+
+_u32, _u64, _int = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "version": (_int, ()),
+    "start": (None, (_u32,)),
+    "entries": (ctypes.c_void_p, ()),
+    "status": (ctypes.c_void_p, ()),
+    "size_class": (_u64, (_u64,)),
+    "enable": (None, (_int,)),
+    "allow": (None, (_u64, _u64)),
+    "add_range": (ctypes.c_int32, (_u64, _u64, _int, _u64)),
+    "drop_range": (_int, (_u32,)),
+    "lend": (_u32, (_u32, _u32, _u64, _u64)),
+    "lend_region": (None, (_u32, _u64, _u64, _int, ctypes.POINTER(_u32), _u32)),
+    "region_left": (_u64, ()),
+    "take_region": (
+        _int,
+        (
+            ctypes.POINTER(_u32),
+            ctypes.POINTER(_u64),
+            ctypes.POINTER(_u64),
+            ctypes.POINTER(_u32),
+        ),
+    ),
+    "unknown": (_u32, ()),
+    "known": (_int, (_u32,)),
+    "take_freed": (_u32, ()),
+    "take_idle": (_u32, ()),
+    "release": (None, (_u32,)),
+    "restore": (_int, (_u32,)),
+    "send": (_u32, (_u64,)),
+    "unsend": (None, (_u32,)),
+    "before_fork": (None, ()),
+    "after_fork_in_parent": (None, ()),
+    "after_fork_in_child": (None, ()),
+    "end": (None, ()),
+    "malloc": (None, ()),
+    "calloc": (None, ()),
+    "realloc": (None, ()),
+    "free": (None, ()),
+}
+"""Result and arguments of each function; the last four are not called from here."""
+
+
+class Library:
+    """The allocator of this process.
+
+    Each function of the library is an attribute, without its prefix.
+    """
+
+    def __init__(self, dll: ctypes.PyDLL) -> None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(dll, f"shmreduce_{name}")
+            function.restype = result
+            function.argtypes = arguments
+            setattr(self, name, function)
+        self.start(PAGE_SIZE)
+        entries = (Entry * (_MOST_ENTRIES + 1)).from_address(self.entries())
+        self.table: Any = entries
+        """Entries by their numbers, from 1 on."""
+        self.counters = Status.from_address(self.status())
+        self.functions = AllocatorFunctions(
+            0, *(_address(getattr(self, name)) for name in ("malloc", "calloc", "realloc", "free"))
+        )
+        # The hooks of the memory package are registered already, so before a
+        # fork this one runs first, and after it last.
+        os.register_at_fork(
+            before=self.before_fork,
+            after_in_parent=self.after_fork_in_parent,
+            after_in_child=self.after_fork_in_child,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for type checkers: all functions are set above.
+        raise AttributeError(name)
+
+
+def _address(function: Any) -> int:
+    address: int | None = ctypes.cast(function, ctypes.c_void_p).value
+    return address or 0
+
+
+_library: Library | None = None
+_loading = threading.Lock()
+
+
+def load() -> Library:
+    """Return the allocator, loaded when it is first needed.
+
+    Raises
+    ------
+    AllocatorUnavailableError
+        If it was not built, or for another version of shmreduce.
+    """
+    global _library
+    if _library is not None:
+        return _library
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise _unavailable("this Python runs without the global interpreter lock")
+    try:
+        if LIBRARY.stat().st_mode & stat.S_IWOTH:
+            raise _unavailable("anybody may write to it")
+        dll = ctypes.PyDLL(str(LIBRARY))
+        version = dll.shmreduce_version()
+    except (OSError, AttributeError) as error:
+        reason = str(error) if LIBRARY.exists() else "it was not built"
+        raise _unavailable(reason) from error
+    if version != VERSION:
+        raise _unavailable(f"it is of version {version}, this is version {VERSION}")
+    with _loading:
+        if _library is None:
+            _library = Library(dll)
+    return _library
+
+
+def _renew_lock() -> None:
+    # Another thread may have held it at the moment of the fork.
+    global _loading
+    _loading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _unavailable(reason: str) -> AllocatorUnavailableError:
+    return AllocatorUnavailableError(
+        f"shared_allocations needs the allocator at {LIBRARY}, which cannot be used: {reason}. "
+        f"{_ADVICE}",
+        path=str(LIBRARY),
+        reason=reason,
+    )

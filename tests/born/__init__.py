@@ -1,0 +1,1 @@
+"""Arrays that NumPy itself makes in shared memory."""
