@@ -13,6 +13,7 @@ descriptors of the segments that a message refers to travel with it
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import fcntl
 import functools
@@ -43,8 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "Pipe", "give_buffer", "supported"]
 
-_BUFFER = 2 << 20
-"""Bytes asked for: the kernel counts about 1 KiB for each message, however small."""
+_BUFFER = 4 << 20
+"""Bytes asked for, of which the kernel makes twice as many: it counts 768 for each small message.
+
+So the pipe holds more messages, of any size, than one of 64 KiB.
+"""
+_BUFFER_WITHOUT_LIMIT = int(getattr(socket, "SO_SNDBUFFORCE", 32))
+"""The option that ``net.core.wmem_max`` does not bound, for the privileged; see socket(7)."""
 _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
 # Plain integers: to combine members of an enumeration takes longer than to send.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
@@ -305,9 +311,17 @@ def Pipe(duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
         return multiprocessing.connection.Pipe(duplex)
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        _ask_for_room(end)
     first, second = (end.detach() for end in ends)
     return Connection(first, writable=duplex), Connection(second, readable=duplex)
+
+
+def _ask_for_room(end: socket.socket) -> None:
+    # Never an error: the kernel gives what is allowed.
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+    if end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * _BUFFER:
+        with contextlib.suppress(PermissionError):
+            end.setsockopt(socket.SOL_SOCKET, _BUFFER_WITHOUT_LIMIT, _BUFFER)
 
 
 @functools.cache

@@ -53,8 +53,8 @@ _CLOSE_PRIORITY = 10
 class SimpleQueue(_StandardSimpleQueue):
     """A queue that is a pipe and nothing else; see :class:`multiprocessing.SimpleQueue`.
 
-    ``put`` waits when the pipe is full, which is after some hundreds of
-    messages, or thousands where ``net.core.wmem_max`` allows it.
+    ``put`` waits when the pipe is full, which is after thousands of small
+    messages, or some hundreds where ``net.core.wmem_max`` is small.
 
     Parameters
     ----------

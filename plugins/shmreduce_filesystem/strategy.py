@@ -145,7 +145,7 @@ class FileSystemStrategy(SharingStrategy):
         except FileNotFoundError:
             if holder is None:
                 raise
-            fd = open_process_descriptor(*holder)
+            return SegmentFile(fd=_open_of_process(*holder), name=path)
         try:
             _check_owner(fd, path or locator)
         except BaseException:
@@ -232,6 +232,20 @@ def _open_path(path: str | None) -> int:
         if owner == os.geteuid():
             raise
         raise _foreign(path, owner) from error
+
+
+def _open_of_process(pid: int, number: int) -> int:
+    fd = open_process_descriptor(pid, number)
+    try:
+        _check_owner(fd, f"/proc/{pid}/fd/{number}")
+    except PermissionError as error:
+        os.close(fd)
+        # The process closed it, or another has its pid: numbers are used again.
+        raise FileNotFoundError(errno.ENOENT, "the number means another file now") from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _check_owner(fd: int, path: str) -> None:

@@ -217,7 +217,7 @@ class Family:
         try:
             self._depth[offset] += 1
             pause = 0.00002
-            while not locks.try_lock(self._lock_fd, offset):
+            while not locks.try_lock(self._lock_fd, offset, later=True):
                 waited = time.monotonic() - start
                 if waited > _PATIENCE:
                     raise _stayed_taken(waited)

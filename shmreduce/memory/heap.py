@@ -510,9 +510,7 @@ class Heap:
             reserve_pages(file.fd, 0, layout.slot_words)
             # Before there is a header: a file with one and without the lock is
             # a dead owner's, see sweep.
-            if not locks.try_lock(file.fd, LOCK_OWNER):
-                # Nobody else has it yet.
-                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+            locks.try_lock(file.fd, LOCK_OWNER)
             os.pwrite(file.fd, header.pack(), 0)
             segment = OwnedSegment(file, header, self.strategy)
             try:

@@ -23,9 +23,7 @@ __all__ = ["first_locked", "reopen", "supported", "try_lock", "unlock"]
 _FLOCK = struct.Struct("@hhqqi4x")
 _SETLK: int = getattr(fcntl, "F_OFD_SETLK", -1)
 _GETLK: int = getattr(fcntl, "F_OFD_GETLK", -1)
-# ENOLCK: the kernel has no memory for another lock at the moment. Whoever is
-# refused tries again, as after a conflict.
-_CONFLICT = frozenset((errno.EAGAIN, errno.EACCES, errno.ENOLCK))
+_CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
 
 
 def supported() -> bool:
@@ -38,15 +36,16 @@ def reopen(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def try_lock(fd: int, offset: int) -> bool:
+def try_lock(fd: int, offset: int, *, later: bool = False) -> bool:
     """Lock one byte for writing; return False if another description holds it.
 
-    Also False if the kernel cannot make the lock now: try again.
+    Who tries again ``later`` gets False, too, while the kernel has no memory
+    for another lock (``ENOLCK``).
     """
     try:
         fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0))
     except OSError as error:
-        if error.errno in _CONFLICT:
+        if error.errno in _CONFLICT or (later and error.errno == errno.ENOLCK):
             return False
         raise
     return True

@@ -336,7 +336,7 @@ class Segment:
             return False
         locked = False
         try:
-            locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block)
+            locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block, later=True)
         finally:
             if not locked:
                 # An interrupt may have come between the lock and the assignment.
@@ -637,7 +637,9 @@ class Segment:
         if found >= _WORTH_A_RESCAN:
             return
         for chunk in range(self.layout.slots // CHUNK_SLOTS):
-            if chunk in self._chunks or not locks.try_lock(self.fd, LOCK_CHUNK + chunk):
+            if chunk in self._chunks:
+                continue
+            if not locks.try_lock(self.fd, LOCK_CHUNK + chunk, later=True):
                 continue
             if self._chunks.setdefault(chunk, mark) is mark:
                 self._reserve_chunk(chunk)

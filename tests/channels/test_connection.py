@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -23,8 +24,9 @@ import pytest
 
 import shmreduce
 from shmreduce import packets
-from shmreduce.connection import Connection
+from shmreduce.connection import Connection, Pipe
 from shmreduce.memory import runtime
+from shmreduce.packets import pack
 from tests.channels.channels import PATIENCE, context_of, eventually, within
 
 if TYPE_CHECKING:
@@ -322,6 +324,37 @@ def test_hundreds_of_messages_need_no_reader(pipe: tuple[Any, Any]) -> None:
     here, there = pipe
     within(lambda: [here.send(number) for number in range(200)])
     assert [there.recv() for _ in range(200)] == list(range(200))
+
+
+def fill(send: Any) -> int:
+    """Return how many times something can be sent before the pipe is full."""
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            send()
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("size", [1, 100, 1000, 10_000])
+def test_no_less_fits_than_into_a_standard_pipe(size: int) -> None:
+    """As many messages wait unread as in a pipe of the standard library, or more.
+
+    Where the system keeps buffers small, that holds from some 100 bytes on.
+    """
+    here, there = Pipe(duplex=False)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    message = bytes(size)
+    with here, there, receiver, sender:
+        os.set_blocking(sender.fileno(), False)
+        standard = fill(lambda: sender.send(message))
+        own = fill(lambda: there.transmit(pack(message), wait=False))
+        with socket.socket(fileno=os.dup(there.fileno())) as end:
+            room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert own >= (standard if room >= 8 << 20 or size > 100 else 200)
+        for _ in range(own):
+            assert here.recv() == message
+        assert not here.poll()
 
 
 def test_interrupted_receive_goes_on(pipe: tuple[Any, Any]) -> None:

@@ -371,9 +371,19 @@ class FaultActor(Actor):
         if self.part.leaves_early:
             self.tally.status[self.part.index] = LEFT
         super().finish(each_turn)
+        if not self.part.leaves_early:
+            self.drain()
         self.load_postponed()
         self.empty_common(each_turn)
         self.held.clear()
+
+    def drain(self) -> None:
+        """Read what those have sent who were killed and could not say that it was all."""
+        end = time.monotonic() + self.patience
+        for peer in self.gone:
+            link = self.part.incoming.get(peer)
+            while link is not None and link.is_ready() and time.monotonic() < end:
+                self.receive(peer)
 
     def empty_common(self, each_turn: Callable[[], None]) -> None:
         """Read the common queue until nobody can put anything in any more."""

@@ -229,6 +229,7 @@ def _injections(plan: Plan, chooser: random.Random) -> tuple[Injection, ...]:
     found = []
     for actor in chooser.sample(range(plan.actors), chooser.randint(1, min(3, plan.actors))):
         call = chooser.choice(list(CALLS))
-        share = chooser.choice((0.02, 0.1, 0.3, 1.0))
+        # Who waits for a lock waits until there is one.
+        share = chooser.choice((0.02, 0.1, 0.3, 0.5 if call == "fcntl" else 1.0))
         found.append(Injection(actor, call, chooser.choice(CALLS[call]), share))
     return tuple(found)

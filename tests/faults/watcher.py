@@ -171,6 +171,8 @@ class _Run:
         self._session = self._process.pid
         self._writer.close()
         deadline = self._began + _RUN_SECONDS
+        if self.plan.system != "shmreduce":
+            deadline = self._began + _RUN_SECONDS / 2
         while not wait([self._process.sentinel], _TICK):
             self._read_reports()
             self._strike()

@@ -142,6 +142,20 @@ def _read(locator: str) -> bytes:
     return data
 
 
+def test_a_number_that_means_another_file_by_now_is_no_segment(directory: Path) -> None:
+    """A holder's descriptor number that was used again is as if the segment were gone."""
+    strategy = FileSystemStrategy()
+    file = strategy.create(mmap.PAGESIZE, "cd" * 16)
+    reader, writer = os.pipe()
+    assert file.name is not None
+    locator = f"{os.getpid()}:{reader}:{file.name}"
+    strategy.unlink(file.name)
+    with pytest.raises(FileNotFoundError):
+        strategy.open(locator)
+    for each in (file.fd, reader, writer):
+        os.close(each)
+
+
 @pytest.mark.parametrize(
     "locator",
     [
