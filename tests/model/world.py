@@ -272,9 +272,9 @@ class World:
         yield from self._births(state)
 
     def _begin_something(self, state: State, place: int) -> Iterator[tuple[str, State]]:
-        for name, arguments in self._choices(state, place):
+        for name, arguments in self.choices(state, place):
             label = f"{place}: {name} {arguments}"
-            begun, doing = self._begin(state, place, name, arguments)
+            begun, doing = self.begin(state, place, name, arguments)
             if doing is None:
                 yield label, begun
             elif self.scope.fine:
@@ -282,7 +282,8 @@ class World:
             else:
                 yield from self._all_at_once(begun, place, doing, label)
 
-    def _choices(self, state: State, place: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def choices(self, state: State, place: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield what an idle process may do: names and arguments for :meth:`begin`."""
         who, scope = state.people[place], self.scope
         is_maker = place == MAKER and who.born == 1
         may_send = state.sent < scope.messages
@@ -367,9 +368,10 @@ class World:
 
     # Transitions: what a process does to itself before and after
 
-    def _begin(
+    def begin(
         self, state: State, place: int, name: str, arguments: tuple[Any, ...]
     ) -> tuple[State, Doing | None]:
+        """Return what is when a process begins something, and its transition, if there is one."""
         who = state.people[place]
         if name in ("allocate", "post"):
             return self._allocate(state, place, arguments[0], post=name == "post")
