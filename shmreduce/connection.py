@@ -162,6 +162,22 @@ class Connection(multiprocessing.connection.Connection):
         finally:
             give_buffer(buffer)
 
+    def recv_bytes(self, maxlength: int | None = None) -> bytes:
+        """Return the next message as bytes; wait for it.
+
+        Arrays in it can be unpickled as long as the bytes live, also when the
+        sender is dead. For the rest see
+        :meth:`multiprocessing.connection.Connection.recv_bytes`.
+        """
+        if self._handle is None or not self._readable:
+            self._refuse()
+        if maxlength is not None and maxlength < 0:
+            raise ValueError("negative maxlength")
+        data = self._contents()
+        if maxlength is not None and len(data) > maxlength:
+            self._bad_message_length()  # type: ignore[attr-defined]
+        return data
+
     def receive(self, *, wait: bool) -> tuple[Arrival, bytearray] | None:
         """Receive, but do not unpickle yet.
 
@@ -213,18 +229,18 @@ class Connection(multiprocessing.connection.Connection):
         if buf.nbytes >= _WAITS_FROM:
             self._await_reader(packet)
 
-    def _recv_bytes(self, maxsize: int | None = None) -> io.BytesIO | None:
-        buffer = _take_buffer()
-        try:
-            data = self._receive(buffer, 0).contents()
-        finally:
-            give_buffer(buffer)
-        if maxsize is not None and len(data) > maxsize:
-            return None
+    def _recv_bytes(self) -> io.BytesIO:
         file = io.BytesIO()
         # The position tells the base class the size.
-        file.write(data)
+        file.write(self._contents())
         return file
+
+    def _contents(self) -> bytes:
+        buffer = _take_buffer()
+        try:
+            return self._receive(buffer, 0).contents()
+        finally:
+            give_buffer(buffer)
 
     def _close(self) -> None:
         self._socket.close()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.born import moving
 from shmreduce.children import Call
@@ -23,8 +24,8 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.message import (
     Loading,
     Message,
-    attach_message,
     discard_message,
+    hold_message,
     import_block,
 )
 from shmreduce.memory.runtime import current
@@ -32,7 +33,7 @@ from shmreduce.memory.segment import MESSAGE
 from shmreduce.pickling import dumps, loads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shmreduce.memory.segment import Segment
 
@@ -265,20 +266,20 @@ class Arrival:
             self._close()
 
     def contents(self) -> bytes:
-        """Return the bytes of the message."""
+        """Return the bytes of the message; what they refer to stays as long as they do."""
         try:
             if self._kind == _IN_BLOCK:
                 data = bytes(self._import_body(_read_body))
             else:
                 data = bytes(self._body)
-            if self._arrived:
-                # Who unpickles the bytes later does not have the descriptors.
-                loading = Loading(self._arrived)
-                try:
-                    attach_message(data)
-                finally:
-                    loading.close()
-            return data
+            if not self._count:
+                return data
+            # Who unpickles the bytes later does not have the descriptors.
+            loading = Loading(self._arrived)
+            try:
+                return _HeldBytes(data, hold_message(data))
+            finally:
+                loading.close()
         finally:
             self._close()
 
@@ -296,6 +297,26 @@ class Arrival:
     def _close(self) -> None:
         while self._arrived:
             os.close(self._arrived.popitem()[1])
+
+
+class _HeldBytes(bytes):
+    """The bytes of a message, which keep open the segments that it refers to."""
+
+    _let_go: Callable[[], None]
+
+    def __new__(cls, data: bytes, let_go: Callable[[], None]) -> Self:
+        held = super().__new__(cls, data)
+        held._let_go = let_go
+        return held
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Nobody else can keep open what this process has.
+        return bytes, (bytes(self),)
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # While the interpreter ends the globals of the modules may be gone.
+        if not is_ending():
+            self._let_go()
 
 
 def _read_body(handle: bytes) -> bytes:

@@ -164,22 +164,23 @@ class Exports:
     def reclaim(self) -> int:
         """Let go of the arrays that nobody else has any more; return how many."""
         if not self._lock.acquire(blocking=False):
-            # Another thread is at it.
+            # Another thread is at it, or this is called by what it lets go of.
             return 0
+        before = self.given_up
         try:
-            done = [
-                each
-                for each in list(self._live.values())
-                if not each.kept and each.lease.reclaim()
-            ]
-            for each in done:
-                del self._live[each.number]
+            for each in list(self._live.values()):
+                if not each.kept and each.lease.reclaim():
+                    self._let_go(each)
         finally:
             self._lock.release()
-        for each in done:
-            self.discard(each)
-        self.given_up += len(done)
-        return len(done)
+        return self.given_up - before
+
+    def _let_go(self, export: Export) -> None:
+        try:
+            self.discard(export)
+        finally:
+            del self._live[export.number]
+            self.given_up += 1
 
     def discard(self, export: Export) -> None:
         """Let go of the array of an export that is not live."""

@@ -61,9 +61,9 @@ class Description(NamedTuple):
 
     Parameters
     ----------
-    token, pid : bytes, int
-        The process whose memory it is: a random number of its, and its pid
-        for error messages.
+    token, pid, namespace : bytes, int, int
+        The process whose memory it is: a random number of its, its pid, and
+        the PID namespace in which that is its pid.
     number : int
         Of the export there.
     uuid : bytes
@@ -85,6 +85,7 @@ class Description(NamedTuple):
 
     token: bytes
     pid: int
+    namespace: int
     number: int
     uuid: bytes
     place: Place

@@ -116,10 +116,13 @@ def _take_lease(description: Description, handle: bytes) -> Block:
 
 
 def _attach(runtime: Runtime, description: Description, lease: Block, ordinal: int) -> Attachment:
+    # Also where the memory is open here already: it is not the sender's any more.
+    if not _is_alive(runtime, description):
+        raise _died(description)
     try:
         return runtime.imports.attach(description, lease, ordinal)
     except CudaDriverError as error:
-        if not _is_alive(description.pid):
+        if not _is_alive(runtime, description):
             raise _died(description) from error
         error.add_note(
             f"The memory is of process {description.pid}, which lives. Both processes must be of "
@@ -149,10 +152,13 @@ def _died(description: Description) -> CudaProducerDied:
     )
 
 
-def _is_alive(pid: int) -> bool:
-    """Return whether a process lives; a killed one that was not waited for does not."""
+def _is_alive(runtime: Runtime, description: Description) -> bool:
+    """Return False if the sender has ended; a killed one need not have been waited for."""
+    if description.namespace != runtime.namespace:
+        # Its pid means nothing here.
+        return True
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        text = Path(f"/proc/{description.pid}/stat").read_bytes()
     except OSError:
         return False
     # The name, in parentheses, may contain anything: proc_pid_stat(5).

@@ -13,6 +13,7 @@ import os
 import secrets
 import warnings
 from multiprocessing import util
+from pathlib import Path
 
 from shmreduce import ShmreduceWarning
 from shmreduce_cuda.events import Events
@@ -29,6 +30,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.namespace = Path("/proc/self/ns/pid").stat().st_ino
         self.token = secrets.token_bytes(16)
         self.offers = Offers()
         self.exports = Exports(self.token, self.offers)

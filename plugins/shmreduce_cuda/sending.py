@@ -7,7 +7,6 @@ plugin, and ``rebuild`` for the functions that messages name.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +86,11 @@ class OwnArray(Outgoing):
 
     def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
         """Return how to rebuild the array."""
-        source, export = self.source, self.export
+        source, export, runtime = self.source, self.export, current()
         description = Description(
-            current().token,
-            os.getpid(),
+            runtime.token,
+            runtime.pid,
+            runtime.namespace,
             export.number,
             export.uuid,
             export.place,

@@ -50,11 +50,13 @@ class SharedAllocations:
         The one of them that allocates from shared memory.
     """
 
+    # Here, since __init__ may be interrupted, and __del__ comes all the same.
+    _entered = _closed = False
+    _heap: BornHeap | None = None
+
     def __init__(self, handlers: MemoryHandlers, handler: Any) -> None:
         self._handlers = handlers
         self._handler = handler
-        self._heap: BornHeap | None = None
-        self._entered = self._closed = False
 
     def __enter__(self) -> Self:
         if self._entered:

@@ -56,6 +56,8 @@ _let_go.restype = None
 
 _heaps: dict[int, BornHeap] = {}
 """Which heap's segment each range of the allocator is."""
+_lenders: list[BornHeap] = []
+"""The heap in which arrays are born now, if any."""
 
 
 class BornHeap(Heap):
@@ -164,6 +166,7 @@ class BornHeap(Heap):
         self.collect()
         self._warn_of_exposed()
         if self.lending:
+            self._relieve_others()
             self._lend()
             self._provide()
             self.last_used = time.monotonic()
@@ -181,6 +184,15 @@ class BornHeap(Heap):
         self.lending = True
         self.tend()
         self._library.enable(1)
+
+    def _relieve_others(self) -> None:
+        """See to it that nothing is born in the heap of another strategy any more."""
+        if _lenders == [self]:
+            return
+        for heap in _lenders:
+            heap.lending = False
+        self._take_idle()
+        _lenders[:] = [self]
 
     def _lend(self) -> None:
         library = self._library
@@ -211,9 +223,10 @@ class BornHeap(Heap):
             with self.exclusive(wait=False) as got:
                 if not got:
                     return
-                if not enough:
-                    self._new_region(max(4 * wanted, _REGION))
                 room = self._room()
+                # Not for what there is no room for anyway.
+                if not enough and (wanted <= room or not left):
+                    self._new_region(max(3 * wanted if wanted <= room else 0, _REGION))
         except (HeapBusyError, SegmentError, LeaseTimeoutError):
             # No room, or somebody else is at it: arrays come from ordinary
             # memory until the next look, and are copied when they are sent.
@@ -410,6 +423,7 @@ def _turn() -> Iterator[bool]:
 def _forget() -> None:
     # A forked child's allocator has forgotten its parent's blocks, too.
     _heaps.clear()
+    _lenders.clear()
     _turns.clear()
 
 

@@ -37,7 +37,7 @@ from shmreduce.memory.segment import NONCE_MASK, Segment, Sent
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from collections.abc import Mapping as Arriving
 
     from shmreduce.contracts import Mode
@@ -50,9 +50,9 @@ __all__ = [
     "Loading",
     "Message",
     "allocate",
-    "attach_message",
     "discard_message",
     "find_block",
+    "hold_message",
     "import_block",
     "sending",
 ]
@@ -653,19 +653,35 @@ def discard_message(data: bytes | bytearray | memoryview) -> None:
             continue
 
 
-def attach_message(data: bytes | bytearray | memoryview) -> None:
-    """Open the segments that a message refers to, as far as that is possible.
+def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
+    """Keep open what a message refers to, as far as that can be opened.
 
     For a message that is to be unpickled later, when the descriptors that came
-    with it are closed.
+    with it are closed, and its sender may be dead.
+
+    Returns
+    -------
+    callable
+        Ends that; to be called once, in any thread.
     """
+    attachments = current().attachments
+    pins = []
     for what in _handles_in(data):
+        mark = object()
         try:
-            with _pinned(what):
-                continue
+            pins.append((attachments.pin(what, mark, _arrived_here()), mark))
         except AttachError:
             # Whoever unpickles the message is told.
             continue
+
+    def let_go() -> None:
+        for segment, mark in pins:
+            segment.unpin(mark)
+            # In a forked child it may be the parent's.
+            if current().directory.get(segment.token) is segment:
+                attachments.close_ownerless(segment)
+
+    return let_go
 
 
 @contextmanager

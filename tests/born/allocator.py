@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from shmreduce.born.heap import _heaps, get_heap
 from shmreduce.born.library import LIVE, load
 from shmreduce.errors import AllocatorUnavailableError
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterator
 
 __all__ = [
     "LARGE",
+    "PATIENCE",
     "address_of",
     "counters",
     "entry_of",
+    "filled",
+    "handler_name",
+    "in_fresh_interpreter",
     "is_born",
     "live_arrays",
     "needs_allocator",
+    "received_in_place",
 ]
 
 LARGE = 1 << 20
 """Bytes: more than any threshold, few enough to be made often."""
+PATIENCE = 60
 
 
 def needs_allocator() -> None:
@@ -33,6 +44,18 @@ def needs_allocator() -> None:
         load()
     except AllocatorUnavailableError as error:
         pytest.skip(f"no compiled allocator here: {error.reason}")
+
+
+def handler_name() -> str:
+    """Return what NumPy calls that which new arrays are allocated with."""
+    core: Any = np._core if int(np.__version__.partition(".")[0]) > 1 else np.core
+    name: str = core.multiarray.get_handler_name()
+    return name
+
+
+def filled(value: int, nbytes: int = LARGE) -> np.ndarray[Any, Any]:
+    """Return an array of one value, in every byte."""
+    return np.full(nbytes, value % 256, np.uint8)
 
 
 def counters() -> Any:
@@ -46,21 +69,56 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
     return address
 
 
+def _entries() -> Iterator[Any]:
+    for entry in load().table:
+        if entry.state >= LIVE:
+            yield entry
+
+
 def entry_of(array: np.ndarray[Any, Any]) -> Any:
     """Return a copy of the allocator's entry for an array's memory, None if it has none."""
     address = address_of(array)
-    for entry in load().table:
-        if entry.address == address and entry.state >= LIVE:
+    for entry in _entries():
+        if entry.address == address:
             return type(entry).from_buffer_copy(entry)
     return None
 
 
 def is_born(array: np.ndarray[Any, Any]) -> bool:
     """Return whether an array was born in shared memory."""
-    return entry_of(array) is not None
+    address = address_of(array)
+    return any(
+        0 <= address - segment.data.address < segment.data.size
+        for heap in {*_heaps.values()}
+        for segment in heap._ranges.values()
+    )
 
 
 def live_arrays() -> int:
     """Return how many born arrays are alive in this process."""
     gc.collect()
-    return sum(entry.state == LIVE for entry in load().table)
+    return sum(entry.state == LIVE for entry in _entries())
+
+
+def received_in_place(array: np.ndarray[Any, Any]) -> bool:
+    """Return whether a received array lies in a segment in which arrays are born here."""
+    from shmreduce import find_block
+
+    bottom: Any = array
+    while isinstance(bottom, np.ndarray):
+        bottom = bottom.base
+    block = find_block(bottom)
+    return block is not None and block._record.segment in get_heap().segments
+
+
+def in_fresh_interpreter(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new interpreter, with warnings as errors; return what became of it."""
+    root = Path(__file__).parent.parent.parent
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=root,
+    )

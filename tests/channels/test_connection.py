@@ -97,6 +97,30 @@ def test_pickle_taken_as_bytes_has_its_memory_opened(pipe: tuple[Any, Any]) -> N
     assert pickle.loads(there.recv_bytes())[-1] == 99_999
 
 
+def test_bytes_keep_what_they_refer_to(children: Children) -> None:
+    """Bytes can be unpickled when their sender is long dead; dropped, they keep nothing open."""
+    attachments = runtime.current().attachments
+    attachments.close_idle(0)
+    context = context_of(children)
+    here, there = context.Pipe()
+    process = context.Process(target=produce_and_vanish, args=(there, 2, "killed"))
+    process.start()
+    there.close()
+    first, second = here.recv_bytes(), here.recv_bytes()
+    process.join(PATIENCE)
+    directory = attachments.directory
+    (held,) = [each for each in directory.values() if not each.owner]
+    # As happens whenever one more segment is opened.
+    attachments.close_idle(0)
+    assert pickle.loads(first)[0] == 0
+    assert type(pickle.loads(pickle.dumps(second))) is bytes
+    del first
+    assert held.token in directory
+    del second
+    assert held.token not in directory
+    here.close()
+
+
 def test_array_is_what_it_was_when_sent(pipe: tuple[Any, Any]) -> None:
     """A change after ``send`` is not seen by the receiver, nor one there by the sender."""
     here, there = pipe

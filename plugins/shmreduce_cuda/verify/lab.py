@@ -231,7 +231,7 @@ class DeviceArray:
         cls, values: Any, kind: str = "legacy", ordinal: int = 0, **options: Any
     ) -> DeviceArray:
         """Return an array of new memory with the values of an array of the host."""
-        host = np.ascontiguousarray(values)
+        host = np.asarray(values, order="C")
         memory = Memory(max(4, -(-host.nbytes // 4) * 4), kind, ordinal, **options)
         array = cls(memory, np.empty_like(host))
         if host.nbytes:
@@ -239,7 +239,8 @@ class DeviceArray:
         return array
 
     def __getitem__(self, key: Any) -> DeviceArray:
-        part = self.template[key]
+        # With the dots a single element is an array, too.
+        part = self.template[(*key, ...) if isinstance(key, tuple) else (key, ...)]
         return DeviceArray(
             self.memory, part, self.start + _address(part) - _address(self.template)
         )
@@ -308,6 +309,6 @@ def read(array: Any, ordinal: int = 0) -> np.ndarray[Any, Any]:
 def write(array: Any, values: Any, ordinal: int = 0) -> None:
     """Set the values of an array without gaps."""
     interface = array.__cuda_array_interface__
-    host = np.ascontiguousarray(values)
+    host = np.asarray(values, order="C")
     with current_context(getattr(getattr(array, "memory", None), "ordinal", ordinal)) as driver:
         driver.call("cuMemcpyHtoD_v2", interface["data"][0], host.ctypes.data, host.nbytes)

@@ -1,0 +1,218 @@
+"""Where shared_allocations() begins and where it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.born import allocations
+from tests.born.allocator import LARGE, counters, filled, handler_name, is_born
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+BORN = str(Path(allocations.__file__).parent)
+
+pytestmark = pytest.mark.usefixtures("allocator")
+
+
+def born_now() -> bool:
+    return is_born(np.empty(LARGE, np.uint8))
+
+
+def test_blocks_may_be_nested() -> None:
+    """What is inside ends with the outermost block."""
+    with shmreduce.shared_allocations():
+        with shmreduce.shared_allocations():
+            assert born_now()
+        assert born_now()
+    assert not born_now()
+
+
+def test_a_block_is_entered_once() -> None:
+    """The object that the function returns stands for one block."""
+    block = shmreduce.shared_allocations()
+    with block:
+        pass
+    with pytest.raises(RuntimeError, match="entered before"), block:
+        pass
+
+
+def test_a_block_ends_with_an_exception() -> None:
+    """However it is left, NumPy allocates by itself afterwards."""
+    with pytest.raises(ZeroDivisionError), shmreduce.shared_allocations():
+        _ = 1 // 0
+    assert not born_now()
+    assert handler_name() == "default_allocator"
+
+
+def yielding() -> Iterator[bool]:
+    with shmreduce.shared_allocations():
+        while True:
+            yield born_now()
+
+
+def test_generators_may_leave_their_blocks_in_any_order() -> None:
+    """Two generators, the first of which ends first: it ends with the last of them."""
+    first, second = yielding(), yielding()
+    assert next(first)
+    assert next(second)
+    first.close()  # type: ignore[attr-defined]
+    assert next(second)
+    assert born_now()
+    second.close()  # type: ignore[attr-defined]
+    assert not born_now()
+    assert handler_name() == "default_allocator"
+
+
+def test_a_generator_closed_in_another_thread_ends_its_block() -> None:
+    """No array is born afterwards, though the context is one that the closer cannot reach."""
+    generator = yielding()
+    assert next(generator)
+    thread = threading.Thread(target=generator.close)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join(30)
+    assert not born_now()
+    with shmreduce.shared_allocations():
+        assert born_now()
+    assert handler_name() == "default_allocator"
+
+
+def test_threads_begin_without_it_and_do_not_end_that_of_others() -> None:
+    """What is in use belongs to the thread that entered."""
+    found = []
+    with shmreduce.shared_allocations():
+
+        def work() -> None:
+            found.append(born_now())
+            with shmreduce.shared_allocations():
+                found.append(born_now())
+            found.append(born_now())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(30)
+        assert born_now()
+    assert found == [False, True, False]
+
+
+def test_tasks_of_asyncio_each_have_their_own() -> None:
+    """A task that is inside does not take others in."""
+
+    async def inside(entered: asyncio.Event, leave: asyncio.Event) -> bool:
+        with shmreduce.shared_allocations():
+            entered.set()
+            await leave.wait()
+            return born_now()
+
+    async def outside(entered: asyncio.Event, leave: asyncio.Event) -> bool:
+        await entered.wait()
+        found = born_now()
+        leave.set()
+        return found
+
+    async def both() -> list[bool]:
+        events = asyncio.Event(), asyncio.Event()
+        return list(await asyncio.gather(inside(*events), outside(*events)))
+
+    assert asyncio.run(both()) == [True, False]
+
+
+def test_a_context_that_is_copied_inside_gives_ordinary_memory_later() -> None:
+    """A copied context keeps the handler; when no block is open it is as NumPy's own."""
+    with shmreduce.shared_allocations():
+        copied = contextvars.copy_context()
+        assert copied.run(born_now)
+    assert not copied.run(born_now)
+
+
+def test_the_handler_of_somebody_else_comes_back() -> None:
+    """What was in use before the first block is in use after the last."""
+    from shmreduce_numpy.handler import memory_handlers
+
+    from shmreduce.born.library import load
+
+    before = memory_handlers.get()
+    other = memory_handlers.make(load().functions._replace(context=1))
+    memory_handlers.set(other)
+    try:
+        with shmreduce.shared_allocations():
+            assert memory_handlers.get() is not other
+        assert memory_handlers.get() is other
+    finally:
+        memory_handlers.set(before)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th instruction of ``shmreduce.born``, once."""
+
+    def __init__(self, when: int) -> None:
+        self.left = when
+        self.fired = False
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if BORN not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
+            # What interrupts a finalizer is told of, and ends there.
+            return None
+        frame.f_trace_opcodes = True
+        if event in ("opcode", "call"):
+            self.left -= 1
+            if self.left == 0:
+                self.fired = True
+                raise KeyboardInterrupt
+        return self
+
+
+def use_a_block(here: Any, there: Any) -> None:
+    with shmreduce.shared_allocations():
+        here.send(filled(9))
+        assert (there.recv() == 9).all()
+
+
+def interrupted(when: int) -> bool:
+    """Use a block, with an interrupt; return whether it came to that."""
+    here, there = shmreduce.Pipe()
+    interrupter = Interrupter(when)
+    sys.settrace(interrupter)
+    try:
+        use_a_block(here, there)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+        here.close()
+        there.close()
+    return interrupter.fired
+
+
+def test_an_interrupt_at_any_instruction_leaves_nothing_switched_on() -> None:
+    """KeyboardInterrupt at any step of entering, moving and leaving: afterwards arrays are
+    ordinary ones, those that live are whole, and the next block works.
+    """
+    with shmreduce.shared_allocations():
+        witness = filled(77)
+        _ = filled(78)
+    # A prime step, so that other instructions are hit in each version of Python.
+    when, step = 1, 7
+    while interrupted(when):
+        gc.collect()
+        assert not len(allocations._open)
+        assert not born_now()
+        assert (witness == 77).all()
+        when += step
+    assert when > 10 * step
+    here, there = shmreduce.Pipe()
+    use_a_block(here, there)
+    here.close()
+    there.close()
+    assert counters().idle_bytes

@@ -1,0 +1,1 @@
+"""The plugin for CUDA arrays, against a stand-in for the driver."""

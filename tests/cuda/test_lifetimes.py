@@ -1,0 +1,217 @@
+"""Memory stays while somebody uses it, and not longer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from shmreduce_cuda import CudaExpiredError, CudaProducerDied
+from shmreduce_cuda.verify.lab import DeviceArray, read
+from tests.cuda import actors as act
+from tests.cuda.actors import Actor, actors, connect, nothing_is_out
+from tests.memory.waiting import eventually
+
+if TYPE_CHECKING:
+    from tests.cuda.conftest import Pair, Standin
+
+KINDS = ("legacy", "pool", "virtual")
+BASE = np.arange(1000.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_sender_drops_stays_for_the_receiver(pair: Pair, kind: str) -> None:
+    """The memory is freed when the receiver drops its array, and not before."""
+    pair.sender.ask(act.make, "x", BASE, kind)
+    pair.sender.ask(act.send, "x")
+    pair.sender.ask(act.drop, "x")
+    pair.receiver.ask(act.receive, "x")
+    assert pair.sender.ask(act.collect) == 0
+    assert np.array_equal(pair.receiver.ask(act.values, "x"), BASE)
+    assert pair.sender.ask(act.device_state)["bytes"] > 0
+    pair.receiver.ask(act.drop, "x")
+    eventually(
+        lambda: pair.sender.ask(act.device_state)["bytes"] == 0, "the sender frees the memory"
+    )
+
+
+def test_a_message_that_is_not_read_keeps_the_memory(pair: Pair) -> None:
+    """The sender may drop the array as soon as it has put it into a message."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(act.send, "x")
+    pair.sender.ask(act.drop, "x")
+    assert pair.sender.ask(act.collect) == 0
+    pair.receiver.ask(act.receive, "x")
+    assert np.array_equal(pair.receiver.ask(act.values, "x"), BASE)
+
+
+def test_a_message_that_cannot_be_pickled_keeps_nothing(pair: Pair) -> None:
+    """An array beside something that cannot be pickled is let go of."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(act.pickle_in_vain, "x")
+    nothing_is_out(pair.sender)
+
+
+def test_one_message_for_several(pair: Pair) -> None:
+    """A message that is loaded again while somebody has the array gives it again; when
+    nobody has it any more, the loader is told.
+    """
+    pair.sender.ask(act.make, "x", BASE)
+    message = pair.sender.ask(act.pickled, "x")
+    for name in ("a", "b"):
+        pair.receiver.ask(act.load, name, message)
+    pair.sender.ask(act.load, "own", message)
+    pair.receiver.ask(act.drop, "a")
+    assert pair.sender.ask(act.collect) == 0
+    assert np.array_equal(pair.receiver.ask(act.values, "b"), BASE)
+    pair.receiver.ask(act.drop, "b")
+    nothing_is_out(pair.sender)
+    for actor in (pair.receiver, pair.sender):
+        with pytest.raises(CudaExpiredError, match="share"):
+            actor.ask(act.load, "late", message)
+
+
+def test_what_share_returns_keeps_messages_valid(pair: Pair) -> None:
+    """While it is kept, its messages can be loaded whenever; afterwards no more."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(act.share, "s", "x")
+    message = pair.sender.ask(act.pickled, "s")
+    for _ in range(3):
+        pair.receiver.ask(act.load, "a", message)
+        assert np.array_equal(pair.receiver.ask(act.values, "a"), BASE)
+        pair.receiver.ask(act.drop, "a")
+        assert pair.sender.ask(act.collect) == 0
+    pair.sender.ask(act.drop, "s")
+    nothing_is_out(pair.sender)
+    with pytest.raises(CudaExpiredError):
+        pair.receiver.ask(act.load, "a", message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mapping_is_closed_before_the_lease_ends(pair: Pair, kind: str) -> None:
+    """However long the receiver takes to close its mapping, the sender does not free
+    the memory before; what was asked of the device is waited for first.
+    """
+    pair.sender.ask(act.make, "x", BASE, kind)
+    pair.sender.ask(act.send, "x")
+    pair.sender.ask(act.drop, "x")
+    pair.receiver.ask(act.receive, "x")
+    start = len(pair.standin.log())
+    pair.receiver.ask(act.set_delays, 200, 600)
+    pair.receiver.ask(act.fill_and_drop, "x", 5)
+    pair.receiver.ask(act.set_delays)
+    nothing_is_out(pair.sender)
+    calls = pair.standin.calls(pair.receiver.pid, start)
+    close = {"legacy": "cuIpcCloseMemHandle", "pool": "cuMemFree_v2"}.get(kind, "cuMemUnmap")
+    assert calls.index("cuCtxSynchronize") < calls.index(close)
+
+
+def send_all_kinds(sender: Actor) -> list[str]:
+    """Send one array of each kind, and drop them; return their names."""
+    for kind in KINDS:
+        sender.ask(act.make, kind, BASE, kind)
+    sender.ask(act.send, *KINDS)
+    sender.ask(act.drop)
+    return list(KINDS)
+
+
+def test_what_a_killed_receiver_held_is_freed(standin: Standin) -> None:
+    """The memory of arrays that a killed process had comes back by itself."""
+    with actors(1) as (sender,):
+        with actors(1) as (receiver,):
+            connect(sender, receiver)
+            names = send_all_kinds(sender)
+            receiver.ask(act.receive, *names)
+            assert sender.ask(act.collect) == 0
+            receiver.kill()
+            nothing_is_out(sender)
+        assert sender.ask(act.device_state)["bytes"] == 0
+    assert standin.folder.exists()
+
+
+def test_a_sender_that_was_killed_is_named(standin: Standin) -> None:
+    """Before an array was received that is an error with its pid; afterwards the
+    receiver can drop the array, and go on.
+    """
+    with actors(1) as (receiver,):
+        with actors(1) as (sender,):
+            connect(sender, receiver)
+            for kind in KINDS:
+                sender.ask(act.make, kind, BASE, kind)
+            messages = [sender.ask(act.pickled, kind) for kind in KINDS]
+            sender.ask(act.send, *KINDS)
+            receiver.ask(act.receive, *KINDS)
+            sender.kill()
+            # Also when nothing of the sender is open here any more.
+            for message in messages:
+                with pytest.raises(CudaProducerDied) as caught:
+                    receiver.ask(act.load, "y", message)
+                assert caught.value.pid == sender.pid
+            receiver.ask(act.drop)
+            for message in messages:
+                with pytest.raises(CudaProducerDied):
+                    receiver.ask(act.load, "y", message)
+        assert receiver.ask(act.stats).mappings == 0
+        with actors(1) as (sender,):
+            connect(sender, receiver)
+            names = send_all_kinds(sender)
+            receiver.ask(act.receive, *names)
+            assert np.array_equal(receiver.ask(act.values, "virtual"), BASE)
+            receiver.ask(act.drop)
+    assert standin.folder.exists()
+
+
+def test_a_received_array_outlives_the_process_that_forwarded_it(standin: Standin) -> None:
+    """An array that is sent on is opened at its origin: who forwarded it may end."""
+    with actors(2) as (origin, third):
+        with actors(1) as (middle,):
+            connect(origin, middle)
+            connect(middle, third, "third")
+            origin.ask(act.make, "x", BASE)
+            origin.ask(act.send, "x")
+            origin.ask(act.drop, "x")
+            middle.ask(act.receive, "x")
+            middle.ask(act.send_to, "third", "x")
+            middle.ask(act.drop, "x")
+            assert origin.ask(act.collect) == 0
+            third.ask(act.receive_from, "third", "x")
+            middle.kill()
+        assert origin.ask(act.collect) == 0
+        assert np.array_equal(third.ask(act.values, "x"), BASE)
+        third.ask(act.drop)
+        nothing_is_out(origin)
+        assert origin.ask(act.device_state)["bytes"] == 0
+    assert standin.folder.exists()
+
+
+def send_many(count: int) -> None:
+    for number in range(count):
+        act.connections["other"].send(DeviceArray.of(np.full(8, number)))
+
+
+def receive_many(count: int) -> bool:
+    """Receive arrays, some of which are kept for a while; return whether all were right."""
+    right = True
+    recent = []
+    for number in range(count):
+        array = act.connections["other"].recv()
+        right = right and read(array)[3] == number
+        recent.append(array)
+        if len(recent) > number % 7:
+            recent.clear()
+    return right
+
+
+def test_many_sends_leave_nothing(pair: Pair) -> None:
+    """After hundreds of sends there are no more descriptors, leases, mappings, and no
+    more shared or device memory, than before.
+    """
+    found = []
+    for _ in range(2):
+        pair.sender.start(send_many, 400)
+        assert pair.receiver.ask(receive_many, 400)
+        pair.sender.finish()
+        nothing_is_out(pair.sender)
+        found.append([actor.ask(act.census) for actor in (pair.sender, pair.receiver)])
+    assert found[0] == found[1]

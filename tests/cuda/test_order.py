@@ -1,0 +1,80 @@
+"""What was still to be written when an array was sent is written when it is received."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.cuda import actors as act
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cuda.actors import Actor
+    from tests.cuda.conftest import Pair
+
+ZEROS = np.zeros(64, "i4")
+
+
+@pytest.fixture
+def slow(pair: Pair) -> Iterator[tuple[Actor, Actor]]:
+    """A sender whose streams take 150 ms for each operation, and a receiver."""
+    pair.sender.ask(act.make, "x", ZEROS)
+    pair.sender.ask(act.set_delays, 150)
+    yield pair.sender, pair.receiver
+    pair.sender.ask(act.set_delays)
+
+
+def test_a_plain_send_waits_for_all_streams(slow: tuple[Actor, Actor]) -> None:
+    """A stream that does not wait for others is waited for, with every message."""
+    sender, receiver = slow
+    for value in (1, 2, 3):
+        sender.ask(act.fill_and_send, "x", value)
+        receiver.ask(act.receive, "a")
+        assert set(receiver.ask(act.values, "a")) == {value}
+
+
+def test_an_event_is_waited_for_with_every_message(slow: tuple[Actor, Actor]) -> None:
+    """Of arrays that were shared on a stream, the receiver sees what the stream was to
+    write, the second and third time as well as the first.
+    """
+    sender, receiver = slow
+    sender.ask(act.new_stream)
+    before = [actor.ask(act.stats).events for actor in slow]
+    for value in (1, 2, 3):
+        sender.ask(act.share_after_fill, "s", "x", value)
+        sender.ask(act.send, "s")
+        receiver.ask(act.receive, "a")
+        assert set(receiver.ask(act.values, "a")) == {value}
+    # One each, however many messages.
+    assert [
+        actor.ask(act.stats).events - count for actor, count in zip(slow, before, strict=True)
+    ] == [1, 1]
+    sender.ask(act.drop, "s")
+
+
+def test_an_event_is_waited_for_in_the_same_process(slow: tuple[Actor, Actor]) -> None:
+    """A message that comes back to its own process waits, too."""
+    sender, _ = slow
+    sender.ask(act.share_after_fill, "s", "x", 5)
+    sender.ask(act.load, "back", sender.ask(act.pickled, "s"))
+    assert set(sender.ask(act.values, "back")) == {5}
+    sender.ask(act.drop, "s")
+
+
+def test_where_events_cannot_be_shared_the_stream_is_waited_for(
+    slow: tuple[Actor, Actor],
+) -> None:
+    """A driver that says that it does not support such events is no obstacle."""
+    sender, receiver = slow
+    sender.ask(act.new_stream)
+    sender.ask(act.fail, "cuEventCreate", 801, 1)
+    before = sender.ask(act.stats).events
+    sender.ask(act.share_after_fill, "s", "x", 5)
+    sender.ask(act.send, "s")
+    receiver.ask(act.receive, "a")
+    assert set(receiver.ask(act.values, "a")) == {5}
+    assert sender.ask(act.stats).events == before
+    sender.ask(act.drop, "s")
