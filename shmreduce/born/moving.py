@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from shmreduce.born.heap import BornHeap, heap_of
 from shmreduce.born.library import EXPOSED, FREED, PRIVATE, load
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
+from shmreduce.memory.handle import padded
 from shmreduce.memory.message import Message, sending
 from shmreduce.settings import get_settings
 from shmreduce.strategies import current_strategy
@@ -96,7 +97,7 @@ class Moves:
                 return None
             segment, block = place
             handle, lease = message.add_lease(segment, block, segment.generations[block], size)
-            handle += bytes(_PADDING)
+            handle = padded(handle, len(handle) + _PADDING)
             self._moves.append(_Move(heap, number, message, lease, handle))
             kept = True
             return handle
@@ -161,7 +162,7 @@ class Moves:
         # Not by a view of the array: it may be freed at any moment. Its block
         # stays as it is until this move has been settled.
         ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(memory)), address, size)
-        replaced = bytes(data).replace(move.handle, handle.ljust(len(move.handle), b"\0"), 1)
+        replaced = bytes(data).replace(move.handle, padded(handle, len(move.handle)), 1)
         move.message.end_lease(move.lease)
         if committed:
             message.commit()

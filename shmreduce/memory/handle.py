@@ -25,7 +25,7 @@ from shmreduce.errors import InvalidHandleError
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
 
-__all__ = ["MARK", "Handle", "block_key", "key_of", "lease_of", "pack_handle"]
+__all__ = ["MARK", "Handle", "block_key", "key_of", "lease_of", "pack_handle", "padded"]
 
 MARK = b"shmreduce\0hdl\x02\n"
 _CHECKSUM = struct.Struct("<I")
@@ -69,6 +69,12 @@ def pack_handle(slot: int, nonce: int, constant: bytes) -> bytes:
     """Return the handle of a lease; ``constant`` is from :meth:`Handle.constant`."""
     checked = _LEASE.pack(slot, nonce) + constant
     return MARK + _CHECKSUM.pack(crc32(checked)) + checked
+
+
+def padded(handle: bytes, size: int) -> bytes:
+    """Return a handle that says the same in ``size`` bytes, which is at least its own size."""
+    what = Handle.unpack(handle)
+    return what._replace(locator=what.locator + "\0" * (size - len(handle))).pack()
 
 
 def _check(data: bytes) -> None:
@@ -164,7 +170,7 @@ class Handle(NamedTuple):
             raise _invalid(f"its mode is {mode}")
         try:
             name = data[_SHORTEST:end].decode()
-            where = data[end:].decode()
+            where = data[end:].decode().rstrip("\0")
         except UnicodeDecodeError as error:
             raise _invalid("its names are not text") from error
         return cls(

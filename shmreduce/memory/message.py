@@ -561,8 +561,6 @@ def import_block(handle: bytes) -> Block:
     >>> bytes(import_block(handle).buffer)
     b'hello'
     """
-    # Message.move() pads its handles.
-    handle = handle.rstrip(b"\0")
     runtime = current()
     runtime.live.settle()
     slot, nonce = lease_of(handle)
