@@ -34,9 +34,11 @@ from shmreduce.packets import (
     LARGEST_PACKET,
     MOST_DESCRIPTORS,
     Arrival,
+    load_plain,
     pack,
     pack_bytes,
     pack_last,
+    refers_to_nothing,
 )
 
 if TYPE_CHECKING:
@@ -158,7 +160,10 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = _take_buffer()
         try:
-            return self._receive(buffer, 0).load()
+            size, control = self._read(buffer, 0)
+            if not control and refers_to_nothing(buffer):
+                return load_plain(buffer, size)
+            return _arrival(buffer, size, control).load()
         finally:
             give_buffer(buffer)
 
@@ -188,7 +193,8 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = _take_buffer()
         try:
-            return self._receive(buffer, 0 if wait else _DO_NOT_WAIT), buffer
+            size, control = self._read(buffer, 0 if wait else _DO_NOT_WAIT)
+            return _arrival(buffer, size, control), buffer
         except BlockingIOError:
             give_buffer(buffer)
             return None
@@ -238,7 +244,7 @@ class Connection(multiprocessing.connection.Connection):
     def _contents(self) -> bytes:
         buffer = _take_buffer()
         try:
-            return self._receive(buffer, 0).contents()
+            return _arrival(buffer, *self._read(buffer, 0)).contents()
         finally:
             give_buffer(buffer)
 
@@ -292,7 +298,8 @@ class Connection(multiprocessing.connection.Connection):
                 return
         self._socket.send(packet.data, flags)
 
-    def _receive(self, buffer: bytearray, flags: int) -> Arrival:
+    def _read(self, buffer: bytearray, flags: int) -> tuple[int, list[Any]]:
+        """Read a packet; return its size and what came beside it."""
         read = self._socket.recvmsg_into
         try:
             size, control, _, _ = read([buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC)
@@ -302,7 +309,7 @@ class Connection(multiprocessing.connection.Connection):
             size, control, _, _ = read([buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC)
         if not size:
             raise EOFError
-        return Arrival(memoryview(buffer)[:size], _descriptors_in(control) if control else ())
+        return size, control
 
 
 def Pipe(duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
@@ -359,6 +366,10 @@ def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: 
     # A spawned child inherits it over exec; its own children shall not.
     os.set_inheritable(number, False)
     return kind(number, readable, writable)
+
+
+def _arrival(buffer: bytearray, size: int, control: list[Any]) -> Arrival:
+    return Arrival(memoryview(buffer)[:size], _descriptors_in(control) if control else ())
 
 
 def _descriptors_in(control: list[Any]) -> list[int]:

@@ -182,7 +182,9 @@ class FaultActor(Actor):
                 (self.check_one, 8),
                 (self.collect, 2),
             ]
-        common = [(self.put, 10), (self.get, 14)] if self.part.common is not None else []
+        common: list[tuple[Callable[[], None], int]] = []
+        if self.part.common is not None:
+            common = [(self.put, 10), (self.get, 14)]
         # A broadcast is pickled past the count.
         known = [each for each in super().actions() if each[0] != self.broadcast]
         return [*known, *common, (self.collect, 2), (self.shrink, 2)]
@@ -304,8 +306,12 @@ class FaultActor(Actor):
             raise
         self.tally.sent[row, number] = SENT
 
-    def get(self, seconds: float = 0.0) -> bool:
-        """Take something out of that queue; return whether there was anything."""
+    def get(self) -> None:
+        """Take something out of that queue, if there is anything."""
+        self.take_out(0.0)
+
+    def take_out(self, seconds: float) -> bool:
+        """Wait for something in that queue; return whether there was anything."""
         try:
             message = self.part.common.get(timeout=seconds)
         except queue.Empty:
@@ -334,6 +340,10 @@ class FaultActor(Actor):
                     heap.cool(0)
 
     def fork(self) -> None:
+        if self.part.index == 0 and self.failures is not None:
+            # What is alive at a fork that cannot be noted is never used again,
+            # and this process is looked at for leaks.
+            return
         try:
             super().fork()
         except BlockingIOError:
@@ -393,7 +403,7 @@ class FaultActor(Actor):
         end = time.monotonic() + self.patience
         while not self.part.leaves_early and time.monotonic() < end:
             over = not (self.tally.status[: self.part.plan.actors] <= PLAYING).any()
-            if not self.get(0.005) and over:
+            if not self.take_out(0.005) and over:
                 return
             each_turn()
 
@@ -406,7 +416,8 @@ class FaultActor(Actor):
             gc.collect()
             state = process_state()
             threads = [each.name for each in threading.enumerate() if _is_foreign(each)]
-            if not state.arrays and not state.waiting and not threads:
+            waiting = state.waiting and not runtime.current().live.ledger._unguarded_until
+            if not state.arrays and not waiting and not threads:
                 return
             if time.monotonic() > end:
                 self.tell("left", state=repr(state), threads=threads)
@@ -516,5 +527,3 @@ def play_part(part: FaultPart, report: Any) -> None:
         with contextlib.suppress(OSError):
             actor.tell("error", error=traceback.format_exc()[-3400:], kind=type(error).__name__)
         raise
-
-

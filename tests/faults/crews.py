@@ -8,7 +8,7 @@ import os
 import random
 import time
 import traceback
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +116,7 @@ def play_executor(leader: Leader) -> None:
     import shmreduce
 
     plan = leader.plan
-    executor: ProcessPoolExecutor = shmreduce.ProcessPoolExecutor(
+    executor = shmreduce.ProcessPoolExecutor(
         plan.actors - 1,
         mp_context=leader.context,
         initializer=_enlist,

@@ -89,11 +89,10 @@ class Failures:
 
     def _install_mmap(self, injection: Injection) -> None:
         fixed = mapping._mmap
-        real: Any = mapping.mmap
-        mapping._mmap = self._failing(fixed, injection, in_c=True)
-        namespace: Any = SimpleNamespace(**vars(real))
-        namespace.mmap = self._failing(real.mmap, injection)
         patched: Any = mapping
+        patched._mmap = self._failing(fixed, injection, in_c=True)
+        namespace = SimpleNamespace(**vars(patched.mmap))
+        namespace.mmap = self._failing(patched.mmap.mmap, injection)
         patched.mmap = namespace
 
     def _failing(self, function: Any, injection: Injection, *, in_c: bool = False) -> Any:
@@ -166,5 +165,3 @@ def jump_clock(seed: str) -> None:
     patched: Any = time
     patched.time = lambda: real() + chooser.uniform(-week, week)
     patched.time_ns = lambda: real_ns() + int(chooser.uniform(-week, week) * 1e9)
-
-

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["PRIVATE_PIDS", "Channels", "Leader", "lead", "make_channels"]
 
 _PATIENCE = 12.0
-_LEAK_PATIENCE = 5.0
 _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 PRIVATE_PIDS = "SHMREDUCE_FAULTS_PRIVATE_PIDS"
 """Set in an environment whose pids belong to the run alone."""
@@ -77,14 +76,14 @@ class _NoLink:
     pickles_at_once = True
 
 
-def lead(plan: Plan, folder: str, report: Any) -> None:
+def lead(plan: Plan, folder: str, report: Any, leak_seconds: float) -> None:
     """Play a whole run; what the watcher starts."""
     tally = prepare(plan, 0, folder)
     before = _census(plan)
     leader = Leader(plan, folder, report, tally)
     try:
         leader.play()
-        leader.look_for_leaks(before)
+        leader.look_for_leaks(before, leak_seconds)
         leader.tell("led")
     except BaseException:
         leader.tell("error", error=traceback.format_exc()[-1500:])
@@ -237,16 +236,18 @@ class Leader:
         self._channels, self._parts = Channels(), []
         self.hub.part.common = None
 
-    def look_for_leaks(self, before: Any) -> None:
+    def look_for_leaks(self, before: Any, patience: float) -> None:
         """Tell of what is left in this process, which has outlived all the others."""
         gc.collect()
         if self.plan.system != "shmreduce":
             left = _left_of(before, _descriptors())
         else:
-            # What killed readers have not read nobody is going to read.
-            with shmreduce.install(message_timeout=0.001):
-                left = find_leaks(before, _LEAK_PATIENCE)
-                end = time.monotonic() + _LEAK_PATIENCE
+            # What those have not read who were killed, nobody is going to read.
+            everything_was_read = not (self.tally.status == KILLED).any() and not self.plan.leaver
+            timeout = None if everything_was_read else 0.001
+            with shmreduce.install(message_timeout=timeout):
+                left = find_leaks(before, patience)
+                end = time.monotonic() + patience
                 while process_state().out and time.monotonic() < end:
                     time.sleep(0.005)
                 if process_state().out:

@@ -179,7 +179,7 @@ def _with_faults(plan: Plan, chooser: random.Random) -> Plan:
         if fault in ("storm", "jump", "starve"):
             names = {"storm": "storms", "jump": "jumps", "starve": "starved"}
             chosen = tuple(chooser.sample(range(plan.actors), chooser.randint(1, 2)))
-            plan = replace(plan, **{names[fault]: chosen})
+            plan = replace(plan, **{names[fault]: chosen})  # type: ignore[arg-type]
         elif fault == "inject":
             plan = replace(plan, injections=_injections(plan, chooser))
         else:
@@ -192,9 +192,7 @@ def _with_faults(plan: Plan, chooser: random.Random) -> Plan:
     return plan
 
 
-def _strikes(
-    fault: str, plan: Plan, others: range, chooser: random.Random
-) -> tuple[Strike, ...]:
+def _strikes(fault: str, plan: Plan, others: range, chooser: random.Random) -> tuple[Strike, ...]:
     count = min(len(others), chooser.choice((1, 1, 2, 3)))
     victims = chooser.sample(others, count)
     if fault == "kill group":

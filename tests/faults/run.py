@@ -37,12 +37,19 @@ def privately(command: list[str]) -> list[str]:
     """Return how to run a command with pids and a /dev/shm of its own, if that is allowed."""
     mount = "mount -t tmpfs tmpfs /dev/shm"
     try:
-        subprocess.run(
-            [*_UNSHARE, "sh", "-c", mount], check=True, capture_output=True, timeout=20
-        )
+        subprocess.run([*_UNSHARE, "sh", "-c", mount], check=True, capture_output=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return command
-    return [*_UNSHARE, "env", f"{PRIVATE_PIDS}=1", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
+    return [
+        *_UNSHARE,
+        "env",
+        f"{PRIVATE_PIDS}=1",
+        "sh",
+        "-c",
+        f'{mount} && exec "$@"',
+        "sh",
+        *command,
+    ]
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -64,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     if options.table:
         outcomes = list(_journal(options.journal))
-        print(table(outcomes))
+        sys.stdout.write(table(outcomes) + "\n")
         return 0
     if PRIVATE_PIDS not in os.environ:
         given = list(sys.argv[1:] if arguments is None else arguments)
@@ -76,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = list(_play(options)) if options.jobs == 1 else []
     if options.journal is not None:
         outcomes = list(_journal(options.journal))
-    print(table(outcomes))
+    sys.stdout.write(table(outcomes) + "\n")
     return 0 if all(each.clean for each in outcomes) else 1
 
 
@@ -110,7 +117,8 @@ def _play(options: argparse.Namespace) -> Iterator[Outcome]:
         for each in (_journal(options.journal) if options.journal else ())
     }
     began = time.monotonic()
-    with Watcher() as watcher:
+    # Others have no bounds of their own on what they wait for.
+    with Watcher(run_seconds=30.0 if system == "shmreduce" else 12.0) as watcher:
         for done, number in enumerate(numbers, 1):
             for strategy in strategies:
                 if (options.seed, number, system, strategy) in known:
@@ -122,10 +130,10 @@ def _play(options: argparse.Namespace) -> Iterator[Outcome]:
                     with options.journal.open("a") as file:
                         file.write(json.dumps(asdict(outcome)) + "\n")
                 if options.only is not None or (not outcome.clean and system == "shmreduce"):
-                    print(plan, outcome, sep="\n", file=sys.stderr, flush=True)
+                    sys.stderr.write(f"{plan}\n{outcome}\n")
             if done % 50 == 0:
                 spent = time.monotonic() - began
-                print(f"{done} of {len(numbers)} in {spent:.0f} s", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{done} of {len(numbers)} in {spent:.0f} s\n")
 
 
 def _journal(path: Path) -> Iterator[Outcome]:

@@ -58,7 +58,8 @@ class System(ABC):
         self.strategy = strategy
 
     def install(self, *, idle: bool) -> None:
-        """Get this process ready. ``idle`` says to give free memory back at once."""
+        """Get this process ready. ``idle`` asks to give free memory back at once."""
+        self.idle = idle
 
     @abstractmethod
     def outgoing(self, array: Any) -> Any:
@@ -113,7 +114,7 @@ class Torch(System):
         import torch.multiprocessing
 
         torch.set_num_threads(1)
-        self._torch = torch
+        self._torch: Any = torch
         # What it sends through channels that have lost their other end.
         self.named = (*System.named, RuntimeError)
 
@@ -146,7 +147,7 @@ class SharedMemory(System):
         from multiprocessing.shared_memory import SharedMemory as Memory
 
         memory = Memory(create=True, size=array.nbytes)
-        np.frombuffer(memory.buf, np.uint64, len(array))[:] = array
+        np.ndarray(len(array), np.uint64, memory.buf)[:] = array
         memory.close()
         return _Named(memory.name, len(array))
 
@@ -154,16 +155,13 @@ class SharedMemory(System):
         from multiprocessing.shared_memory import SharedMemory as Memory
 
         memory = Memory(what.name)
-        array = np.frombuffer(memory.buf, np.uint64, what.length).copy()
+        array = np.ndarray(what.length, np.uint64, memory.buf).copy()
         memory.close()
         memory.unlink()
         return array
 
 
-_SYSTEMS: dict[str, type[System]] = {
-    each.name: each
-    for each in (Shmreduce, Torch, SharedMemory)
-}
+_SYSTEMS: dict[str, type[System]] = {each.name: each for each in (Shmreduce, Torch, SharedMemory)}
 _known: dict[tuple[str, str, int], System] = {}
 
 

@@ -14,28 +14,27 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.discovery import get_registry
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
-from tests.faults.leader import lead, make_channels
+from tests.faults.leader import PRIVATE_PIDS, lead, make_channels
 from tests.faults.systems import find_system
 from tests.faults.tally import KILLED, Tally
 
 if TYPE_CHECKING:
+    from tests.faults.actor import CountedLink
     from tests.faults.plan import Plan
 
 __all__ = ["Outcome", "Watcher"]
 
-_RUN_SECONDS = 30.0
-_LEAK_SECONDS = 5.0
 _TICK = 0.001
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
-_PREFIXES = ("shmreduce-", "torch_", "psm_", "sem.mp-")
+_NAMES = {"torch": "torch_", "shared_memory": "psm_"}
+"""How names in /dev/shm begin; runs of shmreduce have a directory of their own."""
 _IMPORTED = (
     "multiprocessing.managers",
     "multiprocessing.pool",
@@ -103,9 +102,17 @@ class Watcher:
 
     A context manager, which removes its folder. Orphans of its runs become
     children of this process.
+
+    Parameters
+    ----------
+    run_seconds : float
+        After how long a run counts as stuck.
+    leak_seconds : float
+        How long what is left at its end may take to go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_seconds: float = 30.0, leak_seconds: float = 5.0) -> None:
+        self._limits = (run_seconds, leak_seconds)
         self.folder = Path(tempfile.mkdtemp(prefix="faults-", dir=_SHARED_MEMORY))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -115,7 +122,7 @@ class Watcher:
         get_registry()
         self._directory = os.environ.get("SHMREDUCE_DIRECTORY")
 
-    def __enter__(self) -> Watcher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,12 +139,12 @@ class Watcher:
         find_system(plan.system, plan.strategy)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / "segments").mkdir()
-        names = set(_names())
+        names = set(_names(plan.system))
         os.environ["SHMREDUCE_DIRECTORY"] = str(folder / "segments")
         # What is there already is not to be looked through by every process.
         gc.collect()
         gc.freeze()
-        run = _Run(plan, folder, self._context)
+        run = _Run(plan, folder, self._context, *self._limits)
         run.watch()
         run.count()
         run.look_for_leaks(names)
@@ -146,7 +153,11 @@ class Watcher:
 
 
 class _Run:
-    def __init__(self, plan: Plan, folder: Path, context: Any) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, context: Any, run_seconds: float, leak_seconds: float
+    ) -> None:
+        self._run_seconds = run_seconds
+        self._leak_seconds = leak_seconds
         self.plan = plan
         self.folder = folder
         self.tally = Tally(folder / "tally")
@@ -157,7 +168,7 @@ class _Run:
         os.set_blocking(self._reader.fileno(), False)
         self._rest = b""
         self._process = context.Process(
-            target=_begin, args=(plan, str(folder), self._writer), daemon=False
+            target=_begin, args=(plan, str(folder), self._writer, leak_seconds), daemon=False
         )
         self._session = -1
         self._began = time.monotonic()
@@ -170,10 +181,10 @@ class _Run:
         self._process.start()
         self._session = self._process.pid
         self._writer.close()
-        deadline = self._began + _RUN_SECONDS
-        if self.plan.system != "shmreduce":
-            deadline = self._began + _RUN_SECONDS / 2
-        while not wait([self._process.sentinel], _TICK):
+        deadline = self._began + self._run_seconds
+        # Not by its sentinel, which processes that it leaves behind would keep open.
+        while self._process.exitcode is None:
+            time.sleep(_TICK)
             self._read_reports()
             self._strike()
             self._let_go_on()
@@ -234,25 +245,25 @@ class _Run:
             for each in self._members():
                 os.kill(each, signal.SIGCONT)
                 os.kill(each, signal.SIGABRT)
+        self._process.join(1.0)
         with contextlib.suppress(ProcessLookupError):
-            wait([self._process.sentinel], 1.0)
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _members(self) -> list[int]:
         """Return the living processes of the run's session, zombies left out."""
         found = []
-        for entry in os.listdir("/proc"):
-            if not entry.isdigit():
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
                 continue
             with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 if int(fields[3]) == self._session and fields[0] not in (b"Z", b"X"):
-                    found.append(int(entry))
+                    found.append(int(entry.name))
         return found
 
     def _wait_for_the_others(self) -> None:
         """Wait until no process of the run is left; name those that stay."""
-        end = time.monotonic() + _LEAK_SECONDS
+        end = time.monotonic() + self._leak_seconds
         while True:
             self._let_go_on()
             with contextlib.suppress(ChildProcessError):
@@ -306,31 +317,23 @@ class _Run:
         outcome.killed = max(outcome.killed, int((tally.status == KILLED).sum()))
         channels = make_channels(plan, None)
         everything = outcome.group_killed
-        excused = [
-            everything
-            or tally.status[link.sender] == KILLED
-            or tally.status[link.receiver] == KILLED
-            or _leaves(plan, link.receiver)
-            for link in channels.links
-        ]
+        for index, link in enumerate(channels.links):
+            excused = everything or self._may_lose(link)
+            self._count_row(index, link.kind, excused=excused)
         rows = len(channels.links)
-        for index, excuse in enumerate(excused):
-            link = channels.links[index]
-            if (
-                excuse
-                and not everything
-                and link.kind in ("own pipe", "own simple queue")
-                and tally.status[link.receiver] != KILLED
-                and not _leaves(plan, link.receiver)
-            ):
-                # What was sent through our own channels is there, whoever dies.
-                excuse = False
-            self._count_row(index, link.kind, excused=excuse)
         a_death = everything or bool((tally.status == KILLED).any()) or bool(outcome.killed)
         for index in range(rows, rows + plan.actors):
             # Through queues with several readers, pools and managers.
             crew = plan.scenario in ("pool", "executor") and tally.named[index] > 0
             self._count_row(index, plan.scenario, excused=a_death or crew or bool(plan.leaver))
+
+    def _may_lose(self, link: CountedLink) -> bool:
+        """Whether what was sent through a link may be lost with the ends of processes."""
+        is_killed = self.tally.status == KILLED
+        if is_killed[link.receiver] or _leaves(self.plan, link.receiver):
+            return True
+        # What was sent through our own pipes is there, whoever dies.
+        return bool(is_killed[link.sender]) and link.kind not in ("own pipe", "own simple queue")
 
     def _count_row(self, index: int, kind: str, *, excused: bool) -> None:
         row = self.tally.row(index)
@@ -349,20 +352,22 @@ class _Run:
 
     def look_for_leaks(self, names: set[str]) -> None:
         """Count what no process has in its hands any more."""
-        end = time.monotonic() + _LEAK_SECONDS
+        end = time.monotonic() + self._leak_seconds
         strategy = find_strategy("file_system")
         while True:
             # As the next program that uses the strategy does by itself.
             self.outcome.swept += len(sweep(strategy))
-            left = os.listdir(self.folder / "segments")
-            left += sorted(each for each in set(_names()) - names if each[:4] != "sem.")
+            left = [each.name for each in (self.folder / "segments").iterdir()]
+            left += sorted(
+                each for each in set(_names(self.plan.system)) - names if each[:4] != "sem."
+            )
             if not left:
                 break
             if time.monotonic() > end:
                 break
             time.sleep(0.01)
         self.outcome.leaks += [f"file {name}" for name in left]
-        for name in set(_names()) - names:
+        for name in set(_names(self.plan.system)) - names:
             self.outcome.semaphores += name.startswith("sem.")
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
@@ -371,17 +376,18 @@ def _leaves(plan: Plan, actor: int) -> bool:
     return bool(plan.leaver) and plan.leaver == actor
 
 
-def _names() -> list[str]:
+def _names(system: str) -> list[str]:
     """Return the names in /dev/shm that may be a run's."""
-    return [each for each in os.listdir(_SHARED_MEMORY) if each.startswith(_PREFIXES)]
+    prefixes = ("sem.mp-",) if PRIVATE_PIDS not in os.environ else ("sem.mp-", "shmreduce-")
+    if system != "shmreduce":
+        prefixes = ("sem.mp-", _NAMES[system])
+    return [each.name for each in _SHARED_MEMORY.iterdir() if each.name.startswith(prefixes)]
 
 
-def _begin(plan: Plan, folder: str, report: Any) -> None:
+def _begin(plan: Plan, folder: str, report: Any, leak_seconds: float) -> None:
     """Be the leader, in a session of its own."""
     os.setsid()
     errors = os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(errors, 2)
     os.close(errors)
-    lead(plan, folder, report)
-
-
+    lead(plan, folder, report, leak_seconds)

@@ -1,0 +1,410 @@
+"""What must hold around a fork, at the end of the interpreter, and under interrupts.
+
+Each function is a whole program: it is run in an interpreter of its own, by the
+tests with the allocator as it is, and by ``test_guards`` with one of its guards
+taken out, when it must fail.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import shmreduce
+from shmreduce.born.heap import get_heap
+from tests.born.allocator import LARGE, address_of, counters, filled, is_born
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["RUN", "SCENARIOS"]
+
+RUN = """
+import sys, warnings
+# CPython 3.12 and later warn of a fork with threads, which is what one scenario is about.
+warnings.simplefilter("ignore", DeprecationWarning)
+from tests.born.scenarios import SCENARIOS
+SCENARIOS[sys.argv[1]]()
+"""
+"""A program that runs the scenario that its argument names."""
+
+PATIENCE = 30.0
+
+
+def check(fact: Any) -> None:
+    """Fail if something does not hold, in a forked child too."""
+    if not fact:
+        raise AssertionError(f"line {sys._getframe(1).f_lineno}")
+
+
+class Child:
+    """A forked child that does one thing when it is told to."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._wait, self._go = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(self._go)
+                os.read(self._wait, 1)
+                work()
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(self._wait)
+
+    def finish(self) -> None:
+        """Tell it to, and wait until it has ended well."""
+        os.close(self._go)
+        _, status = os.waitpid(self.pid, 0)
+        check(status == 0)
+
+
+def arrays_are_copied_by_a_fork() -> None:
+    """Neither process sees what the other writes after the fork."""
+    with shmreduce.shared_allocations():
+        array = filled(1)
+
+        def work() -> None:
+            check((array == 1).all())
+            array[:] = 3
+
+        child = Child(work)
+        array[:] = 2
+        child.finish()
+        check((array == 2).all())
+
+
+def a_block_waits_for_the_children_that_may_see_it() -> None:
+    """What lived at a fork is not used again before the child has gone, and is then."""
+    with shmreduce.shared_allocations():
+        array = filled(1)
+        address = address_of(array)
+        child = Child(lambda: check((array == 1).all()))
+        del array
+
+        def fresh() -> list[int]:
+            get_heap().tend()
+            return [address_of(each) for each in [filled(9) for _ in range(8)]]
+
+        check(address not in fresh())
+        child.finish()
+        check(address in fresh())
+        # What is written there reaches a receiver again.
+        here, there = shmreduce.Pipe()
+        numbers = range(10, 18)
+        arrays = [filled(number) for number in numbers]
+        check(address in [address_of(each) for each in arrays])
+        for _ in numbers:
+            held = [arrays.pop(0)]
+            here.send_last(held)
+        check([int(there.recv().max()) for _ in numbers] == list(numbers))
+
+
+def a_moved_block_waits_for_its_receiver() -> None:
+    """New arrays get other memory until the receiver of a moved one has dropped it."""
+    here, there = shmreduce.Pipe()
+    with shmreduce.shared_allocations():
+        array = filled(1)
+        address = address_of(array)
+        held = [array]
+        del array
+        here.send_last(held)
+        for _ in range(3):
+            fresh = [filled(9) for _ in range(4)]
+            get_heap().tend()
+            check(address not in [address_of(each) for each in fresh])
+            del fresh
+        received = there.recv()
+        check((received == 1).all())
+        fresh = [filled(9) for _ in range(4)]
+        get_heap().tend()
+        check((received == 1).all())
+
+
+def what_is_kept_is_copied() -> None:
+    """An array that somebody still has when it is sent stays that somebody's."""
+    here, there = shmreduce.Pipe()
+    with shmreduce.shared_allocations():
+        array = filled(1)
+        here.send(array)
+        array[:] = 2
+        received = there.recv()
+        check((received == 1).all())
+        received[:] = 3
+        check((array == 2).all())
+
+
+class Forking:
+    """Forks while it is pickled, and lets the parent write then."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.child: Child | None = None
+
+    def __reduce__(self) -> Any:
+        array = self.array
+        self.child = Child(lambda: check((array == 1).all()))
+        self.array = None
+        array[:] = 5
+        return int, ()
+
+
+def a_fork_in_the_middle_of_a_message() -> None:
+    """An array that a child has seen since it was named in a message is copied after all, as
+    it is when the message is complete.
+    """
+    here, there = shmreduce.Pipe()
+    with shmreduce.shared_allocations():
+        array = filled(1)
+        forking = Forking(array)
+        held = [(array, forking)]
+        del array
+        here.send_last(held)
+        received, _ = there.recv()
+        check((received == 5).all())
+        received[:] = 6
+        check(forking.child is not None)
+        if forking.child is not None:
+            forking.child.finish()
+
+
+def what_is_made_in_the_middle_of_a_fork_is_apart() -> None:
+    """An array made after the pages were made private, and before the fork, is ordinary."""
+    made: list[Any] = []
+    shown: list[Any] = []
+
+    def make() -> None:
+        made.extend(filled(1) for _ in range(4))
+        shown.append(made[0])
+
+    # Hooks run in the opposite order: this one after the allocator's own.
+    os.register_at_fork(before=make)
+    with shmreduce.shared_allocations():
+        warm = [filled(1) for _ in range(4)]
+        del warm
+
+        def work() -> None:
+            for array in made:
+                array[:] = 3
+
+        Child(work).finish()
+        check(all((array == 1).all() for array in made))
+
+
+def a_block_that_a_child_sees_is_not_given_to_a_receiver() -> None:
+    """An array that lived at a fork is copied when it is sent: the child still sees it."""
+    here, there = shmreduce.Pipe()
+    with shmreduce.shared_allocations():
+        array = filled(1)
+        child = Child(lambda: check((array == 1).all()))
+        held = [array]
+        del array
+        here.send_last(held)
+        received = there.recv()
+        received[:] = 2
+        child.finish()
+
+
+def a_child_uses_nothing_of_its_parents() -> None:
+    """A child's arrays lie elsewhere, and what it frees stays its parent's."""
+    with shmreduce.shared_allocations():
+        arrays = [filled(number) for number in range(4)]
+        spare = filled(99)
+        mine = [address_of(each) for each in [*arrays, spare]]
+        del spare
+
+        def work() -> None:
+            with shmreduce.shared_allocations():
+                inherited = arrays[:]
+                arrays.clear()
+                del inherited
+                fresh = [filled(50) for _ in range(10)]
+                check(all(is_born(each) for each in fresh))
+                check(not {address_of(each) for each in fresh} & set(mine))
+
+        child = Child(work)
+        child.finish()
+        check([int(each[-1]) for each in arrays] == [0, 1, 2, 3])
+        check(all((each == each[0]).all() for each in arrays))
+        get_heap().tend()
+        again = [filled(60) for _ in range(10)]
+        check([int(each[-1]) for each in arrays] == [0, 1, 2, 3])
+        check(all((each == 60).all() for each in again))
+
+
+def a_child_inside_the_block_gets_ordinary_memory_until_it_enters_one() -> None:
+    """The handler is inherited, the parent's blocks are not."""
+    with shmreduce.shared_allocations():
+        warm = filled(1)
+        del warm
+
+        def work() -> None:
+            check(not is_born(filled(2)))
+            with shmreduce.shared_allocations():
+                check(is_born(filled(3)))
+            child = Child(lambda: check(not is_born(filled(4))))
+            child.finish()
+
+        Child(work).finish()
+
+
+def threads_may_allocate_while_others_fork() -> None:
+    """Arrays made and dropped at any instant of a fork are never the child's and the
+    parent's at once.
+    """
+    stop = threading.Event()
+    wrong: list[str] = []
+    shown: dict[int, Any] = {}
+
+    def allocate(seed: int) -> None:
+        generator = random.Random(seed)
+        with shmreduce.shared_allocations():
+            while not stop.is_set():
+                number = generator.randrange(256)
+                array = filled(number, 1 << 17)
+                shown[seed] = (number, array)
+                again = filled(number ^ 255, 1 << 17)
+                if not (array == number).all():
+                    wrong.append(f"{array[0]} is not {number}")
+                del again
+
+    def work() -> None:
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline:
+            for number, array in list(shown.values()):
+                check((array == number).all())
+
+    threads = [threading.Thread(target=allocate, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(12):
+            Child(work).finish()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    check(not wrong)
+
+
+def interrupts_come_at_any_instant() -> None:
+    """Ctrl-C hundreds of times while arrays are made, moved and dropped: each is whole."""
+    generator = random.Random(5)
+    here, there = shmreduce.Pipe()
+    witness: list[tuple[int, Any]] = []
+    interrupts = 0
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    # Importing NumPy and finding plugins is not what is to be interrupted.
+    with shmreduce.shared_allocations():
+        here.send(filled(3))
+        there.recv()
+    signal.signal(signal.SIGALRM, interrupt)
+    for _ in range(100):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, generator.uniform(0.0002, 0.004))
+            with shmreduce.shared_allocations():
+                for number in range(1000):
+                    array = filled(number)
+                    witness = [*witness[-4:], (number % 256, array)]
+                    small = np.zeros(LARGE // 4, np.uint8)
+                    check(not small.any())
+                    small[:] = 1
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, array in witness:
+            check((array == number).all())
+        check(not is_born(filled(1)))
+    check(interrupts > 60)
+    with shmreduce.shared_allocations():
+        here.send(filled(3))
+        check((there.recv() == 3).all())
+
+
+class Last:
+    """Uses an array while the interpreter ends."""
+
+    def __init__(self, array: Any, name: str) -> None:
+        self.array = array
+        self.name = name
+
+    def __del__(self, write: Any = os.write) -> None:
+        # Globals may be gone by now, NumPy's own too; defaults are not.
+        last = int(self.array[-1])
+        write(1, f"{self.name} {last} {self.array.tobytes().count(last)}\n".encode())
+
+
+def arrays_live_to_the_very_end() -> None:
+    """Arrays that are freed while the interpreter ends, in modules and cycles, are whole."""
+    kept: dict[str, Any] = {}
+    # Cleared late, and after the hooks of atexit; sys is the last of all modules.
+    vars(sys.modules["__main__"])["kept"] = kept
+    with shmreduce.shared_allocations():
+        kept["module"] = Last(filled(1), "module")
+        cycle: list[Any] = [Last(filled(2), "cycle")]
+        cycle.append(cycle)
+        kept["array"] = filled(3)
+        vars(sys)["shmreduce_test"] = Last(filled(4), "sys")
+    block = shmreduce.shared_allocations()
+    block.__enter__()
+    # It is never left.
+    kept["inside"] = Last(filled(5), "inside")
+    threading.Thread(target=lambda: kept.update(thread=filled(6))).start()
+
+
+def a_freed_array_gives_its_memory_back_to_a_later_region() -> None:
+    """Cooled, lent again and cleared: zeros are zeros, and what lives is whole."""
+    with shmreduce.install(idle_keep=0):
+        generator = random.Random(3)
+        living: list[tuple[int, Any]] = []
+        for _ in range(25):
+            with shmreduce.shared_allocations():
+                for _ in range(10):
+                    size = generator.randrange(1 << 17, 1 << 22)
+                    number = generator.randrange(1, 256)
+                    clean = np.zeros(size, np.uint8)
+                    check(not clean.any())
+                    clean[:] = number
+                    living.append((number, clean))
+                    if len(living) > 12:
+                        living.pop(generator.randrange(len(living)))
+            heap = get_heap()
+            if generator.random() < 0.5:
+                with heap.exclusive():
+                    heap.cool(0)
+            for number, array in living:
+                check((array == number).all())
+        check(counters().served > 100)
+
+
+SCENARIOS = {
+    function.__name__: function
+    for function in (
+        arrays_are_copied_by_a_fork,
+        a_block_waits_for_the_children_that_may_see_it,
+        a_moved_block_waits_for_its_receiver,
+        what_is_kept_is_copied,
+        a_fork_in_the_middle_of_a_message,
+        what_is_made_in_the_middle_of_a_fork_is_apart,
+        a_block_that_a_child_sees_is_not_given_to_a_receiver,
+        a_child_uses_nothing_of_its_parents,
+        a_child_inside_the_block_gets_ordinary_memory_until_it_enters_one,
+        threads_may_allocate_while_others_fork,
+        interrupts_come_at_any_instant,
+        arrays_live_to_the_very_end,
+        a_freed_array_gives_its_memory_back_to_a_later_region,
+    )
+}

@@ -1,0 +1,145 @@
+"""Each guard is needed: without it the scenario that it is for fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from shmreduce.born import building
+from tests.born.allocator import in_fresh_interpreter
+from tests.born.scenarios import RUN
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("allocator")
+
+
+class Guard(NamedTuple):
+    """A guard, how to take it out, and the scenario that then fails."""
+
+    found: str
+    instead: str
+    scenario: str
+
+
+IN_C = {
+    "a block that a child may see waits for Python": Guard(
+        "!(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&\n"
+        "                 entry->birth == status.forks",
+        "1",
+        "a_block_waits_for_the_children_that_may_see_it",
+    ),
+    "a block that a message has named waits for Python": Guard(
+        "        entries[number].flags |= SENT;\n",
+        "        ;\n",
+        "a_moved_block_waits_for_its_receiver",
+    ),
+    "pages are made private before a fork": Guard(
+        "            if (cover(entry, MAP_PRIVATE)) {",
+        "            if (1) {",
+        "arrays_are_copied_by_a_fork",
+    ),
+    "nothing is born while a fork is under way": Guard(
+        "if (!enabled || forking || ",
+        "if (!enabled || ",
+        "what_is_made_in_the_middle_of_a_fork_is_apart",
+    ),
+    "a child forgets what lay idle for its parent": Guard(
+        "    memset(stacks, 0, sizeof stacks);\n",
+        "",
+        "a_child_uses_nothing_of_its_parents",
+    ),
+    "a child leaves its parent's arrays where they are": Guard(
+        "            entry->state = INHERITED;\n",
+        "            entry->flags = 0, entry->birth = 0;\n",
+        "a_child_uses_nothing_of_its_parents",
+    ),
+    "pages show the file again before they are used again": Guard(
+        "    done = cover(&entries[number], MAP_SHARED);\n",
+        "    done = 1;\n",
+        "a_block_waits_for_the_children_that_may_see_it",
+    ),
+    "what may have to be copied yet keeps its pages": Guard(
+        "if (entry->flags & PRIVATE && !(entry->flags & SENT))",
+        "if (entry->flags & PRIVATE)",
+        "a_fork_in_the_middle_of_a_message",
+    ),
+    "zeros are written into used memory": Guard(
+        "    if (!zeroed)\n        memset(found, 0, bytes);\n",
+        "",
+        "a_freed_array_gives_its_memory_back_to_a_later_region",
+    ),
+}
+IN_PYTHON = {
+    "the ledger of forks is asked": Guard(
+        "BornHeap._seen_by_child",
+        "lambda *_: False",
+        "a_block_waits_for_the_children_that_may_see_it",
+    ),
+    "forks are noted although no received array lives": Guard(
+        "BornHeap.__init__",
+        "unguarded",
+        "a_block_waits_for_the_children_that_may_see_it",
+    ),
+    "an array that somebody has is copied": Guard(
+        "moving.EXPOSED, moving.FREED",
+        "0, LIVE",
+        "what_is_kept_is_copied",
+    ),
+    "pages that a fork made private are not moved": Guard(
+        "moving.PRIVATE",
+        "0",
+        "a_fork_in_the_middle_of_a_message",
+    ),
+    "mappings outlive everything of Python's": Guard(
+        "heap._keep_alive",
+        "lambda pages: None",
+        "arrays_live_to_the_very_end",
+    ),
+}
+UNGUARDED = """
+with_guard = BornHeap.__init__
+def unguarded(self, kind, strategy, host):
+    with_guard(self, kind, strategy, host)
+    host.live.guards_forks = False
+"""
+WITHOUT = """
+from pathlib import Path
+from shmreduce.born import heap, library, moving
+from shmreduce.born.heap import BornHeap
+from shmreduce.born.library import LIVE
+"""
+
+
+def fails(scenario: str, patch: str) -> bool:
+    done = in_fresh_interpreter(f"{WITHOUT}{patch}\n{RUN}", scenario)
+    if scenario == "arrays_live_to_the_very_end":
+        return done.returncode != 0 or len(done.stdout.splitlines()) != 4
+    return done.returncode != 0
+
+
+@pytest.mark.parametrize("name", IN_C)
+def test_the_allocator_needs_each_of_its_guards(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled without the guard, the allocator breaks what the scenario says."""
+    guard = IN_C[name]
+    text = building.SOURCE.read_text()
+    assert text.count(guard.found) == 1
+    source = tmp_path / building.SOURCE.name
+    source.write_text(text.replace(guard.found, guard.instead))
+    monkeypatch.setattr(building, "SOURCE", source)
+    try:
+        library = building.build(tmp_path / building.LIBRARY.name)
+    except building.AllocatorUnavailableError as error:
+        pytest.skip(str(error))
+    assert fails(guard.scenario, f"library.LIBRARY = Path({str(library)!r})")
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_the_heap_needs_each_of_its_guards(name: str) -> None:
+    """Without the guard, what the scenario says does not hold."""
+    guard = IN_PYTHON[name]
+    assert fails(guard.scenario, f"{UNGUARDED}{guard.found} = {guard.instead}")
