@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
 from shmreduce_numpy import copying
 
 if TYPE_CHECKING:
