@@ -244,13 +244,13 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
     return handle
 
 
-def refers_to_nothing(packet: bytearray) -> bool:
-    """Whether a packet has all of its message in itself."""
-    return not packet[1]
+def refers_to_nothing(buffer: bytearray, size: int) -> bool:
+    """Whether a buffer begins with a packet of this size that has its whole message in itself."""
+    return size > _HEAD.size and buffer.startswith(_PLAIN)
 
 
 def load_plain(packet: bytearray, size: int) -> Any:
-    """Return the object of a packet that refers to nothing."""
+    """Return the object of such a packet."""
     return pickle.loads(memoryview(packet)[_HEAD.size : size])
 
 
