@@ -161,7 +161,7 @@ class Connection(multiprocessing.connection.Connection):
         buffer = _take_buffer()
         try:
             size, control = self._read(buffer, 0)
-            if not control and refers_to_nothing(buffer):
+            if not control and refers_to_nothing(buffer, size):
                 return load_plain(buffer, size)
             return _arrival(buffer, size, control).load()
         finally:

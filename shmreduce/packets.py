@@ -15,11 +15,11 @@ import os
 import pickle
 import struct
 import sys
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shmreduce.born import moving
 from shmreduce.children import Call
-from shmreduce.errors import AttachError, OutOfSharedMemoryError, SegmentError
+from shmreduce.errors import AttachError, InvalidHandleError, OutOfSharedMemoryError, SegmentError
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.message import (
     Loading,
@@ -56,7 +56,7 @@ LARGEST_PACKET = 192 << 10
 MOST_DESCRIPTORS = 64
 """Of one packet; the kernel's limit is 253 (unix(7), SCM_RIGHTS)."""
 _HEAD = struct.Struct("<BB")
-_IN_PACKET, _IN_BLOCK = 1, 2
+_KINDS = _IN_PACKET, _IN_BLOCK = 1, 2
 _TOKEN_SIZE = 16
 _PLAIN = _HEAD.pack(_IN_PACKET, 0)
 _PROTOCOL = 5
@@ -244,13 +244,13 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
     return handle
 
 
-def refers_to_nothing(packet: bytearray) -> bool:
-    """Whether a packet has all of its message in itself."""
-    return not packet[1]
+def refers_to_nothing(buffer: bytearray, size: int) -> bool:
+    """Whether a buffer begins with a packet of this size that has its whole message in itself."""
+    return size > _HEAD.size and buffer.startswith(_PLAIN)
 
 
 def load_plain(packet: bytearray, size: int) -> Any:
-    """Return the object of a packet that refers to nothing."""
+    """Return the object of such a packet."""
     return pickle.loads(memoryview(packet)[_HEAD.size : size])
 
 
@@ -271,9 +271,12 @@ class Arrival:
     __slots__ = ("_arrived", "_body", "_count", "_kind")
 
     def __init__(self, packet: memoryview, descriptors: Sequence[int]) -> None:
-        self._kind, count = packet[0], packet[1]
-        self._count = count
+        count = packet[1] if len(packet) >= _HEAD.size else 0
         start = _HEAD.size + _TOKEN_SIZE * count
+        if len(packet) < start or packet[0] not in _KINDS or len(descriptors) > count:
+            _refuse(packet, descriptors)
+        self._kind = packet[0]
+        self._count = count
         self._body = packet[start:]
         self._arrived: dict[bytes, int] = {}
         if count:
@@ -357,6 +360,17 @@ class _HeldBytes(bytes):
         # While the interpreter ends the globals of the modules may be gone.
         if not is_ending():
             self._let_go()
+
+
+def _refuse(packet: memoryview, descriptors: Sequence[int]) -> NoReturn:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    raise InvalidHandleError(
+        f"a packet of {len(packet)} bytes and {len(descriptors)} descriptors, which begins with "
+        f"{bytes(packet[: _HEAD.size])!r}, is none of shmreduce: whoever wrote it used another "
+        "version, or wrote to the descriptor itself. Only shmreduce may write to its connections",
+        reason="no packet",
+    )
 
 
 def _read_body(handle: bytes) -> bytes:

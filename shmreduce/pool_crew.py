@@ -1,7 +1,7 @@
 """The workers of one pool, and the thread that gives them work.
 
-May import what is below: errors, ``parent_death``, ``pool_channel``,
-``pool_marks``, ``pool_tasks``, ``pool_results`` (types only) and ``pool_worker``.
+May import what is below: errors, ``interrupts``, ``parent_death``, ``pool_channel``,
+``pool_marks``, ``pool_member``, ``pool_room``, ``pool_tasks`` (types only) and ``pool_worker``.
 
 The protocol
 ------------
@@ -56,24 +56,24 @@ import itertools
 import os
 import queue
 import selectors
-import signal
-import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ProducerDied, TaskAbandonedError
+from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import Lifeline
 from shmreduce.pool_channel import (
     FAILED,
     READY,
     STOP,
-    Channel,
     channel_class,
     close_in_forked_children,
     make_channels,
 )
 from shmreduce.pool_marks import Board, Marks
+from shmreduce.pool_member import Worker, describe_death
+from shmreduce.pool_room import Room, Wake
 from shmreduce.pool_worker import Orders, work
 
 if TYPE_CHECKING:
@@ -86,8 +86,6 @@ __all__ = ["Crew"]
 
 _GRACE = 5.0
 """Seconds that a worker has to end after SIGTERM."""
-_REAP = 1.0
-"""Seconds to wait for the exit code of a process that has ended."""
 _PAUSE = 0.02
 """Seconds to wait after a worker could not be started, more each time."""
 _LONGEST_PAUSE = 1.0
@@ -111,43 +109,6 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
-
-
-class _Worker:
-    """One worker process, seen from the parent."""
-
-    def __init__(
-        self, process: BaseProcess, channel: Channel, lifeline: Lifeline, marks: Marks, slot: int
-    ) -> None:
-        self.process = process
-        self.channel = channel
-        self.lifeline = lifeline
-        self.marks = marks
-        self.slot = slot
-        self.pidfd = _open_pidfd(process)
-        self.ready = False
-        self.refused = False
-        """Whether its initializer raised an exception."""
-        self.silent = False
-        """Whether its connection has ended."""
-        self.sent = 0
-        self.answered = 0
-        self.tasks: collections.deque[Task] = collections.deque()
-        self.since = 0.0
-        """When it got, or could begin, its oldest task."""
-
-    @property
-    def sentinel(self) -> int:
-        return self.process.sentinel if self.pidfd is None else self.pidfd
-
-    def close(self) -> None:
-        """Close what the parent has of it; it has ended."""
-        self.channel.close()
-        self.channel.give_up()
-        self.lifeline.cut()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
 
 
 class Crew:
@@ -183,7 +144,7 @@ class Crew:
         self.size = size
         self.wanted = size
         """How many there are to be now; up to ``size``."""
-        self.workers: list[_Worker] = []
+        self.workers: list[Worker] = []
         self.broken_by: BaseException | None = None
         """Why workers cannot be started."""
         self.room = Room(size)
@@ -202,7 +163,7 @@ class Crew:
         self._failures = 0
         self._next_start = 0.0
         self._closing = self._terminating = self._dismissed = self.ended = False
-        self._wake: _Wake
+        self._wake: Wake
         self._selector: selectors.BaseSelector
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
@@ -216,12 +177,14 @@ class Crew:
         OSError
             If one cannot be started. None is left then.
         """
-        self._wake = _Wake()
+        self._wake = Wake()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake.fileno(), selectors.EVENT_READ)
         try:
-            while len(self.workers) < self.wanted:
-                self._hire()
+            with Interrupts() as interrupts:
+                while len(self.workers) < self.wanted:
+                    self._hire()
+                    interrupts.pass_on()
             self.thread.start()
         except BaseException:
             self._kill()
@@ -330,7 +293,7 @@ class Crew:
             timeout = max(0.0, self._next_start - time.monotonic())
         ended = []
         for key, _ in self._selector.select(timeout):
-            worker: _Worker | None = key.data
+            worker: Worker | None = key.data
             if worker is None:
                 self._wake.clear()
             elif key.fd == worker.sentinel:
@@ -373,7 +336,7 @@ class Crew:
                 process.name = process.name.replace("Process", "PoolWorker")
                 process.start()
                 theirs.close()
-            worker = _Worker(process, ours, lifeline, marks, slot)
+            worker = Worker(process, ours, lifeline, marks, slot)
         except BaseException:
             ours.close()
             lifeline.cut()
@@ -385,14 +348,14 @@ class Crew:
         self._selector.register(ours.fileno(), selectors.EVENT_READ, worker)
         self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _bury(self, worker: Worker) -> None:
         """Deal with the end of a worker's process."""
         while not worker.silent and worker.channel.poll():
             self._receive(worker)
-        exitcode = _exit_code(worker.process)
+        exitcode = worker.exit_code()
         self._remove(worker)
         if not worker.ready and not worker.refused:
-            self._failed_to_start(self._death(worker, exitcode, None, None))
+            self._failed_to_start(describe_death(self._died, worker, exitcode, None, None))
         begun = worker.marks.begun - worker.answered
         again = []
         for place, task in enumerate(worker.tasks, 1):
@@ -404,30 +367,9 @@ class Crew:
             index = task.first
             if index is not None and place == begun:
                 index += worker.marks.position
-            self._fail(task, self._death(worker, exitcode, index, task))
+            self._fail(task, describe_death(self._died, worker, exitcode, index, task))
         self._waiting.extendleft(reversed(again))
         worker.tasks.clear()
-
-    def _death(
-        self, worker: _Worker, exitcode: int | None, index: int | None, task: Task | None
-    ) -> BaseException:
-        name = _signal_name(exitcode)
-        if name is not None:
-            what = f"was killed by {name}"
-        elif exitcode is None:
-            what = "ended in an unknown way"
-        else:
-            what = f"exited with code {exitcode}"
-        when = "while it was started"
-        if task is not None:
-            when = "while it did a task" if index is None else f"while it did task {index}"
-        return self._died(
-            f"worker process {worker.process.pid} {what} {when}{_remedy(name, task)}",
-            pid=worker.process.pid,
-            exitcode=exitcode,
-            signal_name=name,
-            index=index,
-        )
 
     def _failed_to_start(self, error: BaseException, patience: int = _PATIENCE) -> None:
         self._failures += 1
@@ -453,7 +395,7 @@ class Crew:
                 # It has left already; its process will be seen to end.
                 continue
 
-    def _remove(self, worker: _Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         if not worker.silent:
             self._selector.unregister(worker.channel.fileno())
         self._selector.unregister(worker.sentinel)
@@ -470,7 +412,7 @@ class Crew:
             if worker.process.exitcode is None:
                 worker.process.kill()
         for worker in list(self.workers):
-            _exit_code(worker.process)
+            worker.exit_code()
             for task in worker.tasks:
                 self._waiting.append(task)
             worker.tasks.clear()
@@ -494,7 +436,7 @@ class Crew:
                     if not self._give(worker, limit=_AHEAD):
                         break
 
-    def _give(self, worker: _Worker, limit: int | None = None) -> bool:
+    def _give(self, worker: Worker, limit: int | None = None) -> bool:
         """Send the next task to a worker that can take one; False if it was not sent."""
         while self._waiting and worker.ready and not worker.silent:
             if self._orders.limit is not None and worker.sent >= self._orders.limit:
@@ -526,7 +468,7 @@ class Crew:
             return True
         return False
 
-    def _receive(self, worker: _Worker) -> None:
+    def _receive(self, worker: Worker) -> None:
         """Read what a worker has to say."""
         try:
             unpickle = worker.channel.receive()
@@ -560,7 +502,7 @@ class Crew:
             task.done()
             task.receiver.answer(task.index, bool(kind), value)
 
-    def _stop_listening(self, worker: _Worker) -> None:
+    def _stop_listening(self, worker: Worker) -> None:
         self._selector.unregister(worker.channel.fileno())
         worker.silent = True
 
@@ -578,118 +520,6 @@ class Crew:
                 return
             task.discard()
             task.receiver.abandon(error)
-
-
-class Room:
-    """How much may wait for a worker, of what comes from long iterables.
-
-    Those who feed the pool wait here, so that a generator of large arrays is
-    not read far ahead of the workers.
-
-    Parameters
-    ----------
-    size : int
-        How many workers there are. As many tasks with shared memory may wait,
-        or a mebibyte of others for each.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._limit = size << 20
-        self._used = 0
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def take(self, weight: int) -> bool:
-        """Wait until there is room; False if there will be none, since the pool ends."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._used < self._limit)
-            self._used += weight
-            return not self._closed
-
-    def give(self, weight: int) -> None:
-        """Give back what was taken."""
-        with self._changed:
-            self._used -= weight
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let everybody go who waits."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-class _Wake:
-    """Makes a selector return, from any thread."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._set = False
-        # Reentrant: a finalizer may interrupt set() and call it.
-        self._lock = threading.RLock()
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def set(self) -> None:
-        with self._lock:
-            if not self._set and self._writer.fileno() != -1:
-                self._set = True
-                self._writer.send(b"!")
-
-    def clear(self) -> None:
-        with self._lock:
-            self._reader.recv(16)
-            self._set = False
-
-    def close(self) -> None:
-        with self._lock:
-            self._reader.close()
-            self._writer.close()
-
-
-def _open_pidfd(process: BaseProcess) -> int | None:
-    if process.pid is None or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(process.pid)
-    except OSError:
-        # A child of the fork server that has died already, an old kernel, a
-        # sandbox: the sentinel will do.
-        return None
-
-
-def _exit_code(process: BaseProcess) -> int | None:
-    """Wait for the exit code of a process that has ended."""
-    deadline = time.monotonic() + _REAP
-    process.join(_PAUSE)
-    # Another thread, in active_children() say, may be just about to read it.
-    while process.exitcode is None and time.monotonic() < deadline:
-        process.join(_PAUSE)
-    return process.exitcode
-
-
-def _signal_name(exitcode: int | None) -> str | None:
-    if exitcode is None or exitcode >= 0:
-        return None
-    try:
-        return signal.Signals(-exitcode).name
-    except ValueError:
-        return f"signal {-exitcode}"
-
-
-def _remedy(name: str | None, task: Task | None) -> str:
-    if name == "SIGKILL":
-        advice = "the kernel does that when memory is out (see dmesg)"
-    elif name in {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}:
-        advice = "PYTHONFAULTHANDLER=1 shows where"
-    elif name is None:
-        advice = "does the function call sys.exit() or os._exit(), or was it Ctrl-C?"
-    else:
-        advice = "somebody sent it this signal"
-    return f": {advice}" + ("; retries= asks for another try" if task is not None else "")
 
 
 _TERMINATED = (

@@ -17,6 +17,7 @@ look without taking (``MSG_PEEK`` with ``SO_PEEK_OFF``, socket(7)).
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
 import struct
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
@@ -77,7 +78,9 @@ class Letter:
 
     @classmethod
     def unpack(cls, data: bytes) -> Letter:
-        """Read a letter's bytes."""
+        """Read a letter's bytes; what is no letter is one about no segment, to be dropped."""
+        if len(data) < _LETTER.size or (len(data) - _LETTER.size) % _UNREAD.size:
+            return cls(bytes(16), [], complete=True)
         token, _, complete = _LETTER.unpack_from(data)
         unread = [(slot, nonce) for slot, nonce in _UNREAD.iter_unpack(data[_LETTER.size :])]
         return cls(token, unread, complete=bool(complete))
@@ -118,13 +121,14 @@ class Family:
         ``budget`` is the family's in bytes, for members whose settings name none.
         """
         if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("shmreduce-family", os.MFD_CLOEXEC)
+            fd = os.memfd_create("shmreduce-family", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         else:
             fd, name = tempfile.mkstemp(prefix="shmreduce-family-")
             os.unlink(name)
         try:
             os.ftruncate(fd, _SIZE)
             os.posix_fallocate(fd, 0, _SIZE)
+            _seal(fd)
             os.pwrite(fd, os.urandom(16) + budget.to_bytes(8, sys.byteorder), 0)
             receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             receiver.setblocking(False)
@@ -320,8 +324,20 @@ class Family:
         fds = array.array("i")
         for _, _, rights in control:
             fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
+        # There may be room for more than one.
+        for surplus in fds[1:]:
+            os.close(surplus)
         # Without room for the descriptor (EMFILE) the kernel drops it silently.
         return Letter.unpack(data), fds[0] if fds else -1
+
+
+def _seal(fd: int) -> None:
+    """Keep the file as long as it is: whoever touches a page beyond its end is killed."""
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        # A file that is no memfd (EINVAL) has no name; nobody else can open it.
+        with suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 def _stayed_taken(waited: float) -> LeaseTimeoutError:

@@ -106,7 +106,9 @@ class SegmentHeader:
         name = strategy.rstrip(b"\0").decode(errors="replace")
         kind, token, boot, family, owner_pid, created_ns, size, blocks, slots = fields
         header = cls(kind, token, boot, family, owner_pid, created_ns, size, blocks, slots, name)
-        if header.kind not in (BY_VALUE, SHARED) or Layout.of(header).data_offset > header.size:
+        empty = not (header.blocks and header.slots)
+        unknown = header.kind not in (BY_VALUE, SHARED)
+        if empty or unknown or Layout.of(header).data_offset > header.size:
             raise _no_segment("its fields contradict each other")
         return header
 

@@ -12,6 +12,7 @@ A range is never closed by hand: references are dropped.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from typing import Any
@@ -94,7 +95,21 @@ class Mapping:
         With ``private``, later writes through this mapping stay in this
         process; pages it has not written follow the file. Covering a private
         range again discards what was written there.
+
+        Raises
+        ------
+        SegmentError
+            If the range is not a part of this mapping: what lies elsewhere
+            would be replaced. Offsets stand in tables that others can damage.
         """
+        if size <= 0 or not self.offset <= offset <= self.offset + self.size - size:
+            raise SegmentError(
+                f"{size} bytes at {offset} are not in the {self.size} bytes at {self.offset} "
+                "that are mapped; the segment's tables are damaged",
+                operation="mmap",
+                errno=errno.ERANGE,
+                segment=None,
+            )
         where = self.address + offset - self.offset
         flags = _MAP_FIXED | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         if _mmap(where, size, _READ_WRITE, flags, fd, offset) != where:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,8 @@ def needs_allocator() -> None:
 
 def handler_name() -> str:
     """Return what NumPy calls that which new arrays are allocated with."""
-    core: Any = np._core if int(np.__version__.partition(".")[0]) > 1 else np.core
-    name: str = core.multiarray.get_handler_name()
+    core = "numpy._core" if int(np.__version__.partition(".")[0]) > 1 else "numpy.core"
+    name: str = import_module(f"{core}.multiarray").get_handler_name()
     return name
 
 

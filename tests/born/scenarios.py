@@ -68,6 +68,11 @@ class Child:
         check(status == 0)
 
 
+def child_that_sees(array: Any) -> Child:
+    """Fork a child that looks, when it is told to, whether the array's ones are there."""
+    return Child(lambda: check((array == 1).all()))
+
+
 def arrays_are_copied_by_a_fork() -> None:
     """Neither process sees what the other writes after the fork."""
     with shmreduce.shared_allocations():
@@ -88,7 +93,7 @@ def a_block_waits_for_the_children_that_may_see_it() -> None:
     with shmreduce.shared_allocations():
         array = filled(1)
         address = address_of(array)
-        child = Child(lambda: check((array == 1).all()))
+        child = child_that_sees(array)
         del array
 
         def fresh() -> list[int]:
@@ -125,9 +130,10 @@ def a_moved_block_waits_for_its_receiver() -> None:
             del fresh
         received = there.recv()
         check((received == 1).all())
-        fresh = [filled(9) for _ in range(4)]
+        others = [filled(9) for _ in range(4)]
         get_heap().tend()
         check((received == 1).all())
+        check(all((each == 9).all() for each in others))
 
 
 def what_is_kept_is_copied() -> None:
@@ -152,7 +158,7 @@ class Forking:
 
     def __reduce__(self) -> Any:
         array = self.array
-        self.child = Child(lambda: check((array == 1).all()))
+        self.child = child_that_sees(array)
         self.array = None
         array[:] = 5
         return int, ()
@@ -205,7 +211,7 @@ def a_block_that_a_child_sees_is_not_given_to_a_receiver() -> None:
     here, there = shmreduce.Pipe()
     with shmreduce.shared_allocations():
         array = filled(1)
-        child = Child(lambda: check((array == 1).all()))
+        child = child_that_sees(array)
         held = [array]
         del array
         here.send_last(held)

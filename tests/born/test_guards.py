@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from shmreduce.born import building
+from shmreduce.errors import AllocatorUnavailableError
 from tests.born.allocator import in_fresh_interpreter
 from tests.born.scenarios import RUN
 
@@ -133,7 +134,7 @@ def test_the_allocator_needs_each_of_its_guards(
     monkeypatch.setattr(building, "SOURCE", source)
     try:
         library = building.build(tmp_path / building.LIBRARY.name)
-    except building.AllocatorUnavailableError as error:
+    except AllocatorUnavailableError as error:
         pytest.skip(str(error))
     assert fails(guard.scenario, f"library.LIBRARY = Path({str(library)!r})")
 

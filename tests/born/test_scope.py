@@ -138,9 +138,8 @@ def test_a_context_that_is_copied_inside_gives_ordinary_memory_later() -> None:
 
 def test_the_handler_of_somebody_else_comes_back() -> None:
     """What was in use before the first block is in use after the last."""
-    from shmreduce_numpy.handler import memory_handlers
-
     from shmreduce.born.library import load
+    from shmreduce_numpy.handler import memory_handlers
 
     before = memory_handlers.get()
     other = memory_handlers.make(load().functions._replace(context=1))

@@ -80,6 +80,44 @@ def test_objects_and_bytes_of_any_size_arrive(pipe: tuple[Any, Any], size: int) 
     assert there.recv().tobytes() == data
 
 
+class Level(int):
+    """Is pickled by its class, unlike the numbers that it is one of."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1, "b": [1, 2.5, None], "c": ("x", b"y", {"d": True})},
+        [[[[[["deep"]]]]]],
+        list(range(1000)),
+        {number: str(number) for number in range(1000)},
+        {(1, 2): 3},
+        {"level": Level(3)},
+        {1, 2, 3},
+        [],
+        {},
+    ],
+)
+def test_plain_objects_arrive_with_their_types(pipe: tuple[Any, Any], value: Any) -> None:
+    """Containers of the language, small or large, deep or flat, arrive as they are."""
+    here, there = pipe
+    here.send(value)
+    received = there.recv()
+    assert received == value
+    assert repr(received) == repr(value)
+    assert type(received) is type(value)
+
+
+def test_arrays_in_plain_objects_share_memory(pipe: tuple[Any, Any]) -> None:
+    """An array in a small dictionary travels by shared memory as any other."""
+    here, there = pipe
+    here.send({"name": "x", "items": [1, (np.zeros(100_000), 2)]})
+    bottom = there.recv()["items"][1][0]
+    while isinstance(bottom, np.ndarray):
+        bottom = bottom.base
+    assert shmreduce.find_block(bottom) is not None
+
+
 def test_objects_and_bytes_are_the_same_messages(pipe: tuple[Any, Any]) -> None:
     """What is sent as an object can be received as its pickle, and the other way round."""
     here, there = pipe

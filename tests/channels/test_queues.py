@@ -265,8 +265,21 @@ def consume(queue: Any, answers: Any) -> None:
 @pytest.mark.parametrize("kind", ["SimpleQueue", "Queue"])
 def test_many_producers_and_consumers(children: Children, kind: str) -> None:
     """Each message arrives once, whole; none is lost."""
-    context = context_of(children)
-    producers, consumers, count = 4, 3, 25
+    context_of(children)
+    exchange(children, kind, producers=4, consumers=3, count=25)
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+@pytest.mark.parametrize("kind", ["SimpleQueue", "Queue"])
+def test_64_producers_and_8_consumers(children: Children, kind: str) -> None:
+    """So many at once lose and repeat nothing either."""
+    context_of(children)
+    exchange(children, kind, producers=64, consumers=8, count=12)
+
+
+def exchange(children: Children, kind: str, *, producers: int, consumers: int, count: int) -> None:
+    """Have messages sent by so many processes to so many others, and count them."""
+    context = children.context
     queue, answers = getattr(context, kind)(), context.SimpleQueue()
     readers = [children.start(consume, queue, answers) for _ in range(consumers)]
     writers = [children.start(produce, queue, number, count) for number in range(producers)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from tests.cuda.actors import Actor, actors, connect, device_state, drop, nothin
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+collect_ignore = ["mimics"]
 SOURCES = Path(__file__).parent / "standin"
 
 
@@ -69,38 +71,35 @@ def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _environment(library: Path, folder: Path) -> dict[str, str]:
+@contextmanager
+def standing_in(library: Path, folder: Path) -> Iterator[Standin]:
+    """A stand-in, in a folder of its own, for the processes that are started meanwhile."""
     path = os.environ.get("LD_LIBRARY_PATH")
-    return {
+    with pytest.MonkeyPatch.context() as patch:
         # Read by the loader when a process starts: for those that are spawned.
-        "LD_LIBRARY_PATH": str(library) if not path else f"{library}:{path}",
-        "STANDIN_CUDA_FOLDER": str(folder),
-    }
+        patch.setenv("LD_LIBRARY_PATH", f"{library}:{path}" if path else str(library))
+        patch.setenv("STANDIN_CUDA_FOLDER", str(folder))
+        yield Standin(folder)
 
 
 @pytest.fixture
-def standin(
-    standin_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Standin]:
+def standin(standin_library: Path, tmp_path: Path) -> Iterator[Standin]:
     """A stand-in for the processes that the test starts; the test fails if it was misused."""
-    standin = Standin(tmp_path / "device")
-    for name, value in _environment(standin_library, standin.folder).items():
-        monkeypatch.setenv(name, value)
-    yield standin
-    assert not standin.violations()
+    with standing_in(standin_library, tmp_path / "device") as standin:
+        yield standin
+        assert not standin.violations()
 
 
 @pytest.fixture(scope="session")
 def _session(
     standin_library: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Standin, Actor, Actor]]:
-    standin = Standin(tmp_path_factory.mktemp("session") / "device")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in _environment(standin_library, standin.folder).items():
-            patch.setenv(name, value)
-        with actors(2) as (sender, receiver):
-            connect(sender, receiver)
-            yield standin, sender, receiver
+    with (
+        standing_in(standin_library, tmp_path_factory.mktemp("session") / "device") as standin,
+        actors(2) as (sender, receiver),
+    ):
+        connect(sender, receiver)
+        yield standin, sender, receiver
 
 
 class Pair:

@@ -28,7 +28,7 @@ from shmreduce_cuda.driver import get_driver
 from shmreduce_cuda.messages import Description
 from tests.cuda import actors as act
 from tests.cuda.actors import actors, connect
-from tests.cuda.conftest import Standin
+from tests.cuda.conftest import standing_in
 from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.cuda.actors import Actor
+    from tests.cuda.conftest import Standin
 
 BASE = np.arange(1000.0)
 
@@ -123,12 +124,10 @@ class Broken:
 
 
 @pytest.fixture
-def broken(standin_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Broken:
+def broken(standin_library: Path, tmp_path: Path) -> Iterator[Broken]:
     """As ``standin``, for a test that misuses it."""
-    standin = Standin(tmp_path / "device")
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(standin_library))
-    monkeypatch.setenv("STANDIN_CUDA_FOLDER", str(standin.folder))
-    return Broken(standin)
+    with standing_in(standin_library, tmp_path / "device") as standin:
+        yield Broken(standin)
 
 
 def exchange(sender: Actor, receiver: Actor, name: str = "x") -> Any:

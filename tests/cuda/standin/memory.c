@@ -237,6 +237,21 @@ API int cuMemFree_v2(address pointer)
     return SUCCESS;
 }
 
+API int cuMemGetInfo_v2(size_t *available, size_t *total)
+{
+    int code = enter("cuMemGetInfo_v2", true, " ");
+    if (code != SUCCESS)
+        return code;
+    *total = *available = (size_t)64 << 30;
+    lock_state();
+    bury_the_dead();
+    for (int i = 0; i < OBJECTS; i++)
+        if (shared->objects[i].id && shared->objects[i].device == current_device())
+            *available -= shared->objects[i].size;
+    unlock_state();
+    return SUCCESS;
+}
+
 API int cuMemFreeHost(void *pointer)
 {
     return cuMemFree_v2((address)(uintptr_t)pointer);

@@ -1,0 +1,147 @@
+"""One worker of a pool, as its parent sees it.
+
+May import errors (types only), ``parent_death``, ``pool_channel``, ``pool_marks``
+and ``pool_tasks`` (types only).
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.process import BaseProcess
+
+    from shmreduce.parent_death import Lifeline
+    from shmreduce.pool_channel import Channel
+    from shmreduce.pool_marks import Marks
+    from shmreduce.pool_tasks import Task
+
+__all__ = ["Worker", "describe_death"]
+
+_REAP = 1.0
+"""Seconds to wait for the exit code of a process that has ended."""
+_PAUSE = 0.02
+
+
+class Worker:
+    """One worker process, seen from the parent."""
+
+    def __init__(
+        self, process: BaseProcess, channel: Channel, lifeline: Lifeline, marks: Marks, slot: int
+    ) -> None:
+        self.process = process
+        self.channel = channel
+        self.lifeline = lifeline
+        self.marks = marks
+        self.slot = slot
+        self.pidfd = _open_pidfd(process)
+        self.ready = False
+        self.refused = False
+        """Whether its initializer raised an exception."""
+        self.silent = False
+        """Whether its connection has ended."""
+        self.sent = 0
+        self.answered = 0
+        self.tasks: collections.deque[Task] = collections.deque()
+        self.since = 0.0
+        """When it got, or could begin, its oldest task."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is ready when the process has ended."""
+        return self.process.sentinel if self.pidfd is None else self.pidfd
+
+    def close(self) -> None:
+        """Close what the parent has of it; it has ended."""
+        self.channel.close()
+        self.channel.give_up()
+        self.lifeline.cut()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def exit_code(self) -> int | None:
+        """Wait for the exit code of the process, which has ended; None if nobody can know it."""
+        process = self.process
+        deadline = time.monotonic() + _REAP
+        process.join(_PAUSE)
+        # Another thread, in active_children() say, may be just about to read it.
+        while process.exitcode is None and time.monotonic() < deadline:
+            process.join(_PAUSE)
+        return process.exitcode
+
+
+def describe_death(
+    died: Callable[..., BaseException],
+    worker: Worker,
+    exitcode: int | None,
+    index: int | None,
+    task: Task | None,
+) -> BaseException:
+    """Return the exception that tells of a worker's end.
+
+    Parameters
+    ----------
+    died : callable
+        Makes it; takes what :class:`~shmreduce.WorkerDied` takes.
+    worker, exitcode
+        Which one, and how it ended.
+    index : int or None
+        Of the item that it was at.
+    task : Task or None
+        What it was doing; None if it was being started.
+    """
+    name = _signal_name(exitcode)
+    if name is not None:
+        what = f"was killed by {name}"
+    elif exitcode is None:
+        what = "ended in an unknown way"
+    else:
+        what = f"exited with code {exitcode}"
+    when = "while it was started"
+    if task is not None:
+        when = "while it did a task" if index is None else f"while it did task {index}"
+    return died(
+        f"worker process {worker.process.pid} {what} {when}{_remedy(name, task)}",
+        pid=worker.process.pid,
+        exitcode=exitcode,
+        signal_name=name,
+        index=index,
+    )
+
+
+def _open_pidfd(process: BaseProcess) -> int | None:
+    if process.pid is None or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:
+        # A child of the fork server that has died already, an old kernel, a
+        # sandbox: the sentinel will do.
+        return None
+
+
+def _signal_name(exitcode: int | None) -> str | None:
+    if exitcode is None or exitcode >= 0:
+        return None
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def _remedy(name: str | None, task: Task | None) -> str:
+    if name == "SIGKILL":
+        advice = "the kernel does that when memory is out (see dmesg)"
+    elif name in {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}:
+        advice = "PYTHONFAULTHANDLER=1 shows where"
+    elif name is None:
+        advice = "does the function call sys.exit() or os._exit(), or was it Ctrl-C?"
+    else:
+        advice = "somebody sent it this signal"
+    return f": {advice}" + ("; retries= asks for another try" if task is not None else "")

@@ -1,0 +1,1 @@
+"""Looks like numba with numba-cuda 0.30."""

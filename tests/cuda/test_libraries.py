@@ -1,0 +1,350 @@
+"""The same library at the receiver, where it is installed; a view where it is not.
+
+The libraries are imitations: what the plugin calls of the real ones is what
+these have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+import shmreduce_cuda
+from shmreduce_cuda import CudaMemoryError, CudaSharingError, sources
+from shmreduce_cuda.devices import current_context
+from shmreduce_cuda.events import stream_handle
+from shmreduce_cuda.verify.lab import DeviceArray, Memory
+from tests.cuda import actors as act
+from tests.cuda.actors import Actor, actors, connect, nothing_is_out
+from tests.cuda.conftest import standing_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.cuda.conftest import Pair
+
+BASE = np.arange(24, dtype="f4").reshape(4, 6)
+
+
+@pytest.fixture(scope="module")
+def _actors(
+    standin_library: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Actor]]:
+    with (
+        standing_in(standin_library, tmp_path_factory.mktemp("libraries") / "device") as standin,
+        actors(3) as (sender, receiver, poor),
+    ):
+        sender.ask(find_libraries)
+        receiver.ask(find_libraries)
+        poor.ask(miss_libraries)
+        connect(sender, receiver)
+        connect(sender, poor, "poor")
+        yield [sender, receiver, poor]
+        assert not standin.violations()
+
+
+@pytest.fixture
+def libraries(_actors: list[Actor]) -> Iterator[list[Actor]]:
+    """A sender and a receiver that have the libraries, and a receiver that has not."""
+    yield _actors
+    for actor in reversed(_actors):
+        actor.ask(act.drop)
+    nothing_is_out(_actors[0])
+
+
+# What the actors do
+
+
+def find_libraries() -> None:
+    sys.path.insert(0, str(Path(__file__).parent / "mimics"))
+
+
+def miss_libraries() -> None:
+    """Have none of them, also where they are installed."""
+    for name in ("cupy", "numba", "torch"):
+        sys.modules[name] = None  # type: ignore[assignment]
+
+
+def make_of(library: str, values: Any, name: str = "x") -> None:
+    """Make an array of a library, upside down where that is possible."""
+    source = DeviceArray.of(values)
+    interface = source.__cuda_array_interface__
+    shape, dtype, pointer = interface["shape"], values.dtype, interface["data"][0]
+    module: Any = importlib.import_module(library)
+    if library == "cupy":
+        memory = module.cuda.UnownedMemory(pointer, values.nbytes, source, 0)
+        last = module.cuda.MemoryPointer(memory, values.nbytes - values[0].nbytes)
+        strides = (-values.strides[0], values.strides[1])
+        act.arrays[name] = module.ndarray(shape, dtype, last, strides)
+    elif library == "numba":
+        arrays: Any = importlib.import_module("numba.cuda.cudadrv.devicearray")
+        act.arrays[name] = arrays.DeviceNDArray(shape, None, dtype, pointer, source)
+    else:
+        kind = {2: module.bfloat16, 4: module.float32}[dtype.itemsize]
+        act.arrays[name] = module.Tensor(shape, (values.shape[1], 1), kind, pointer, source)
+
+
+def make_empty_of(library: str) -> None:
+    module: Any = importlib.import_module(library)
+    if library == "torch":
+        act.arrays["x"] = module.empty((0, 3), module.bfloat16, "cuda")
+    elif library == "cupy":
+        act.arrays["x"] = module.empty((0, 3), "i2")
+    else:
+        act.arrays["x"] = importlib.import_module("numba.cuda").device_array((0, 3), "i2")
+
+
+def share_x() -> None:
+    act.arrays["x"] = shmreduce_cuda.share(act.arrays["x"])
+
+
+def look() -> tuple[str, tuple[int, ...]]:
+    cls = type(act.arrays["x"])
+    return f"{cls.__module__}.{cls.__qualname__}", tuple(act.arrays["x"].shape)
+
+
+def look_at_tensor() -> tuple[str, bool, str, Any]:
+    tensor = act.arrays["x"]
+    host = np.empty(tensor.shape, {2: "u2", 4: "f4"}[tensor.element_size()])
+    with current_context(0) as driver:
+        driver.call("cuMemcpyDtoH_v2", host.ctypes.data, tensor.data_ptr(), host.nbytes)
+    return repr(tensor.dtype), tensor.requires_grad, type(tensor).__name__, host
+
+
+def make_parameter() -> None:
+    torch: Any = importlib.import_module("torch")
+    act.arrays["x"] = torch.nn.Parameter(act.arrays["x"])
+
+
+def make_tensor_of_host() -> None:
+    torch: Any = importlib.import_module("torch")
+    act.arrays["x"] = torch.Tensor((3,), (1,), torch.float32, 0, None, "cpu")
+
+
+def owner_of_x() -> str:
+    return str(act.arrays["x"].owner)
+
+
+def make_managed() -> None:
+    arrays: Any = importlib.import_module("numba.cuda.cudadrv.devicearray")
+    memory = Memory(96, "managed")
+    array = arrays.ManagedNDArray((3, 4), memory.pointer, memory)
+    act.arrays["x"] = array
+
+
+def send_tensors(enable: bool) -> None:
+    shmreduce_cuda.send_torch_tensors(enable=enable)
+
+
+def exchange(actors: list[Actor]) -> None:
+    sender, receiver, poor = actors
+    sender.ask(act.send, "x")
+    sender.ask(act.send_to, "poor", "x")
+    receiver.ask(act.receive, "x")
+    poor.ask(act.receive_from, "poor", "x")
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("cupy", "cupy.ndarray"), ("numba", "numba.cuda.cudadrv.devicearray.DeviceNDArray")],
+)
+def test_the_same_library_at_the_receiver(libraries: list[Actor], library: str, name: str) -> None:
+    """Class, values and strides are those of the sender, where the library is
+    installed; elsewhere it is a view of the same memory. So for arrays without elements.
+    """
+    sender, receiver, poor = libraries
+    sender.ask(make_of, library, BASE)
+    exchange(libraries)
+    assert receiver.ask(look) == (name, (4, 6))
+    assert poor.ask(look) == ("shmreduce_cuda.view.CudaArrayView", (4, 6))
+    expected = BASE[::-1] if library == "cupy" else BASE
+    for actor in libraries:
+        assert np.array_equal(actor.ask(act.values, "x"), expected)
+    for actor in libraries:
+        actor.ask(act.drop)
+    sender.ask(make_empty_of, library)
+    exchange(libraries)
+    assert receiver.ask(look) == (name, (0, 3))
+    assert poor.ask(look) == ("shmreduce_cuda.view.CudaArrayView", (0, 3))
+
+
+def test_tensors_when_asked_for(libraries: list[Actor]) -> None:
+    """Tensors keep dtype, gradient flag and class, in share() or after
+    send_torch_tensors(); those of the host stay torch's; it can be taken back.
+    """
+    sender, receiver, poor = libraries
+    halves = np.arange(24, dtype="u2").reshape(4, 6)
+    sender.ask(make_of, "torch", halves)
+    sender.ask(share_x)
+    exchange(libraries)
+    dtype, gradient, name, found = receiver.ask(look_at_tensor)
+    assert (dtype, gradient, name) == ("torch.bfloat16", False, "Tensor")
+    assert np.array_equal(found, halves)
+    assert "bfloat16" in poor.ask(tell)
+
+    sender.ask(send_tensors, True)
+    sender.ask(send_tensors, True)
+    sender.ask(make_of, "torch", BASE)
+    sender.ask(make_parameter)
+    exchange(libraries)
+    dtype, gradient, name, found = receiver.ask(look_at_tensor)
+    assert (dtype, gradient, name) == ("torch.float32", True, "Parameter")
+    assert np.array_equal(found, BASE)
+
+    sender.ask(make_tensor_of_host)
+    sender.ask(act.send, "x")
+    receiver.ask(act.receive, "x")
+    assert receiver.ask(owner_of_x) == "rebuilt by torch"
+    sender.ask(send_tensors, False)
+    sender.ask(make_of, "torch", BASE)
+    sender.ask(act.send, "x")
+    receiver.ask(act.receive, "x")
+    assert receiver.ask(owner_of_x) == "rebuilt by torch"
+
+
+def tell() -> str:
+    return repr(act.arrays["x"])
+
+
+def test_managed_arrays_of_numba_are_not_copied_by_numpy(libraries: list[Actor]) -> None:
+    """They are arrays of NumPy, too: they are refused all the same."""
+    sender = libraries[0]
+    sender.ask(make_managed)
+    with pytest.raises(CudaMemoryError, match="managed memory"):
+        sender.ask(act.send, "x")
+
+
+def test_torch_must_have_been_imported() -> None:
+    """Nothing imports torch for you."""
+    if "torch" in sys.modules:
+        pytest.skip("torch is imported already")
+    with pytest.raises(CudaSharingError, match="import it before"):
+        shmreduce_cuda.send_torch_tensors()
+
+
+def test_the_plugin_imports_no_library() -> None:
+    """With the plugin loaded and arrays sent, none of the libraries is imported."""
+    before = {"cupy", "numba", "torch"} & set(sys.modules)
+    with shmreduce.install():
+        shmreduce_cuda.CudaReducer()
+        assert {"cupy", "numba", "torch"} & set(sys.modules) == before
+
+
+# DLPack
+
+
+class OnlyDlpack:
+    """An array whose DLPack capsule is made by hand."""
+
+    def __init__(self, array: Any, kind: tuple[int, int], device: int, strided: bool) -> None:
+        self.array = array
+        self._device = device
+        shape, strides = array.template.shape, array.template.strides
+        itemsize = kind[1] // 8
+        self._shape = (ctypes.c_int64 * len(shape))(*shape)
+        self._strides = (ctypes.c_int64 * len(shape))(*(each // itemsize for each in strides))
+        self._tensor = sources._Tensor(
+            array.pointer - 4, (device, 0), len(shape), (*kind, 1), self._shape,
+            self._strides if strided else None, 4,
+        )  # fmt: skip
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+    def __dlpack__(self, *, stream: int) -> Any:
+        assert stream == -1
+        make: Any = ctypes.pythonapi.PyCapsule_New
+        make.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        make.restype = ctypes.py_object
+        return make(ctypes.addressof(self._tensor), b"dltensor", None)
+
+
+def share_dlpack(kind: tuple[int, int], device: int, strided: bool) -> None:
+    act.arrays["s"] = shmreduce_cuda.share(OnlyDlpack(act.arrays["x"], kind, device, strided))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_arrays_that_speak_dlpack_alone(pair: Pair, strided: bool) -> None:
+    """Shape, strides, type and byte offset are read from the capsule."""
+    pair.sender.ask(act.make, "whole", BASE)
+    pair.sender.ask(act.cut, "x", "whole", slice(1, None, 2 if strided else 1))
+    pair.sender.ask(share_dlpack, (2, 32), 2, strided)
+    pair.sender.ask(act.send, "s")
+    pair.receiver.ask(act.receive, "x")
+    expected = BASE[1 :: 2 if strided else 1]
+    assert np.array_equal(pair.receiver.ask(act.values, "x"), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "match"),
+    [
+        ((2, 32), 13, "managed memory"),
+        ((2, 32), 1, "host memory"),
+        ((2, 32), 10, "DLPack device 10"),
+        ((3, 64), 2, "DLPack type 3"),
+    ],
+)
+def test_dlpack_that_cannot_be_sent(
+    pair: Pair, kind: tuple[int, int], device: int, match: str
+) -> None:
+    """Other devices, and types without a size in bytes, are refused by name."""
+    pair.sender.ask(act.make, "x", BASE)
+    with pytest.raises(CudaMemoryError, match=match):
+        pair.sender.ask(share_dlpack, kind, device, False)
+
+
+def test_bfloat16_of_dlpack(pair: Pair) -> None:
+    """A type that no typestr can say travels as bytes and a name."""
+    halves = np.arange(24, dtype="u2").reshape(4, 6)
+    pair.sender.ask(act.make, "x", halves)
+    pair.sender.ask(share_dlpack, (4, 16), 2, False)
+    pair.sender.ask(act.send, "s")
+    pair.receiver.ask(act.receive, "x")
+    found = pair.receiver.ask(act.values, "x")
+    assert found.dtype == np.dtype("V2")
+    assert np.array_equal(found.view("u2"), halves)
+    assert "bfloat16" in pair.receiver.ask(tell)
+
+
+class Stream:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def test_streams_of_all_libraries() -> None:
+    """A handle is found in streams of CuPy, torch and numba, and by the protocol."""
+    handle = Stream(value=7)
+    assert stream_handle(Stream(ptr=7)) == 7
+    assert stream_handle(Stream(cuda_stream=7)) == 7
+    assert stream_handle(Stream(handle=handle)) == 7
+    assert stream_handle(Stream(__cuda_stream__=lambda: (0, 7))) == 7
+    with pytest.raises(CudaMemoryError, match="no stream"):
+        stream_handle("stream")
+
+
+def test_a_read_only_array_says_so_at_the_receiver(pair: Pair) -> None:
+    """What its interface says is what the receiver's says."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(share_read_only)
+    pair.sender.ask(act.send, "s")
+    pair.receiver.ask(act.receive, "x")
+    _, interface = pair.receiver.ask(act.describe, "x")
+    assert interface["data"] is True
+
+
+class ReadOnly:
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        interface = array.__cuda_array_interface__
+        self.__cuda_array_interface__ = {**interface, "data": (array.pointer, True)}
+
+
+def share_read_only() -> None:
+    act.arrays["s"] = shmreduce_cuda.share(ReadOnly(act.arrays["x"]))
