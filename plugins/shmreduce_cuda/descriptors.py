@@ -68,8 +68,11 @@ def serve(listener: socket.socket, token: bytes, offers: Offers) -> None:
 
 
 def _answer(connection: socket.socket, token: bytes, offers: Offers) -> None:
+    # Before anything is waited for: another user shall not hold up the others.
+    if not _is_same_user(connection):
+        return
     request = connection.recv(_REQUEST.size)
-    if len(request) != _REQUEST.size or not _is_same_user(connection):
+    if len(request) != _REQUEST.size:
         return
     asked, number, index = _REQUEST.unpack(request)
     descriptor = offers.duplicate(number, index) if asked == token else None

@@ -200,6 +200,8 @@ def planted(directory: Path, tmp_path: Path) -> Iterator[list[str]]:
     """What another user has planted, and the victim's file behind a link."""
     victim = tmp_path / "precious"
     victim.write_bytes(b"precious" * 1000)
+    # As private as a segment, and of the same user: who follows the link would take it for one.
+    victim.chmod(0o600)
     names = as_nobody(plant, str(directory), str(victim), os.geteuid())
     yield names
     assert victim.read_bytes() == b"precious" * 1000
