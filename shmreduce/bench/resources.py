@@ -18,11 +18,21 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Footprint", "Usage", "Watch", "descendants", "footprint", "memory_available", "usage"]
+__all__ = [
+    "Footprint",
+    "Usage",
+    "Watch",
+    "counts",
+    "descendants",
+    "memory",
+    "memory_available",
+    "usage",
+]
 
 _PROC = Path("/proc")
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
-_PAUSE = 0.01
+_PAUSE = 0.02
+_RARELY = 10
 
 
 @dataclass(frozen=True)
@@ -90,20 +100,28 @@ def usage(pids: list[int]) -> Usage:
     return Usage(nanoseconds / 1e9, switches)
 
 
-def footprint(pids: list[int]) -> Footprint:
-    """Add up what processes have now."""
-    shared = pss = descriptors = mappings = 0
+def memory(pids: list[int]) -> tuple[int, int]:
+    """Add up the bytes that processes have in their page tables: of shared memory, of all."""
+    shared = pss = 0
     for pid in pids:
-        folder = _PROC / str(pid)
         with suppress(*_GONE):
-            for line in (folder / "smaps_rollup").read_text().splitlines():
+            for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
                 if line.startswith("Pss_Shmem:"):
                     shared += int(line.split()[1]) << 10
                 elif line.startswith("Pss:"):
                     pss += int(line.split()[1]) << 10
+    return shared, pss
+
+
+def counts(pids: list[int]) -> tuple[int, int]:
+    """Count the descriptors and the mappings of processes."""
+    descriptors = mappings = 0
+    for pid in pids:
+        folder = _PROC / str(pid)
+        with suppress(*_GONE):
             descriptors += len(os.listdir(folder / "fd"))  # noqa: PTH208 - counted, not used
             mappings += (folder / "maps").read_text().count("\n")
-    return Footprint(shared, pss, descriptors, mappings)
+    return descriptors, mappings
 
 
 def memory_available() -> int | None:
@@ -126,23 +144,15 @@ class Watch:
     ----------
     pid : int
         The first of them.
-    history : list of (float, Footprint)
-        Seconds since the beginning, and what was there.
+    history : list of (float, int)
+        Seconds since the beginning, and the proportional set size then.
+    peak : Footprint
+        The greatest value of each, which need not have been at one moment.
     """
 
     pid: int
-    history: list[tuple[float, Footprint]] = field(default_factory=list)
-
-    @property
-    def peak(self) -> Footprint:
-        """The greatest value of each, which need not have been at one moment."""
-        seen = [each for _, each in self.history]
-        return Footprint(
-            max(each.shared for each in seen),
-            max(each.pss for each in seen),
-            max(each.descriptors for each in seen),
-            max(each.mappings for each in seen),
-        )
+    history: list[tuple[float, int]] = field(default_factory=list)
+    peak: Footprint = Footprint()
 
     def __enter__(self) -> Self:
         self._finished = threading.Event()
@@ -160,10 +170,26 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        started = time.monotonic()
+        self._started = time.monotonic()
+        finished = False
+        pids: list[int] = []
         while True:
-            # Looked up each time: pools may start workers late.
-            found = footprint(descendants(self.pid))
-            self.history.append((time.monotonic() - started, found))
-            if self._finished.wait(_PAUSE):
+            # Who is there, and what is open, is looked up more rarely: pools may start
+            # workers late, and it takes long to find out.
+            if len(self.history) % _RARELY == 0 or finished:
+                pids = descendants(self.pid)
+                self._note(*memory(pids), *counts(pids))
+            else:
+                self._note(*memory(pids), 0, 0)
+            if finished:
                 break
+            finished = self._finished.wait(_PAUSE)
+
+    def _note(self, shared: int, pss: int, descriptors: int, mappings: int) -> None:
+        self.history.append((time.monotonic() - self._started, pss))
+        self.peak = Footprint(
+            max(shared, self.peak.shared),
+            max(pss, self.peak.pss),
+            max(descriptors, self.peak.descriptors),
+            max(mappings, self.peak.mappings),
+        )

@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 
 _AnySystem = TypeVar("_AnySystem", bound=System)
 
-__all__ = ["TITLES", "load_report", "machine", "rows_of", "run", "save_report", "selection"]
+__all__ = [
+    "TITLES",
+    "Found",
+    "load_report",
+    "machine",
+    "rows_of",
+    "run",
+    "save_report",
+    "selection",
+]
 
 _TURNS: dict[str, Workload] = {
     each.name: each
@@ -54,46 +63,44 @@ _TURNS: dict[str, Workload] = {
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """What a workload without turns found."""
 
     measurements: list[Measurement]
     traces: list[Trace] | tuple[()] = ()
 
 
-def _stages(plan: Plan, _notice: Callable[[str], None]) -> _Found:
-    return _Found(stages.measure_stages("stages", plan.stage_sizes, plan.stage_rounds))
+def _stages(plan: Plan, _notice: Callable[[str], None]) -> Found:
+    return Found(stages.measure_stages("stages", plan.stage_sizes, plan.stage_rounds))
 
 
-def _fork(plan: Plan, _notice: Callable[[str], None]) -> _Found:
-    return _Found(stages.measure_fork("fork", plan.live_arrays))
+def _fork(plan: Plan, _notice: Callable[[str], None]) -> Found:
+    return Found(stages.measure_fork("fork", plan.live_arrays))
 
 
-def _live(plan: Plan, notice: Callable[[str], None]) -> _Found:
+def _live(plan: Plan, notice: Callable[[str], None]) -> Found:
     systems = _usable(OURS_BOTH_STRATEGIES, plan, notice)
-    return _Found(live_arrays.measure_live_arrays("live", systems, plan.live_arrays))
+    return Found(live_arrays.measure_live_arrays("live", systems, plan.live_arrays))
 
 
-def _burst(plan: Plan, notice: Callable[[str], None]) -> _Found:
+def _burst(plan: Plan, notice: Callable[[str], None]) -> Found:
     systems = _usable(OURS_BOTH_STRATEGIES, plan, notice)
     available = memory_available()
     if available is not None and plan.burst_arrays * plan.burst_array_bytes * 1.5 > available:
         notice("burst skipped: it takes more memory than there is")
-        return _Found([])
-    return _Found(
-        *burst.measure_burst("burst", systems, plan.burst_array_bytes, plan.burst_arrays)
-    )
+        return Found([])
+    return Found(*burst.measure_burst("burst", systems, plan.burst_array_bytes, plan.burst_arrays))
 
 
-def _killed(plan: Plan, _notice: Callable[[str], None]) -> _Found:
-    return _Found(killed.measure_killed_workers("killed", plan.effort.rounds))
+def _killed(plan: Plan, _notice: Callable[[str], None]) -> Found:
+    return Found(killed.measure_killed_workers("killed", plan.effort.rounds))
 
 
-def _import(plan: Plan, _notice: Callable[[str], None]) -> _Found:
-    return _Found(import_time.measure_import_time("import", plan.import_rounds))
+def _import(plan: Plan, _notice: Callable[[str], None]) -> Found:
+    return Found(import_time.measure_import_time("import", plan.import_rounds))
 
 
-_OTHERS: dict[str, Callable[[Plan, Callable[[str], None]], _Found]] = {
+_OTHERS: dict[str, Callable[[Plan, Callable[[str], None]], Found]] = {
     "stages": _stages,
     "fork": _fork,
     "live": _live,

@@ -255,7 +255,7 @@ def _watch(workload: Workload, row: Row, runner: _Runner, effort: Effort, found:
         runner.system.name,
         row.name,
         [when for when, _ in watch.history],
-        [float(each.pss) for _, each in watch.history],
+        [float(pss) for _, pss in watch.history],
     )
 
 

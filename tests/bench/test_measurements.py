@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
-from shmreduce.bench import echo, import_time, targets
-from shmreduce.bench.measurements import Measurement, Report
-from shmreduce.bench.systems import OURS
+from shmreduce import ConfigurationError
+from shmreduce.bench import reasons, suite, targets
+from shmreduce.bench.measurements import Measurement, Report, Trace
+from shmreduce.bench.plan import Plan
+from shmreduce.bench.systems.catalog import SYSTEMS
+from shmreduce.bench.systems.ours import OURS
+from shmreduce.bench.workloads import import_time, killed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_the_spread_is_half_the_quartile_distance_over_the_median() -> None:
@@ -25,10 +33,11 @@ def test_one_sample_has_no_spread() -> None:
 
 
 def test_a_report_finds_rows_and_systems_in_order() -> None:
-    """Rows and systems are listed once, as they came; what is missing is None."""
+    """Rows, systems and metrics are listed once, as they came; what is missing is None."""
     report = Report(
         measurements=[
             Measurement("fresh", "b", "128 B", "s", [2.0]),
+            Measurement("fresh", "b", "128 B", "bytes", [7.0], "PSS"),
             Measurement("fresh", "a", "128 B", "s", [1.0]),
             Measurement("fresh", "b", "4 KiB", "s", [3.0]),
             Measurement("import", "c", "start", "s", [4.0]),
@@ -37,62 +46,135 @@ def test_a_report_finds_rows_and_systems_in_order() -> None:
     assert report.workloads() == ["fresh", "import"]
     assert report.systems("fresh") == ["b", "a"]
     assert report.rows("fresh") == ["128 B", "4 KiB"]
+    assert report.metrics("fresh") == ["time", "PSS"]
     assert report.value("fresh", "b", "4 KiB") == 3.0
+    assert report.value("fresh", "b", "128 B", "PSS") == 7.0
     assert report.value("fresh", "a", "4 KiB") is None
 
 
-def test_a_report_becomes_json_with_all_samples() -> None:
-    """JSON has the samples, medians and spreads, and the notices."""
-    report = Report(
-        machine={"processors": "2"},
-        measurements=[Measurement("fresh", "a", "128 B", "s", [1.0, 3.0])],
-        notices=["torch skipped"],
-    )
-    told = json.loads(json.dumps(report.as_json()))
-    assert told["machine"] == {"processors": "2"}
-    assert told["notices"] == ["torch skipped"]
-    assert told["measurements"][0]["samples"] == [1.0, 3.0]
-    assert told["measurements"][0]["median"] == 2.0
-
-
-@pytest.mark.parametrize(("ours", "met"), [(1.0, True), (0.1, True), (2.0, False)])
-def test_a_ratio_is_judged_by_its_limit(ours: float, met: bool) -> None:
-    """Torch at 8 MiB must take at least eight times as long as we."""
-    report = Report(
-        measurements=[
-            Measurement("fresh", "torch", "8 MiB", "s", [8.0]),
-            Measurement("fresh", OURS, "8 MiB", "s", [ours]),
-        ]
-    )
-    (verdict,) = targets.judge(report)
-    assert verdict.title == "fresh 8 MiB: torch / shmreduce"
-    assert verdict.found == 8.0 / ours
-    assert verdict.wanted == "at least 8"
-    assert verdict.met is met
-
-
-def test_figures_are_judged_only_where_they_were_measured() -> None:
-    """An empty report has no verdicts, and a full one has all."""
-    assert targets.judge(Report()) == []
-    rows = [echo.size_row(128 * 8**step) for step in range(10)]
-    rows += ["4 KiB", "16 KiB", "64 KiB", "1 MiB", "8 MiB", "64 MiB", "256 MiB", "1 GiB"]
-    systems = [OURS, "multiprocessing", "torch", "torch file_system", echo.COPY]
-    full = [
-        Measurement(workload, system, row, "s", [1.0])
-        for workload in ("fresh", "shared")
-        for system in systems
-        for row in rows
+def full_report() -> Report:
+    """Return a report in which every system takes a second for everything."""
+    measurements = [
+        Measurement(name, system.name, row, "s", [1.0], nbytes=1 << 28)
+        for name in suite.TITLES
+        for row in suite.rows_of(name, Plan())
+        for system in SYSTEMS
     ]
-    full += [
+    measurements += [
         Measurement("live", OURS, f"{what}, {side}", "count", [20.0])
         for what in ("descriptors", "mappings")
         for side in ("sender", "receiver")
     ]
-    full += [
+    measurements += [
         Measurement("import", name, import_time.ROW, "s", [1.0])
         for name in (import_time.BARE, "shmreduce")
     ]
-    full.append(Measurement("burst", OURS, "back under 300 MiB", "s", [5.0]))
-    verdicts = targets.judge(Report(measurements=full))
-    assert len(verdicts) == len(targets.TARGETS)
+    measurements += [
+        Measurement("burst", OURS, "back under 300 MiB", "s", [5.0]),
+        Measurement("killed", OURS, killed.ROW, "s", [0.1]),
+        Measurement(
+            "results", OURS, "64 MiB filled", "bytes", [1 << 28], "shared memory", 1 << 28
+        ),
+    ]
+    return Report(
+        machine=suite.machine(),
+        measurements=measurements,
+        notices=["torch skipped"],
+        traces=[Trace("burst", OURS, "after", [0.0, 1.0], [1e9, 1e6])],
+        run={"command": "shmreduce bench"},
+    )
+
+
+def test_a_report_becomes_json_with_all_samples() -> None:
+    """JSON has samples, medians and spreads, and becomes the same report again."""
+    report = full_report()
+    told = json.loads(json.dumps(report.as_json()))
+    assert told["notices"] == ["torch skipped"]
+    assert told["measurements"][0]["samples"] == [1.0]
+    assert told["measurements"][0]["median"] == 1.0
+    assert Report.from_json(told) == report
+
+
+@pytest.mark.parametrize(("ours", "met"), [(1.0, True), (0.1, True), (2.0, False)])
+def test_a_ratio_is_judged_by_its_limit(ours: float, met: bool) -> None:
+    """The better strategy of torch at 8 MiB must take at least ten times as long as we."""
+    report = Report(
+        measurements=[
+            Measurement("fresh", "torch", "8 MiB", "s", [99.0]),
+            Measurement("fresh", "torch file_system", "8 MiB", "s", [10.0]),
+            Measurement("fresh", OURS, "8 MiB", "s", [ours]),
+        ]
+    )
+    ratio, place = targets.judge(report)
+    assert ratio.title == f"fresh 8 MiB: best of torch / {OURS}"
+    assert ratio.found == 10.0 / ours
+    assert ratio.wanted == "at least 10"
+    assert ratio.met is met
+    assert place.title == "fresh 8 MiB: best peer (torch file_system) / best of ours"
+    assert place.met
+
+
+def test_figures_are_judged_only_where_they_were_measured() -> None:
+    """An empty report has no verdicts, and a full one has all: no title names a missing row."""
+    assert targets.judge(Report()) == []
+    report = full_report()
+    verdicts = targets.judge(report)
+    rows = sum(len(report.rows(workload)) for workload in targets.COMPARED)
+    assert len(verdicts) == len(targets.TARGETS) + rows
     assert len({verdict.title for verdict in verdicts}) == len(verdicts)
+
+
+def test_a_row_that_a_peer_wins_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reason is told beside the verdict, if it is not met."""
+    monkeypatch.setitem(reasons.REASONS, "stream 1 MB pyzmq", "it is")
+    report = Report(
+        measurements=[
+            Measurement("stream", "pyzmq", "1 MB", "s", [1.0]),
+            Measurement("stream", OURS, "1 MB", "s", [2.0]),
+        ]
+    )
+    (verdict,) = targets.judge(report)
+    assert (verdict.met, verdict.reason) == (False, "it is")
+
+
+def test_what_shmreduce_is_compared_with_is_never_ours() -> None:
+    """One copy and ten bytes are neither ours nor peers; everything else is one of both."""
+    neither = {system.name for system in SYSTEMS if not system.ours and not system.is_peer}
+    assert neither == {"one copy", "ten bytes"}
+    assert len({system.name for system in SYSTEMS}) == len(SYSTEMS)
+
+
+def test_results_are_kept_and_read_again(tmp_path: Path) -> None:
+    """A file of results becomes the same report; without a file it is empty."""
+    path = tmp_path / "results.json"
+    assert suite.load_report(path).measurements == []
+    report = full_report()
+    suite.save_report(report, path)
+    assert suite.load_report(path) == report
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_results_of_another_machine_are_refused(tmp_path: Path) -> None:
+    """Ratios between machines would mean nothing."""
+    path = tmp_path / "results.json"
+    report = full_report()
+    report.machine["processor"] = "abacus"
+    suite.save_report(report, path)
+    with pytest.raises(ConfigurationError, match="another machine"):
+        suite.load_report(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 1}'])
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    """Whatever else is in the file is left alone."""
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"notes\.txt is no report"):
+        suite.load_report(path)
+    assert path.read_text() == text
+
+
+def test_unknown_workloads_are_refused() -> None:
+    """An unknown name is an error that lists those there are."""
+    with pytest.raises(ConfigurationError, match="no workload 'stale'; there are fresh, shared"):
+        suite.selection("fresh,stale")

@@ -4,60 +4,94 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from multiprocessing import current_process
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from shmreduce import ConfigurationError
-from shmreduce.bench import burst, import_time, live_arrays, suite
-from shmreduce.bench.echo import COPY, Effort, measure_echo
+from shmreduce.bench import suite
 from shmreduce.bench.measurements import Measurement, Report
-from shmreduce.bench.systems import Pipe, Shmreduce, Stock, System, Torch
+from shmreduce.bench.plan import Effort, Plan
+from shmreduce.bench.systems.by_hand import ByHand
+from shmreduce.bench.systems.catalog import SYSTEMS
+from shmreduce.bench.systems.one_copy import OneCopy
+from shmreduce.bench.systems.ours import BornShared, Installed, Shmreduce
+from shmreduce.bench.systems.queues import Pipe, Stock, Torch
+from shmreduce.bench.systems.tasks import Executor
+from shmreduce.bench.turns import METRICS, take_turns
+from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages
+from shmreduce.bench.workloads.base import Row
+from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
+from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
 from shmreduce.cli import main
 from shmreduce.fresh_process import RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
+    from pathlib import Path
 
     import numpy as np
 
-ONCE = Effort(rounds=2, seconds=0.0, warm_up=1)
-SIZES = (128, 1 << 20)
-OURS = (Shmreduce(), Shmreduce("shmreduce file_system", "file_system"))
+    from shmreduce.bench.systems.base import System
+    from shmreduce.bench.workloads.base import Workload
+
+ONCE = Effort(rounds=2, seconds=0.0, warm_up=1, watched=False)
+FRESH = Echo("fresh", "Echo")
+TINY = Plan(
+    effort=ONCE,
+    fresh_sizes=(10, 1 << 20),
+    shared_sizes=(128, 1 << 20),
+    first_use_sizes=(1 << 20,),
+    stream_sizes=(100, 1_000_000),
+    fan_out_sizes=(1 << 20,),
+    fan_out_workers=2,
+    results_sizes=(1 << 20,),
+    results_items=3,
+    pipeline_sizes=(1 << 20,),
+    object_sizes=(1 << 20,),
+    small_array_sizes=(1000,),
+    small_arrays=50,
+    exchange_sizes=(1 << 20,),
+    exchange_workers=(2,),
+    import_rounds=1,
+)
 
 
 @dataclass(frozen=True)
-class DyingWorker(System):
-    """A system whose worker dies at the start."""
+class DyingWorker(Stock):
+    """A system whose worker dies after the start."""
 
     name: str = "dying"
 
-    def prepare_worker(self) -> None:
-        os._exit(3)
+    def release(self, message: object) -> None:
+        # Workers are daemons, the measuring process is not.
+        if message is not None and current_process().daemon:
+            os._exit(3)
 
 
 @dataclass(frozen=True)
-class Refusing(System):
+class Refusing(Stock):
     """A system that raises in the measuring process."""
 
     name: str = "refusing"
 
-    def prepare_parent(self) -> None:
+    def prepare(self) -> None:
         raise ConfigurationError("not today", setting="day", value="today")
 
 
 @dataclass(frozen=True)
-class Wrong(System):
+class Wrong(Stock):
     """A system that delivers other values."""
 
     name: str = "wrong"
 
-    def fresh(self, source: np.ndarray[Any, Any]) -> Any:
-        return source + 1
+    def fresh(self, array: np.ndarray[Any, Any]) -> Any:
+        return array + 1
 
 
 @dataclass(frozen=True)
-class Absent(System):
+class Absent(Stock):
     """A system that is not installed."""
 
     name: str = "absent"
@@ -70,80 +104,191 @@ def quiet(_text: str) -> None:
     """Hear nothing."""
 
 
-def test_fresh_arrays_are_echoed_by_every_system() -> None:
+def measure(
+    workload: Workload,
+    systems: Sequence[System],
+    rows: Sequence[Row] | None = None,
+    effort: Effort = ONCE,
+) -> Report:
+    """Let systems take turns at all rows of the tiny plan; nothing may fail."""
+    report = Report()
+    turns = take_turns(
+        workload,
+        systems,
+        workload.rows(TINY) if rows is None else rows,
+        effort,
+        notice=report.notices.append,
+        progress=quiet,
+    )
+    for _, measurements, traces in turns:
+        report.measurements += measurements
+        report.traces += traces
+    assert report.notices == []
+    return report
+
+
+def test_fresh_arrays_are_echoed() -> None:
     """Each system has one sample a round at each size; one warm copy stands beside them."""
-    measurements = measure_echo("fresh", "fresh", [*OURS, Stock()], SIZES, ONCE, quiet)
-    report = Report(measurements=measurements)
-    assert report.rows("fresh") == ["128 B", "1 MiB"]
-    assert report.systems("fresh") == [
-        "shmreduce",
-        "shmreduce file_system",
-        "multiprocessing",
-        COPY,
-    ]
-    for measurement in measurements:
-        assert len(measurement.samples) == ONCE.rounds
-        assert all(sample > 0 for sample in measurement.samples)
+    report = measure(FRESH, [Shmreduce(), Installed(), OneCopy(), Stock(), ByHand(), Executor()])
+    assert report.rows("fresh") == ["10 B", "1 MiB"]
+    assert len(report.systems("fresh")) == 6
+    for each in report.measurements:
+        assert len(each.samples) == ONCE.rounds
+        assert all(sample >= 0 for sample in each.samples)
 
 
 def test_shared_arrays_are_echoed() -> None:
-    """A shared array, and one byte for comparison, are sent again and again."""
-    measurements = measure_echo("shared", "shared", [*OURS, Pipe()], SIZES, ONCE, quiet)
-    assert len(measurements) == 3 * len(SIZES)
-    assert all(len(measurement.samples) == ONCE.rounds for measurement in measurements)
+    """A shared array, and ten bytes for comparison, are sent again and again."""
+    workload = Echo("shared", "Echo", "shared")
+    report = measure(workload, [Shmreduce(), Installed(), ByHand(), Pipe()])
+    assert len(report.systems("shared")) == 4
 
 
-@pytest.mark.parametrize("kind", ["fresh", "shared"])
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
-def test_torch_is_measured_with_both_strategies(strategy: str, kind: Any) -> None:
-    """Tensors are sent where torch is installed."""
-    pytest.importorskip("torch")
-    system = Torch(strategy=strategy)
-    assert system.unusable_reason() is None
-    measurements = measure_echo("any", kind, [system], SIZES, ONCE, quiet)
-    ours = [each for each in measurements if each.system == system.name]
-    assert len(ours) == len(SIZES)
+def test_arrays_born_shared_are_echoed_and_collected() -> None:
+    """Messages and results are made by NumPy inside ``shared_allocations()``."""
+    system = BornShared()
+    reason = system.unusable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    report = measure(Echo("born", "Echo", "born"), [system])
+    assert report.systems("born") == [system.name]
+    report = measure(Results("results", "Results"), [system])
+    assert report.systems("results") == [system.name]
+
+
+@pytest.mark.parametrize(
+    ("workload", "systems"),
+    [
+        (EchoFirstUse("first-use", ""), [Shmreduce()]),
+        (EchoObjects("objects", ""), [Shmreduce(), Stock()]),
+        (EchoSmallArrays("small-arrays", ""), [Shmreduce(), Stock()]),
+        (Stream("stream", ""), [Shmreduce(), ByHand()]),
+        (FanOut("fan-out", ""), [Shmreduce(), ByHand(), Executor()]),
+        (Pipeline("pipeline", ""), [Shmreduce(), ByHand(), Executor()]),
+        (Results("results", ""), [Shmreduce(), Stock(), Executor()]),
+        (Exchange("exchange", ""), [Shmreduce(), ByHand()]),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_every_other_workload_is_measured(workload: Workload, systems: Sequence[System]) -> None:
+    """Values arrive as they were sent, through ours and through peers of each kind."""
+    assert all(workload.suits(system) for system in systems)
+    report = measure(workload, systems)
+    assert report.rows(workload.name) == [row.name for row in workload.rows(TINY)]
+    assert report.systems(workload.name) == [system.name for system in systems]
+
+
+PEERS = [
+    system
+    for system in SYSTEMS
+    if system.is_peer
+    and system.name not in ("multiprocessing", "ProcessPoolExecutor", "torch file_system")
+]
+
+
+@pytest.mark.parametrize("system", PEERS, ids=lambda system: system.name)
+def test_peers_are_measured_where_they_are_installed(system: System) -> None:
+    """Each peer echoes one array."""
+    reason = system.unusable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    report = measure(FRESH, [system], [Row("1 MiB", 1 << 20)])
+    assert report.systems("fresh") == [system.name]
+
+
+def test_what_a_system_uses_is_recorded() -> None:
+    """Beside the time: processor, memory, descriptors; and memory over time."""
+    effort = Effort(rounds=1, seconds=0.0, warm_up=0)
+    report = measure(FRESH, [Shmreduce()], [Row("8 MiB", 8 << 20)], effort)
+    assert set(report.metrics("fresh")) == {"time", *METRICS}
+    assert (report.value("fresh", "shmreduce", "8 MiB", "shared memory") or 0) >= 8 << 20
+    assert (report.value("fresh", "shmreduce", "8 MiB", "CPU time") or 0) > 0
+    (trace,) = report.traces
+    assert len(trace.seconds) == len(trace.nbytes) > 0
+
+
+@dataclass(frozen=True)
+class EchoApart(Echo):
+    """An echo for which memory is short unless systems are measured one by one."""
+
+    copies: ClassVar[float] = 1e9
+
+
+def test_systems_that_do_not_fit_together_are_measured_apart() -> None:
+    """Each turn has new processes then, and as many samples as ever."""
+    report = measure(EchoApart("fresh", ""), [Shmreduce(), Stock()], [Row("1 MiB", 1 << 20)])
+    assert [len(each.samples) for each in report.measurements if each.metric == "time"] == [2, 2]
 
 
 @pytest.mark.parametrize(
     ("system", "reason"),
     [
-        (DyingWorker(), "echo worker ended with exit code 3"),
+        (DyingWorker(), "worker of it ended with exit code 3"),
+        (Refusing(), "not today"),
         (Wrong(), "other values"),
     ],
+    ids=lambda value: getattr(value, "name", ""),
 )
 def test_a_system_that_fails_is_told_and_the_others_go_on(system: System, reason: str) -> None:
     """A dead worker or a wrong value ends that system's part only, and soon."""
     told: list[str] = []
-    measurements = measure_echo("fresh", "fresh", [system, Stock()], SIZES, ONCE, told.append)
-    assert {each.system for each in measurements} == {"multiprocessing", COPY}
+    rows = [Row("1 KiB", 1 << 10)]
+    (turn,) = take_turns(FRESH, [system, Stock()], rows, ONCE, notice=told.append, progress=quiet)
+    assert {each.system for each in turn[1]} == {"multiprocessing"}
     assert any(reason in text for text in told)
 
 
 def test_many_live_arrays_are_counted_on_both_sides() -> None:
     """Descriptors and mappings are counted where the arrays are held, and are few."""
+    system = Installed()
     found = {
-        (each.system, each.row): each.median
-        for each in live_arrays.measure_live_arrays("live", OURS, count=2000)
+        each.row: each.median
+        for each in live_arrays.measure_live_arrays("live", [system], count=2000)
     }
-    for system in OURS:
-        for side in ("sender", "receiver"):
-            assert 0 < found[system.name, f"descriptors, {side}"] <= 32
-            assert 0 < found[system.name, f"mappings, {side}"] <= 64
-        assert found[system.name, "time to send one"] > 0
+    for side in ("sender", "receiver"):
+        assert 0 < found[f"descriptors, {side}"] <= 32
+        assert 0 < found[f"mappings, {side}"] <= 64
+    assert found["time to send one"] > 0
 
 
 def test_a_burst_is_followed_until_its_memory_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is what was sent; afterwards the memory is watched."""
     monkeypatch.setattr(burst, "_LONGEST", 1.0)
     monkeypatch.setattr(burst, "_PAUSE", 0.05)
-    measurements = burst.measure_burst("burst", [Shmreduce()], array_bytes=4 << 20, count=8)
+    measurements, traces = burst.measure_burst(
+        "burst", [Installed()], array_bytes=4 << 20, count=8
+    )
     found = {each.row: each for each in measurements}
     assert found["sent, not yet read"].unit == "bytes"
     assert found["sent, not yet read"].median >= 8 * (4 << 20)
     assert "read and dropped" in found
     # 32 MiB are under 300 MiB at once.
     assert found["back under 300 MiB"].median < 1.0
+    assert traces[0].nbytes[0] == found["sent, not yet read"].median
+
+
+def test_every_stage_of_a_message_is_timed() -> None:
+    """A by-value array goes through all stages, a shared one is neither allocated nor copied."""
+    found = stages.measure_stages("stages", [1 << 20], rounds=2)
+    by_row = {
+        row: [each.system for each in found if each.row == row]
+        for row in ("1 MiB fresh", "1 MiB shared")
+    }
+    assert set(by_row["1 MiB fresh"]) == set(stages.STAGES)
+    assert set(by_row["1 MiB shared"]) == set(stages.STAGES) - {"allocate", "copy"}
+    assert all(len(each.samples) == 2 for each in found)
+
+
+def test_forks_are_timed_with_and_without_arrays() -> None:
+    """There is a row for none, for arrays of NumPy and for shared ones."""
+    assert len(stages.measure_fork("fork", count=10)) == 3
+
+
+def test_the_error_of_a_killed_worker_is_timed() -> None:
+    """Each system tells its caller, after the kill."""
+    found = killed.measure_killed_workers("killed", rounds=1)
+    assert {each.system for each in found} >= {"shmreduce", "shmreduce executor"}
+    assert all(each.samples[0] > 0 for each in found)
 
 
 def test_import_times_are_taken_in_turn() -> None:
@@ -159,55 +304,113 @@ def test_a_statement_that_fails_is_an_error() -> None:
         import_time._run("import no_such_module")
 
 
-def test_what_cannot_be_measured_is_told() -> None:
-    """A system that is missing and a size for which memory is short are notices."""
+def test_what_is_not_installed_is_told() -> None:
+    """A system that is missing is a notice; one that nobody asked for is not."""
     told: list[str] = []
-    assert suite._usable([Stock(), Absent()], told.append) == [Stock()]
-    assert suite._that_fit([128, 1 << 60], 2, told.append) == [128]
-    assert told == [
-        "absent skipped: it was never written",
-        f"{(1 << 60) >> 30} GiB skipped: it takes 2 times that in memory",
-    ]
+    plan = Plan(systems=("multiprocessing", "absent"))
+    assert suite._usable([Stock(), Absent(), Torch()], plan, told.append) == [Stock()]
+    assert told == ["absent skipped: it was never written"]
 
 
 def test_a_workload_that_fails_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report has the failure as a notice and the other workload's figures."""
 
-    def fail(_plan: suite.Plan, _notice: Callable[[str], None]) -> list[Measurement]:
-        return live_arrays.measure_live_arrays("live", [Refusing()], count=1)
+    def fail(_plan: Plan, _notice: object) -> suite.Found:
+        raise ConfigurationError("not today", setting="day", value="today")
 
-    def succeed(_plan: suite.Plan, _notice: Callable[[str], None]) -> list[Measurement]:
-        return [Measurement("import", "python", "start", "s", [1.0])]
+    def succeed(_plan: Plan, _notice: object) -> suite.Found:
+        return suite.Found([Measurement("import", "python", "start", "s", [1.0])])
 
-    monkeypatch.setattr(suite, "WORKLOADS", {"live": fail, "import": succeed})
-    report = suite.run(["live", "import"], suite.quick_plan(), quiet)
+    monkeypatch.setattr(suite, "_OTHERS", {"live": fail, "import": succeed})
+    report = Report()
+    suite.run({"live": None, "import": None}, TINY, quiet, report)
     assert report.workloads() == ["import"]
     assert report.notices == ["live failed: not today"]
-    assert {"processor", "memory", "Python", "numpy"} <= set(report.machine)
+
+
+def test_a_row_that_there_is_not_is_told() -> None:
+    """An unknown row names those there are."""
+    report = Report()
+    suite.run({"fresh": {"3 B"}}, TINY, quiet, report)
+    assert report.notices == ["fresh failed: fresh has no row 3 B; there are 10 B, 1 MiB"]
+
+
+# The command
 
 
 @pytest.fixture
 def tiny_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``--quick`` be quicker still, and torch be absent."""
-    monkeypatch.setattr(
-        suite, "quick_plan", lambda: suite.Plan(fresh_sizes=(128,), effort=ONCE, import_rounds=1)
-    )
-    monkeypatch.setattr(Torch, "unusable_reason", lambda _self: "not wanted here")
+    """Let ``--quick`` be quicker still."""
+    monkeypatch.setattr("shmreduce.bench.plan.quick_plan", lambda: TINY)
+
+
+QUICK = ["bench", "--quick", "--systems", "shmreduce,multiprocessing", "--only", "fresh:10 B"]
 
 
 @pytest.mark.usefixtures("tiny_plan")
 def test_the_command_prints_tables_ratios_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
     """For people: medians, ratios to ours, and which figures are met."""
-    assert main(["bench", "--quick", "--only", "fresh"]) == 0
+    assert main([*QUICK, "--resources"]) == 0
     told = capsys.readouterr()
-    assert "Round trip of a fresh float64 array" in told.out
+    assert "Round trip of an array that was not sent before" in told.out
     assert "Times the time of shmreduce" in told.out
-    assert "fresh 128 B: shmreduce / multiprocessing" in told.out
-    assert "torch skipped: not wanted here" in told.err
+    assert "context switches" in told.out
+    assert "fresh 10 B: shmreduce / multiprocessing" in told.out
 
 
 @pytest.mark.usefixtures("tiny_plan")
-def test_the_command_refuses_unknown_workloads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_were_measured_are_not_measured_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A second run with the same file goes on where the first one ended."""
+    arguments = [*QUICK, "--results", str(tmp_path / "results.json")]
+    assert main(arguments) == 0
+    assert "fresh: 10 B ..." in capsys.readouterr().err
+    arguments[arguments.index("fresh:10 B")] = "fresh"
+    assert main(arguments) == 0
+    told = capsys.readouterr().err
+    assert "10 B" not in told
+    assert "fresh: 1 MiB ..." in told
+
+
+@pytest.mark.usefixtures("tiny_plan")
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_command_draws_and_writes_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, suffix: str
+) -> None:
+    """A picture and a page of what is in the file of results."""
+    pytest.importorskip("matplotlib")
+    results = str(tmp_path / "results.json")
+    picture, page = tmp_path / f"figures.{suffix}", tmp_path / "page.md"
+    options = ["--results", results, "--plot", str(picture), "--report", str(page)]
+    assert main([*QUICK, *options]) == 0
+    capsys.readouterr()
+    assert picture.stat().st_size > 1000
+    text = page.read_text()
+    assert "| multiprocessing |" in text
+    assert "date" in text
+    assert "shmreduce" in text
+
+
+@pytest.mark.usefixtures("tiny_plan")
+def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Workloads with their rows, and systems with what keeps them from being measured."""
+    assert main(["bench", "--quick", "--list"]) == 0
+    told = capsys.readouterr().out
+    assert "10 B, 1 MiB" in told
+    assert "multiprocessing" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--only", "fresh,stale"], "there is no workload 'stale'; there are fresh, shared"),
+        (["--systems", "abacus"], "there is no system 'abacus'; there are shmreduce"),
+    ],
+)
+def test_the_command_refuses_unknown_names(
+    capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
+) -> None:
     """An unknown name is an error that lists those there are."""
-    assert main(["bench", "--quick", "--only", "fresh,stale"]) == 2
-    assert "there is no workload 'stale'; there are fresh, shared" in capsys.readouterr().err
+    assert main(["bench", "--quick", *options]) == 2
+    assert complaint in capsys.readouterr().err
