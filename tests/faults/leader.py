@@ -206,7 +206,7 @@ class Leader:
 
     def _reuse(self, pid: int) -> None:
         """Give a killed process's pid to one whose descriptors mean something else."""
-        if PRIVATE_PIDS not in os.environ:
+        if PRIVATE_PIDS not in os.environ or self.hub.failures is not None:
             return
         _LAST_PID.write_text(str(pid - 1))
         child = os.fork()

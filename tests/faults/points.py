@@ -55,7 +55,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "multiprocessing.connection:Connection._send",
     ),
     "receive": (
-        "shmreduce.connection:Connection._receive",
+        "shmreduce.connection:Connection._read",
         "shmreduce.packets:Arrival.load",
         "shmreduce.pickling:load_message",
         f"{_MEMORY}.message:import_block",
@@ -101,7 +101,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "pool": (
         "shmreduce.pool_worker:work",
         "shmreduce.connection:Connection._write",
-        "shmreduce.connection:Connection._receive",
+        "shmreduce.connection:Connection._read",
         f"{_MEMORY}.segment:Segment.claim",
         f"{_MEMORY}.segment:Segment._unlink",
     ),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Watcher"]
 
 _TICK = 0.001
+_LAST_WORDS_SECONDS = 0.3
 _SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 _NAMES = {"torch": "torch_", "shared_memory": "psm_"}
@@ -201,7 +202,7 @@ class _Run:
             self.outcome.group_killed = True
         elif code != 0:
             self.outcome.errors.append(f"the leader ended with {code}")
-        self.outcome.stderr = (self.folder / "stderr").read_text(errors="replace")[-3000:]
+        self.outcome.stderr = (self.folder / "stderr").read_text(errors="replace")[-30000:]
 
     def _strike(self) -> None:
         now = time.monotonic()
@@ -279,7 +280,12 @@ class _Run:
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
                 self.outcome.leaks.append(f"process {pid}: {command.decode()[-200:]}")
-            os.kill(pid, signal.SIGKILL)
+                # Where it is goes to the run's standard error.
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(_LAST_WORDS_SECONDS)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _read_reports(self) -> None:
         while True:
@@ -378,10 +384,13 @@ def _leaves(plan: Plan, actor: int) -> bool:
 
 def _names(system: str) -> list[str]:
     """Return the names in /dev/shm that may be a run's."""
-    prefixes = ("sem.mp-",) if PRIVATE_PIDS not in os.environ else ("sem.mp-", "shmreduce-")
-    if system != "shmreduce":
-        prefixes = ("sem.mp-", _NAMES[system])
-    return [each.name for each in _SHARED_MEMORY.iterdir() if each.name.startswith(prefixes)]
+    prefixes = [_NAMES[system]] if system in _NAMES else []
+    if PRIVATE_PIDS in os.environ:
+        # Nobody else is here. Otherwise these may be anybody's.
+        prefixes += ["sem.mp-", "shmreduce-"]
+    return [
+        each.name for each in _SHARED_MEMORY.iterdir() if each.name.startswith(tuple(prefixes))
+    ]
 
 
 def _begin(plan: Plan, folder: str, report: Any, leak_seconds: float) -> None:

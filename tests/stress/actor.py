@@ -433,6 +433,11 @@ class Actor:
                 self.fork()
             if self.random.random() < 0.05:
                 self.drop()
+        # What children of this one send is not to stay unread.
+        end = time.monotonic() + 1.0
+        while self.children and time.monotonic() < end:
+            self.reap()
+            self.rest()
         self.check_everything("at a forked child's end")
         if self.random.random() < 0.3:
             os.kill(os.getpid(), signal.SIGKILL)
