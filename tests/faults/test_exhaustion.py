@@ -210,9 +210,8 @@ def test_mappings_that_run_out_are_an_error_that_passes() -> None:
     """
     with OtherProcess("fork") as other:
         ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(
-            target=send_copies, args=(theirs, 100)
-        )
+        context: Any = multiprocessing.get_context("fork")
+        process = context.Process(target=send_copies, args=(theirs, 100))
         process.start()
         assert ours.poll(PATIENCE)
         with few_mappings(30), pytest.raises(shmreduce.SegmentError) as caught:
