@@ -89,7 +89,12 @@ class OwnedSegment(Segment):
     ) -> None:
         super().__init__(file, header, strategy, owner=True)
         start = self.layout.data_offset
-        self.data = Mapping(self.fd, start, header.size - start)
+        try:
+            self.data = Mapping(self.fd, start, header.size - start)
+        except BaseException:
+            # The file itself is closed by who made it.
+            self.give_up_locks()
+            raise
         if header.kind == SHARED:
             # Views of one's own shared blocks and of received ones are the same memory.
             self.import_mapping = self.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.memory import runtime
+from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE
@@ -135,6 +136,35 @@ def test_what_the_kernel_has_no_lock_for_is_tried_again(monkeypatch: pytest.Monk
 
 def heap_of_its_own() -> Heap:
     return Heap(BY_VALUE, runtime.current().heap(BY_VALUE).strategy, runtime.current())
+
+
+@pytest.mark.parametrize("call", range(4))
+@pytest.mark.usefixtures("strategy")
+def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever mapping of a new segment the kernel refuses, all that was opened is closed."""
+    heap = heap_of_its_own()
+    calls = iter(range(100))
+
+    def refuse_one(*arguments: Any) -> Any:
+        if next(calls) == call:
+            return ctypes.c_void_p(-1).value
+        return real(*arguments)
+
+    real = mapping._mmap
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(mapping, "_mmap", refuse_one)
+    try:
+        segment = heap._create(1 << 20)
+    except shmreduce.SegmentError:
+        assert call < 2
+    else:
+        heap._host.directory[segment.token] = segment
+        heap.segments.append(segment)
+        with heap.exclusive():
+            heap.cool(0)
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 FULL = """
