@@ -113,18 +113,23 @@ class Loading:
         the caller's, who keeps them open until the unpickling has ended.
     """
 
-    __slots__ = ("_claims", "_outer", "arrived")
+    __slots__ = ("_claims", "_known", "_outer", "arrived")
 
     def __init__(self, arrived: Arrived | None = None) -> None:
         self.arrived: Arrived = _NOTHING if arrived is None else arrived
         # The blocks themselves: unpickling drops the arrays before it raises.
         self._claims: list[tuple[Block, Handle]] = []
+        self._known: list[tuple[Block, int, int]] = []
         self._outer = _here.loading
         _here.loading = self
 
     def claimed(self, block: Block, what: Handle) -> None:
         """Note a claim."""
         self._claims.append((block, what))
+
+    def known(self, block: Block, slot: int, nonce: int) -> None:
+        """Note a message about a block that was here before: it ends with the unpickling."""
+        self._known.append((block, slot, nonce))
 
     def undo(self) -> None:
         """Turn what was claimed back into what it was."""
@@ -136,10 +141,13 @@ class Loading:
                 record.segment.holds.pop(record.slot, None)
                 record.segment.unclaim(record.block, record.slot, what.nonce, what.slot)
         self._claims.clear()
+        self._known.clear()
 
     def close(self) -> None:
         """End the unpickling."""
         _here.loading = self._outer
+        for block, slot, nonce in self._known:
+            _end_known(block, slot, nonce)
 
 
 class Message:
@@ -566,9 +574,11 @@ def import_block(handle: bytes) -> Block:
     slot, nonce = lease_of(handle)
     known = runtime.live.find_shared(key_of(handle))
     if known is not None:
-        # As long as it is known its segment stays open, without a pin.
-        record = known._record
-        record.segment.consume(record.block, record.generation, slot, nonce)
+        if _here.loading is None:
+            _end_known(known, slot, nonce)
+        else:
+            # What comes after it may fail, and the message be loaded again.
+            _here.loading.known(known, slot, nonce)
         return known
     what = Handle.unpack(handle)
     mark = object()
@@ -634,6 +644,13 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
     if _here.loading is not None:
         _here.loading.claimed(found, what)
     return found
+
+
+def _end_known(known: Block, slot: int, nonce: int) -> None:
+    """End a message about a block that this process has had before."""
+    # As long as it is known its segment stays open, without a pin.
+    record = known._record
+    record.segment.consume(record.block, record.generation, slot, nonce)
 
 
 def discard_message(data: bytes | bytearray | memoryview) -> None:
