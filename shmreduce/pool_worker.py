@@ -14,7 +14,7 @@ import traceback
 from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.born.allocations import shared_allocations
+from shmreduce.born.allocations import check_allocator, shared_allocations
 from shmreduce.errors import ShmreduceError
 from shmreduce.parent_death import die_with_parent
 from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
@@ -22,6 +22,7 @@ from shmreduce.pool_tasks import EACH, ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from shmreduce.descriptor import Descriptor
     from shmreduce.pool_channel import Channel
@@ -89,9 +90,12 @@ def work(channel: Channel, lifeline: Descriptor, marks: Marks, orders: Orders) -
 
 
 def _initialize(channel: Channel, orders: Orders) -> bool:
-    if orders.initializer is not None:
+    if orders.initializer is not None or orders.shared_allocations:
         try:
-            orders.initializer(*orders.initargs)
+            if orders.shared_allocations:
+                check_allocator()
+            if orders.initializer is not None:
+                orders.initializer(*orders.initargs)
         except Exception as error:
             # On the worker's stderr too: nobody may ever ask for a result.
             traceback.print_exc()
@@ -102,6 +106,7 @@ def _initialize(channel: Channel, orders: Orders) -> bool:
 def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
     done = 0
     data: bytes | Exception
+    around = shared_allocations() if orders.shared_allocations else contextlib.nullcontext()
     while orders.limit is None or done < orders.limit:
         try:
             data = channel.receive_bytes()
@@ -116,7 +121,7 @@ def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
         done += 1
         marks.position = 0
         marks.begun = done
-        if not _answer(channel, data, marks, orders):
+        if not _answer(channel, data, marks, orders, around):
             return
         # Arrays of this task are not to live until the next one comes.
         del data
@@ -125,10 +130,16 @@ def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
             gc.collect(0)
 
 
-def _answer(channel: Channel, data: bytes | Exception, marks: Marks, orders: Orders) -> bool:
+def _answer(
+    channel: Channel,
+    data: bytes | Exception,
+    marks: Marks,
+    orders: Orders,
+    around: AbstractContextManager[object],
+) -> bool:
     """Do one task and send its answer; False if there is nobody to send it to."""
     # In a list, so that there is no reference to it but one that others can drop.
-    held = [_run(channel, data, marks, orders)]
+    held = [_run(channel, data, marks, orders.catch, around)]
     try:
         moving = orders.shared_allocations
         message = channel.pack_last(held) if moving else channel.pack(held[0])
@@ -145,20 +156,24 @@ def _answer(channel: Channel, data: bytes | Exception, marks: Marks, orders: Ord
 
 
 def _run(
-    channel: Channel, data: bytes | Exception, marks: Marks, orders: Orders
+    channel: Channel,
+    data: bytes | Exception,
+    marks: Marks,
+    catch: type[BaseException],
+    around: AbstractContextManager[object],
 ) -> tuple[bool, Any]:
     try:
         if isinstance(data, Exception):
             raise data
         how, function, arguments, keywords = channel.loads(data)
         del data
-        with shared_allocations() if orders.shared_allocations else contextlib.nullcontext():
+        with around:
             if how == ONCE:
                 return True, function(*arguments, **keywords)
             return True, _run_all(how, function, arguments, marks)
     except KeyboardInterrupt:
         raise
-    except orders.catch as error:
+    except catch as error:
         return False, _with_traceback(error)
 
 

@@ -40,7 +40,9 @@ _before: ContextVar[Any] = ContextVar("shmreduce_allocation_before", default=Non
 
 
 class SharedAllocations:
-    """A block in which arrays are born in shared memory; may be entered once.
+    """A block in which arrays are born in shared memory.
+
+    It may be entered again when it has been left.
 
     Parameters
     ----------
@@ -59,12 +61,12 @@ class SharedAllocations:
         self._handler = handler
 
     def __enter__(self) -> Self:
-        if self._entered:
-            raise RuntimeError("this block was entered before; call shared_allocations() again")
+        if self in _open:
+            raise RuntimeError("this block has been entered; make another by shared_allocations()")
         self._heap = get_heap()
         moving.started = True
         try:
-            self._entered = True
+            self._entered, self._closed = True, False
             _open.add(self)
             _lend_from(self._heap)
             _here.set((*_still_open(), weakref.ref(self)))
@@ -113,8 +115,8 @@ def shared_allocations() -> SharedAllocations:
     Returns
     -------
     context manager
-        To be entered once, in the thread that makes the arrays. Arrays outlive
-        it.
+        To be entered in the thread that makes the arrays, again if need be.
+        Arrays outlive it.
 
     Raises
     ------

@@ -86,7 +86,7 @@ class BornHeap(Heap):
         self._region_blocks: list[int] = []
         self._waiting: deque[int] = deque()
         self._exposed = 0
-        self._threshold = self._served = 0
+        self._threshold = self._served = self._prepared = 0
         self.lending = False
         """Whether arrays may be born here now."""
         self.moving: dict[int, None] = {}
@@ -157,21 +157,30 @@ class BornHeap(Heap):
     # What it is lent
 
     def tend(self) -> None:
-        """Take what was freed, lend what is free, and see to it that there is enough."""
-        noted = 0
+        """Take what was freed, lend what is free, and see to it that there is enough.
+
+        Done for every message that moves something, and around every block: so
+        the usual case, in which there is nothing to do, is a few comparisons.
+        """
+        counters = self._library.counters
+        noted = counters.unknown
+        if noted:
+            self._take_note_of_all()
+        self.collect()
+        if counters.exposed > self._exposed:
+            self._warn_of_exposed(counters.exposed)
+        if self.lending:
+            if _lenders != [self]:
+                self._relieve_others()
+            self._lend()
+            self._provide()
+        if noted:
+            self._host.on_growth()
+
+    def _take_note_of_all(self) -> None:
         with _turn() as ours:
             while ours and (number := self._library.unknown()):
                 heap_of(number)._place_of(number)
-                noted += 1
-        self.collect()
-        self._warn_of_exposed()
-        if self.lending:
-            self._relieve_others()
-            self._lend()
-            self._provide()
-            self.last_used = time.monotonic()
-        if noted:
-            self._host.on_growth()
 
     def stop_lending(self) -> None:
         """Let no more arrays be born here; those that live go on."""
@@ -187,8 +196,6 @@ class BornHeap(Heap):
 
     def _relieve_others(self) -> None:
         """See to it that nothing is born in the heap of another strategy any more."""
-        if _lenders == [self]:
-            return
         for heap in _lenders:
             heap.lending = False
         self._take_idle()
@@ -212,13 +219,19 @@ class BornHeap(Heap):
     def _provide(self) -> None:
         """Give the allocator a region to carve, and say how much of it."""
         counters = self._library.counters
-        wanted = self._library.size_class(max(counters.largest, counters.missed))
+        threshold = max(get_settings().inline_limit, _SMALLEST)
+        if (
+            not counters.carved_bytes
+            and not counters.missed
+            and counters.largest <= self._prepared
+            and threshold == self._threshold
+            and self._region_blocks
+        ):
+            return
+        largest = max(counters.largest, counters.missed)
+        wanted = self._library.size_class(largest)
         left = self._library.region_left() if self._region_blocks else 0
         enough = left > 2 * wanted
-        threshold = max(get_settings().inline_limit, _SMALLEST)
-        changed = counters.carved_bytes or counters.missed or threshold != self._threshold
-        if enough and not changed:
-            return
         try:
             with self.exclusive(wait=False) as got:
                 if not got:
@@ -231,7 +244,7 @@ class BornHeap(Heap):
             # No room, or somebody else is at it: arrays come from ordinary
             # memory until the next look, and are copied when they are sent.
             room = 0
-        self._threshold = threshold
+        self._threshold, self._prepared = threshold, largest
         self._library.allow(threshold, room)
 
     def _room(self) -> int:
@@ -325,8 +338,10 @@ class BornHeap(Heap):
 
     def collect(self) -> int:
         """Take the blocks that arrays, children and receivers have released."""
-        self.drain()
-        served = self._library.counters.served
+        counters = self._library.counters
+        if counters.freed or self._waiting:
+            self.drain()
+        served = counters.served
         if served != self._served:
             self._served, self.last_used = served, time.monotonic()
         return super().collect()
@@ -370,17 +385,15 @@ class BornHeap(Heap):
         """Bytes of free blocks whose pages are kept, the allocator's included."""
         return super().warm_bytes + self._library.counters.idle_bytes
 
-    def _warn_of_exposed(self) -> None:
-        exposed = self._library.counters.exposed
-        if exposed > self._exposed:
-            self._exposed = exposed
-            warnings.warn(
-                f"{exposed} arrays that were alive at a fork are shared with the child: the "
-                "kernel has no room for private pages. Raise vm.max_map_count, or fork before "
-                "the arrays are made",
-                ShmreduceWarning,
-                stacklevel=2,
-            )
+    def _warn_of_exposed(self, exposed: int) -> None:
+        self._exposed = exposed
+        warnings.warn(
+            f"{exposed} arrays that were alive at a fork are shared with the child: the kernel "
+            "has no room for private pages. Raise vm.max_map_count, or fork before the arrays "
+            "are made",
+            ShmreduceWarning,
+            stacklevel=2,
+        )
 
 
 def get_heap() -> BornHeap:

@@ -12,6 +12,7 @@ in the pickle is replaced by that block's.
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmreduce.born.heap import BornHeap, heap_of
@@ -56,6 +57,7 @@ class Moves:
     def __init__(self) -> None:
         self._moves: list[_Move] = []
         self._outer: Any = None
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         self._outer = sending.mover
@@ -119,7 +121,8 @@ class Moves:
         OutOfSharedMemoryError, BudgetExceededError
             If there is no room for a copy. The message must not be sent then.
         """
-        if not self._moves:
+        if not self._moves or self._process != os.getpid():
+            # A child that was forked in the middle of a pickling: it is the parent's.
             return data
         table = load().table
         while self._moves:
@@ -133,7 +136,7 @@ class Moves:
                 move.heap.moving.pop(move.number, None)
             else:
                 self._stay(move)
-            move.heap.drain()
+            move.heap.tend()
         return data
 
     def _copy(self, move: _Move, address: int, size: int, data: Any) -> Any:

@@ -39,13 +39,15 @@ def test_blocks_may_be_nested() -> None:
     assert not born_now()
 
 
-def test_a_block_is_entered_once() -> None:
-    """The object that the function returns stands for one block."""
+def test_a_block_is_entered_once_at_a_time() -> None:
+    """The object that the function returns stands for one block, which may begin again."""
     block = shmreduce.shared_allocations()
-    with block:
-        pass
-    with pytest.raises(RuntimeError, match="entered before"), block:
-        pass
+    for _ in range(3):
+        with block:
+            with pytest.raises(RuntimeError, match="has been entered"), block:
+                pass
+            assert born_now()
+        assert not born_now()
 
 
 def test_a_block_ends_with_an_exception() -> None:
