@@ -165,7 +165,8 @@ def send_many_around(method: str, strategy: str) -> None:
     import shmreduce as mp
 
     with shmreduce.install(strategy=strategy, inline_limit=4096):
-        for context in (mp.get_context(method), multiprocessing.get_context(method)):
+        contexts: list[Any] = [mp.get_context(method), multiprocessing.get_context(method)]
+        for context in contexts:
             there, back = context.Queue(), context.Queue()
             workers = [context.Process(target=echo_all, args=(there, back)) for _ in range(2)]
             for each in workers:

@@ -138,6 +138,10 @@ def heap_of_its_own() -> Heap:
     return Heap(BY_VALUE, runtime.current().heap(BY_VALUE).strategy, runtime.current())
 
 
+def open_descriptors() -> list[str]:
+    return sorted(each.name for each in Path("/proc/self/fd").iterdir())
+
+
 @pytest.mark.parametrize("call", range(4))
 @pytest.mark.usefixtures("strategy")
 def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(
@@ -153,7 +157,7 @@ def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(
         return real(*arguments)
 
     real = mapping._mmap
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     monkeypatch.setattr(mapping, "_mmap", refuse_one)
     try:
         segment = heap._create(1 << 20)
@@ -164,7 +168,7 @@ def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(
         heap.segments.append(segment)
         with heap.exclusive():
             heap.cool(0)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 FULL = """
