@@ -310,6 +310,8 @@ class Message:
 
         Returns the handle, and what :meth:`end_lease` takes.
         """
+        # Whose message it is, see _is_ours().
+        self._current()
         taken = self._add(segment, block, generation)
         written = _constant(segment, block, generation, nbytes, shared=False, mode="rw")
         return pack_handle(taken.slot, taken.nonce, written), taken
