@@ -71,6 +71,17 @@ class DyingWorker(Stock):
 
 
 @dataclass(frozen=True)
+class Stillborn(Stock):
+    """A system whose workers die before they are ready."""
+
+    name: str = "stillborn"
+
+    def prepare(self) -> None:
+        if current_process().daemon:
+            os._exit(4)
+
+
+@dataclass(frozen=True)
 class Refusing(Stock):
     """A system that raises in the measuring process."""
 
@@ -224,6 +235,7 @@ def test_systems_that_do_not_fit_together_are_measured_apart() -> None:
     ("system", "reason"),
     [
         (DyingWorker(), "worker of it ended with exit code 3"),
+        (Stillborn(), "exit codes: [4]"),
         (Refusing(), "not today"),
         (Wrong(), "other values"),
     ],

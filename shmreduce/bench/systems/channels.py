@@ -1,6 +1,6 @@
 """Systems that send by queues between processes: the loops that anybody would write.
 
-May import ``base`` and ``payloads``.
+May import ``base``, ``payloads`` and :mod:`shmreduce.fresh_process`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shmreduce.bench.payloads import change_arrays, marks
 from shmreduce.bench.systems.base import Ability, Kind, Session, System
+from shmreduce.fresh_process import RunFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
 
 __all__ = ["ChannelSession", "ChannelSystem", "PoolSession"]
 
@@ -122,17 +125,36 @@ class ChannelSession(Session):
             loops = [{"echo": _echo, "stream": _swallow}.get(self._ability, _tell)] * (last + 1)
             outboxes = [self._back] * (last + 1)
         context = system.context()
-        processes = [
-            context.Process(
-                target=_work, args=(loop, system, inbox, outbox, self._back), daemon=True
-            )
-            for loop, inbox, outbox in zip(loops, self._inboxes, outboxes, strict=True)
-        ]
-        for process in processes:
+        # Of plain multiprocessing, so that a worker's end can be waited for as well.
+        ready, theirs = get_context("spawn").Pipe(duplex=False)
+        self._processes = []
+        for loop, inbox, outbox in zip(loops, self._inboxes, outboxes, strict=True):
+            arguments = (loop, system, inbox, outbox, self._back, theirs)
+            process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
-        self._processes = processes
-        for _ in processes:
-            self._back.get()
+            self._processes.append(process)
+        theirs.close()
+        for _ in self._processes:
+            self._await(ready)
+        ready.close()
+
+    def _await(self, ready: Connection) -> None:
+        # One worker's end stays open as long as another one is there to say something.
+        wait([ready, *(process.sentinel for process in self._processes)])
+        try:
+            if ready.poll():
+                ready.recv()
+                return
+        except EOFError:
+            pass  # the last one has ended
+        for process in self._processes:
+            process.join(1)
+        codes = [process.exitcode for process in self._processes]
+        raise RunFailedError(
+            f"a worker ended before it was ready; exit codes: {codes}",
+            process=self._system.name,
+            reason="a worker ended",
+        )
 
     def message(self, payload: Any, kind: Kind) -> Any:
         """See :meth:`ChannelSystem.message`."""
@@ -245,10 +267,16 @@ class _Prepared:
 
 
 def _work(
-    loop: Callable[..., None], system: ChannelSystem, inbox: Any, outbox: Any, home: Any
+    loop: Callable[..., None],
+    system: ChannelSystem,
+    inbox: Any,
+    outbox: Any,
+    home: Any,
+    ready: Connection,
 ) -> None:
     system.prepare()
-    home.put("ready")
+    ready.send("ready")
+    ready.close()
     loop(system, inbox, outbox, home)
 
 
