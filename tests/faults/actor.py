@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CountedLink", "FaultActor", "FaultPart", "perform", "play_part", "prepare"]
 
-DRAIN_SECONDS = 6.0
+DRAIN_SECONDS = 20.0
 _PAUSE = 0.001
 _CHILD_SECONDS = 0.08
 _STARVED_SECONDS = 0.03

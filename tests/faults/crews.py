@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["play_executor", "play_manager", "play_pool"]
 
-_PATIENCE = 6.0
+_PATIENCE = 15.0
 _MOST_WAITING = 6
 _WORDS = (300, 2000, 40_000, 140_000)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PRIVATE_PIDS", "Channels", "Leader", "lead", "make_channels"]
 
-_PATIENCE = 12.0
+_PATIENCE = 40.0
 _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 PRIVATE_PIDS = "SHMREDUCE_FAULTS_PRIVATE_PIDS"
 """Set in an environment whose pids belong to the run alone."""

@@ -118,7 +118,7 @@ def _play(options: argparse.Namespace) -> Iterator[Outcome]:
     }
     began = time.monotonic()
     # Others have no bounds of their own on what they wait for.
-    with Watcher(run_seconds=30.0 if system == "shmreduce" else 12.0) as watcher:
+    with Watcher(run_seconds=60.0 if system == "shmreduce" else 12.0) as watcher:
         for done, number in enumerate(numbers, 1):
             for strategy in strategies:
                 if (options.seed, number, system, strategy) in known:

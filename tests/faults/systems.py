@@ -6,6 +6,7 @@ tell a receiver in so many words that a message is lost.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -24,9 +25,18 @@ from tests.stress.links import (
     SimpleQueueLink,
 )
 
-__all__ = ["INLINE_LIMIT", "System", "find_system"]
+__all__ = ["INLINE_LIMIT", "PLUGIN_MODULES", "System", "find_system"]
 
 INLINE_LIMIT = 4096
+PLUGIN_MODULES = (
+    "numpy.ma",
+    "shmreduce_memoryview.rebuild",
+    "shmreduce_numpy.factory",
+    "shmreduce_numpy.rebuild",
+    "shmreduce_numpy.reduction",
+    "shmreduce_numpy.sharing",
+)
+"""What is imported when it is first needed, which a process without descriptors could not."""
 _STOCK: dict[str, type[Link]] = {
     "pipe": PipeLink,
     "simple queue": SimpleQueueLink,
@@ -86,6 +96,8 @@ class Shmreduce(System):
 
     def install(self, *, idle: bool) -> None:
         options: Any = {"idle_keep": 0, "idle_seconds": 0.02} if idle else {}
+        for name in PLUGIN_MODULES:
+            importlib.import_module(name)
         shmreduce.install(strategy=self.strategy, inline_limit=INLINE_LIMIT, **options)
 
     def outgoing(self, array: Any) -> Any:

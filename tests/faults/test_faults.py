@@ -20,10 +20,10 @@ from tests.faults.plan import make_plan
 from tests.faults.points import GROUPS, code_of
 from tests.faults.run import privately
 
-RUNS = int(os.environ.get("SHMREDUCE_FAULT_RUNS", "8"))
+RUNS = int(os.environ.get("SHMREDUCE_FAULT_RUNS", "6"))
 SEED = int(os.environ.get("SHMREDUCE_FAULT_SEED", "1"))
 _ROOT = Path(__file__).parent.parent.parent
-_PATIENCE = 60.0 + 5.0 * RUNS
+_PATIENCE = 90.0 + 10.0 * RUNS
 
 
 def run(*arguments: str, patience: float = _PATIENCE) -> subprocess.CompletedProcess[str]:

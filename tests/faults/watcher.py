@@ -21,7 +21,7 @@ from shmreduce.discovery import get_registry
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 from tests.faults.leader import PRIVATE_PIDS, lead, make_channels
-from tests.faults.systems import find_system
+from tests.faults.systems import PLUGIN_MODULES, find_system
 from tests.faults.tally import KILLED, Tally
 
 if TYPE_CHECKING:
@@ -42,17 +42,11 @@ _IMPORTED = (
     "multiprocessing.popen_fork",
     "multiprocessing.resource_sharer",
     "multiprocessing.shared_memory",
-    "numpy.ma",
     "shmreduce.context",
     "shmreduce.executor",
     "shmreduce.forking",
     "shmreduce.pool",
     "shmreduce.queues",
-    "shmreduce_memoryview.rebuild",
-    "shmreduce_numpy.factory",
-    "shmreduce_numpy.rebuild",
-    "shmreduce_numpy.reduction",
-    "shmreduce_numpy.sharing",
 )
 """What the processes of every run would otherwise import for themselves."""
 _PASSING = ("suicide", "done", "led", "reused")
@@ -112,13 +106,13 @@ class Watcher:
         How long what is left at its end may take to go.
     """
 
-    def __init__(self, run_seconds: float = 30.0, leak_seconds: float = 5.0) -> None:
+    def __init__(self, run_seconds: float = 60.0, leak_seconds: float = 5.0) -> None:
         self._limits = (run_seconds, leak_seconds)
         self.folder = Path(tempfile.mkdtemp(prefix="faults-", dir=_SHARED_MEMORY))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._context = multiprocessing.get_context("fork")
-        for name in _IMPORTED:
+        for name in (*_IMPORTED, *PLUGIN_MODULES):
             importlib.import_module(name)
         get_registry()
         self._directory = os.environ.get("SHMREDUCE_DIRECTORY")
@@ -202,7 +196,7 @@ class _Run:
             self.outcome.group_killed = True
         elif code != 0:
             self.outcome.errors.append(f"the leader ended with {code}")
-        self.outcome.stderr = (self.folder / "stderr").read_text(errors="replace")[-30000:]
+        self.outcome.stderr = (self.folder / "stderr").read_text(errors="replace")[-6000:]
 
     def _strike(self) -> None:
         now = time.monotonic()
