@@ -450,7 +450,7 @@ class Segment:
                 # The one store that makes the lease ours.
                 self.words[slot] = self.importer
             elif shared:
-                slot = self._take_slot()
+                slot = self._take_slot_but(slot)
                 self._link(block, slot, self.importer)
             else:
                 raise AlreadyLoadedError(
@@ -627,6 +627,16 @@ class Segment:
             if not self.words[slot]:
                 return slot
             self._listed.pop(slot, None)
+
+    def _take_slot_but(self, named: int) -> int:
+        """Take another slot than the handle's: by that, unclaim() knows it from the message's."""
+        slot = self._take_slot()
+        if slot != named:
+            return slot
+        try:
+            return self._take_slot()
+        finally:
+            self._give_slot(slot)
 
     def _give_slot(self, slot: int) -> None:
         self._free_slots.append(slot)

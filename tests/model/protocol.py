@@ -187,7 +187,8 @@ def claim(caller: Caller, block: int, generation: int, slot: int, nonce: int) ->
     if word == nonce:
         yield write("words", slot, caller.word)
     elif caller.shared or "message once" in caller.without:
-        slot = yield ("take", "words", 0, 0)
+        # Not the one that the handle names, or undo_claim() would take it for the message's.
+        slot = yield ("take", "words", 0, slot + 1)
         if slot >= 0:
             yield from link(caller, block, slot, caller.word)
     else:

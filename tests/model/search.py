@@ -127,16 +127,6 @@ def _lost_message(world: World, state: State) -> str | None:
     return None
 
 
-def _chain(world: World, state: State, block: int) -> list[int]:
-    heads, following = world.table(state, "heads"), world.table(state, "next")
-    slots: list[int] = []
-    here = heads[block]
-    while here and len(slots) <= world.scope.slots:
-        slots.append(here - 1)
-        here = following[here - 1]
-    return slots
-
-
 def _is_needed(world: World, state: State, block: int) -> bool:
     """Whether somebody sees a block, or may still come to see it: the truth."""
     if any(view.block == block for who in state.people for view in who.views):
@@ -152,7 +142,7 @@ def _is_needed(world: World, state: State, block: int) -> bool:
         return True
     words = world.table(state, "words")
     known = {each.nonce for each in state.mail}
-    for slot in _chain(world, state, block):
+    for slot in world.chain(state, block):
         # A sender that was killed before anybody had the handle: it might have been after.
         if words[slot] > 0 and words[slot] not in known:
             return True

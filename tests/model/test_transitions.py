@@ -352,6 +352,20 @@ def test_a_busy_block_is_neither_freed_nor_released_but_looked_at_again(bench: B
 
 
 @pytest.mark.parametrize("world", ["shared"], indirect=True)
+def test_a_load_without_the_message_leaves_the_messages_slot_alone(bench: Bench) -> None:
+    """A shared block that is loaded again is held by another slot than the handle names, so
+    that undoing the load brings no message back.
+    """
+    segment: Any = bench.importer
+    segment._free_slots = [3, 0]
+    slot, _ = segment.claim(0, 0, 0, 7, shared=True)
+    assert slot == 3
+    assert segment._free_slots == [0]
+    segment.unclaim(0, slot, 7, 0)
+    assert not bench.owner.leases(0)
+
+
+@pytest.mark.parametrize("world", ["shared"], indirect=True)
 def test_slots_are_taken_from_chunks_of_ones_own(bench: Bench) -> None:
     """While one process has the only chunk of slots, another gets none."""
     assert bench.owner._take_slot() >= 0

@@ -153,6 +153,16 @@ class World:
         size = self.scope.slots if name in ("words", "next", "previous", "chunks") else 0
         return state.memory[first : first + (size or self.scope.blocks)]
 
+    def chain(self, state: State, block: int) -> list[int]:
+        """Return the slots of a block's chain, newest first."""
+        heads, following = self.table(state, "heads"), self.table(state, "next")
+        slots: list[int] = []
+        here = heads[block]
+        while here and len(slots) <= self.scope.slots:
+            slots.append(here - 1)
+            here = following[here - 1]
+        return slots
+
     def initial(self) -> State:
         """Return the state at the beginning: some processes, nothing allocated."""
         scope = self.scope
@@ -268,7 +278,7 @@ class World:
             else:
                 yield from self._begin_something(state, place)
             if self.scope.deaths:
-                yield f"{place} is killed", self._die(state, place)
+                yield f"{place} is killed", self.die(state, place)
         yield from self._births(state)
 
     def _begin_something(self, state: State, place: int) -> Iterator[tuple[str, State]]:
@@ -280,7 +290,7 @@ class World:
             elif self.scope.fine:
                 yield label, self._changed(begun, place, doing=doing)
             else:
-                yield from self._all_at_once(begun, place, doing, label)
+                yield from self.all_at_once(begun, place, doing, label)
 
     def choices(self, state: State, place: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield what an idle process may do: names and arguments for :meth:`begin`."""
@@ -326,9 +336,10 @@ class World:
             yield f"{place} is started", self._with(state, place, child)
         for parent, who in enumerate(state.people):
             if who.alive and who.doing is None:
-                yield f"{parent} forks {place}", self._fork(state, parent, place, number)
+                yield f"{parent} forks {place}", self.fork(state, parent, place, number)
 
-    def _fork(self, state: State, parent: int, place: int, number: int) -> State:
+    def fork(self, state: State, parent: int, place: int, number: int) -> State:
+        """Return the state in which a process has a child, of this birth at this place."""
         who = state.people[parent]
         cut_off = not self.scope.shared and "private to fork" not in self.without
         views = frozenset(
@@ -347,7 +358,8 @@ class World:
         child = Process(number, alive=True, lineage=who.lineage | {number}, views=inherited)
         return self._with(self._with(state, parent, who._replace(views=views)), place, child)
 
-    def _die(self, state: State, place: int) -> State:
+    def die(self, state: State, place: int) -> State:
+        """Return the state in which a process has been killed."""
         who = state.people[place]
         memory = list(state.memory)
         for block in range(self.scope.blocks):
@@ -389,13 +401,16 @@ class World:
                 cut_off = view._replace(private=True)
                 state = self._changed(state, place, views=who.views - {view} | {cut_off})
             return state._replace(sent=state.sent + 1), Doing("forward", (view, state.sent + 1))
-        if name == "load":
+        if name in ("load", "load and undo"):
             (handle,) = arguments
             known = self.scope.shared and any(
                 (each.block, each.life) == (handle.block, handle.life) and each.slot != INHERITED
                 for each in who.views
             )
-            return state, Doing("discard" if known else "load", arguments)
+            if known:
+                # There is nothing to be claimed; the message ends with the load.
+                return state, Doing("discard", arguments) if name == "load" else None
+            return state, Doing(name, arguments)
         return state, Doing(name, arguments)
 
     def _allocate(
@@ -506,7 +521,7 @@ class World:
         if kind == "alive":
             return int(self._holder_alive(state, value))
         if kind == "take":
-            return self._take_slot(state, memory, place)
+            return self._take_slot(state, memory, place, value - 1)
         if kind == "unlock":
             memory[where] = 0
             return 0
@@ -517,20 +532,21 @@ class World:
         memory[where] = place + 1
         return 1
 
-    def _take_slot(self, state: State, memory: list[int], place: int) -> int:
+    def _take_slot(self, state: State, memory: list[int], place: int, but: int) -> int:
         """Return a free slot of a chunk that is this process's; here a chunk is one slot."""
         born = state.people[place].born
         for slot in range(self.scope.slots):
             owner = memory[self.start["chunks"] + slot]
             taken = owner not in (0, born) and self.heirs_live(state, owner)
-            if not memory[self.start["words"] + slot] and (not taken or "chunk" in self.without):
+            free = slot != but and not memory[self.start["words"] + slot]
+            if free and (not taken or "chunk" in self.without):
                 if self.scope.fine:
                     # Else nobody comes in between, and it does not matter whose it is.
                     memory[self.start["chunks"] + slot] = born
                 return slot
         return -1
 
-    def _all_at_once(
+    def all_at_once(
         self, state: State, place: int, doing: Doing, label: str
     ) -> Iterator[tuple[str, State]]:
         """Yield what becomes of a whole transition, and of one cut short after each write."""
@@ -543,7 +559,7 @@ class World:
                 answer = self.answer(state, memory, place, request)
                 if request[0] == "write" and self.scope.deaths and self.scope.cut_short:
                     cut = self._changed(state._replace(memory=tuple(memory)), place, doing=doing)
-                    yield f"{label}, killed after {request[1:]}", self._die(cut, place)
+                    yield f"{label}, killed after {request[1:]}", self.die(cut, place)
         except StopIteration as end:
             after = state._replace(memory=tuple(memory))
             yield label, self._finish(after, place, doing, end.value)

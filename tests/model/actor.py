@@ -1,0 +1,158 @@
+"""A real process that does what the model's processes do, one thing at a time, when told."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.handle import Handle
+from shmreduce.memory.heap import OwnedSegment
+from shmreduce.memory.layout import BY_VALUE, SHARED
+from shmreduce.memory.message import Loading, Message, discard_message, import_block
+from shmreduce.memory.segment import MESSAGE, NONCE_MASK
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+__all__ = ["SIZE", "Seen", "act"]
+
+SIZE = 300_000
+"""Bytes of a block; enough for a received one to be sent on without a copy."""
+_NEVER = float("inf")
+
+
+class Seen(NamedTuple):
+    """What the maker's tables show of one block."""
+
+    out: bool
+    chain: tuple[str, ...]
+
+
+class Actor:
+    """The views of one process, by the keys that the test gives them."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.kind = SHARED if shared else BY_VALUE
+        self.views: dict[Any, Any] = {}
+
+    def allocate(self, key: Any, value: int) -> tuple[bytes, int]:
+        """Make a shared block full of ``value``; return segment and number."""
+        block = shmreduce.allocate(SIZE)
+        block.buffer[:] = bytes([value]) * SIZE
+        self.views[key] = block
+        return block._record.segment.token, block._record.block
+
+    def post(self, key: Any, value: int) -> tuple[bytes, tuple[bytes, int]]:
+        """Send a by-value block; return its handle, segment and number. The view stays."""
+        message = Message()
+        given = message.allocate(SIZE)
+        if given is None:
+            raise RuntimeError("no memory")
+        view, handle = given
+        view[:] = bytes([value]) * SIZE
+        self.views[key] = view
+        message.commit()
+        what = Handle.unpack(handle)
+        return handle, (what.token, what.block)
+
+    def forward(self, key: Any) -> bytes | None:
+        """Send a block on; return the handle."""
+        message = Message()
+        handle = message.refer(self.views[key], SIZE)
+        message.commit()
+        return handle
+
+    def load(self, key: Any, handle: bytes) -> str | int:
+        """Load a message; return what the bytes are, or the error's name."""
+        try:
+            block = import_block(handle)
+        except shmreduce.ShmreduceError as error:
+            return type(error).__name__
+        self.views[key] = block
+        return self.read(key)
+
+    def load_and_undo(self, handle: bytes) -> None:
+        """Load a message, and take it back as if something else in it could not be loaded."""
+        loading = Loading()
+        try:
+            import_block(handle)
+        except shmreduce.ShmreduceError:
+            return
+        finally:
+            loading.undo()
+            loading.close()
+
+    def discard(self, handle: bytes) -> None:
+        """Give a message back."""
+        discard_message(handle)
+
+    def read(self, key: Any) -> int:
+        """Return the value that all bytes of a view have, -1 if they differ."""
+        view = self.views[key]
+        seen = bytes(view if isinstance(view, memoryview) else view.buffer)
+        return seen[0] if seen == seen[:1] * SIZE else -1
+
+    def drop(self, key: Any) -> None:
+        """Let a view go."""
+        del self.views[key]
+
+    def settle(self) -> None:
+        """Try again to end leases that could not be ended at once."""
+        runtime.current().live.settle()
+
+    def waiting(self) -> int:
+        """Return how many dead blocks wait for forked children."""
+        return runtime.current().live.unsettled
+
+    def look_after(self, name: str) -> None:
+        """Collect or reap."""
+        heap = runtime.current().heap(self.kind)
+        # Not by itself, too, when a second has passed.
+        heap._reaped = _NEVER
+        getattr(heap, name)()
+        heap._reaped = _NEVER
+
+    def look(self, token: bytes, block: int) -> Seen:
+        """Return what the tables show of a block."""
+        segment = runtime.current().directory[token]
+        out = isinstance(segment, OwnedSegment) and block in segment.out
+        words = segment.leases(block)
+        return Seen(
+            out, tuple("message" if word & ~NONCE_MASK == MESSAGE else "holder" for word in words)
+        )
+
+    def fork(self, connection: Connection) -> int:
+        """Fork a child that acts on the other connection; return its pid."""
+        pid = os.fork()
+        if pid:
+            return pid
+        # Inherited views are told apart from those of the child's own.
+        self.views = {(*key[:2], True): view for key, view in self.views.items()}
+        try:
+            self.serve(connection)
+        finally:
+            os._exit(1)
+        return 0
+
+    def serve(self, connection: Connection) -> None:
+        """Do what comes until there is an end."""
+        while True:
+            try:
+                name, arguments = connection.recv()
+            except EOFError:
+                os._exit(0)
+            connection.send(getattr(self, name)(*arguments))
+            del arguments
+
+
+def act(connection: Connection, spare: Connection, *, shared: bool) -> None:
+    """Be one process of the model; ``spare`` is for a child that it may fork."""
+    with shmreduce.install():
+        actor = Actor(shared=shared)
+        actor.look_after("reap")
+        # Closing them is the test's way of ending whoever still reads.
+        fork = actor.fork
+        vars(actor)["fork"] = lambda: fork(spare)
+        actor.serve(connection)
