@@ -126,7 +126,12 @@ def _run_apart(case: Case, *, quick: bool) -> Outcome:
         last = errors.strip().splitlines()[-1:] or ["no output"]
         detail = f"exit status {child.returncode}: {last[0]}"
         return Outcome(case.name, case.about, "failed", detail)
-    return Outcome(**json.loads(lines[-1]))
+    outcome = Outcome(**json.loads(lines[-1]))
+    said = errors.strip().splitlines()
+    if outcome.status == "failed" and said:
+        # By a process that the case had started, perhaps.
+        outcome = replace(outcome, detail=f"{outcome.detail} ({said[-1]})")
+    return outcome
 
 
 def _print(outcome: Outcome) -> None:

@@ -56,13 +56,21 @@ def _measure(make: Callable[[], Any], way: str, count: int) -> dict[str, float]:
         send = inbox.put
     child = context.Process(target=_echo, args=(inbox, theirs, count + _WARM_UP), daemon=True)
     child.start()
+    # So that the end of the child is the end of the pipe.
+    theirs.close()
     array, taken = make(), []
     for _ in range(count + _WARM_UP):
         began = time.perf_counter()
         send(array)
         if not answers.poll(far.PATIENCE):
             raise UnexpectedResultError(f"no answer within {far.PATIENCE:.0f} s")
-        answers.recv()
+        try:
+            answers.recv()
+        except EOFError:
+            child.join(far.PATIENCE)
+            raise UnexpectedResultError(
+                f"the receiver died with exit code {child.exitcode}"
+            ) from None
         taken.append(1e6 * (time.perf_counter() - began))
     child.join(far.PATIENCE)
     ours = taken[_WARM_UP:]
