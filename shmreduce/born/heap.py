@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import time
 import warnings
 from bisect import insort
@@ -41,6 +42,8 @@ _SMALLEST = 64 << 10
 """Bytes; below, a block of whole pages would waste too much."""
 _REGION = 1 << 30
 """Bytes of addresses that the allocator may carve; pages come as it does."""
+_ADDRESS_SHARE = 16
+"""Of limited addresses (ulimit -v), which part a region may take."""
 _MOST_BLOCKS = 8192
 _HEADROOM_SHARE = 0.8
 _ANY_BUDGET = 1 << 62
@@ -239,7 +242,7 @@ class BornHeap(Heap):
                 room = self._room()
                 # Not for what there is no room for anyway.
                 if not enough and (wanted <= room or not left):
-                    self._new_region(max(3 * wanted if wanted <= room else 0, _REGION))
+                    self._new_region(max(3 * wanted if wanted <= room else 0, _usual_region()))
         except (HeapBusyError, SegmentError, LeaseTimeoutError):
             # No room, or somebody else is at it: arrays come from ordinary
             # memory until the next look, and are copied when they are sent.
@@ -394,6 +397,12 @@ class BornHeap(Heap):
             ShmreduceWarning,
             stacklevel=2,
         )
+
+
+def _usual_region() -> int:
+    """Return how many bytes of addresses a region has: receivers must find as many."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return _REGION if limit == resource.RLIM_INFINITY else min(_REGION, limit // _ADDRESS_SHARE)
 
 
 def get_heap() -> BornHeap:
