@@ -28,7 +28,7 @@ from tests.faults.watcher import Outcome, Watcher
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["main", "privately"]
+__all__ = ["main", "privately", "read_journal"]
 
 _UNSHARE = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Play runs; return 0 if nothing was lost, corrupted, left or stuck."""
     options = _options(arguments)
     if options.table:
-        outcomes = list(_journal(options.journal))
+        outcomes = list(read_journal(options.journal))
         sys.stdout.write(table(outcomes) + "\n")
         return 0
     if PRIVATE_PIDS not in os.environ:
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         _play_shards(options)
     outcomes = list(_play(options)) if options.jobs == 1 else []
     if options.journal is not None:
-        outcomes = list(_journal(options.journal))
+        outcomes = list(read_journal(options.journal))
     sys.stdout.write(table(outcomes) + "\n")
     return 0 if all(each.clean for each in outcomes) else 1
 
@@ -114,7 +114,7 @@ def _play(options: argparse.Namespace) -> Iterator[Outcome]:
     numbers = range(shard, options.runs, shards) if options.only is None else [options.only]
     known = {
         (each.seed, each.number, each.system, each.strategy)
-        for each in (_journal(options.journal) if options.journal else ())
+        for each in (read_journal(options.journal) if options.journal else ())
     }
     began = time.monotonic()
     # Others have no bounds of their own on what they wait for.
@@ -136,7 +136,8 @@ def _play(options: argparse.Namespace) -> Iterator[Outcome]:
                 sys.stderr.write(f"{done} of {len(numbers)} in {spent:.0f} s\n")
 
 
-def _journal(path: Path) -> Iterator[Outcome]:
+def read_journal(path: Path) -> Iterator[Outcome]:
+    """Yield the runs of a journal."""
     if not path.exists():
         return
     for line in path.read_text().splitlines():

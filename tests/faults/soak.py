@@ -29,7 +29,7 @@ from shmreduce.memory.inspection import process_state
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Sample", "main", "soak"]
+__all__ = ["Sample", "main", "plot", "soak", "summary"]
 
 _PATIENCE = 30.0
 _WORDS = (1_000, 20_000, 150_000)
@@ -182,7 +182,8 @@ def _sample(seconds: float, trips: Sequence[float], rounds: int, killed: int) ->
     )
 
 
-def _plot(samples: Sequence[Sample], path: Path) -> bool:
+def plot(samples: Sequence[Sample], path: Path) -> bool:
+    """Draw the samples; return False if matplotlib is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -210,7 +211,7 @@ def _plot(samples: Sequence[Sample], path: Path) -> bool:
     return True
 
 
-def _table(samples: Sequence[Sample]) -> str:
+def summary(samples: Sequence[Sample]) -> str:
     """Return a Markdown table of the first and the last tenth and the largest of all."""
     tenth = max(1, len(samples) // 10)
     # What is opened and grown at first use comes before.
@@ -244,16 +245,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--samples", type=Path, default=Path("soak.csv"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/reliability-soak.svg"))
+    parser.add_argument("--plot", type=Path, default=Path("soak.svg"))
     options = parser.parse_args(arguments)
     samples = soak(60 * options.minutes)
     with options.samples.open("w", newline="") as file:
         writer = csv.DictWriter(file, [each.name for each in fields(Sample)])
         writer.writeheader()
         writer.writerows(asdict(each) for each in samples)
-    if not _plot(samples, options.plot):
+    if not plot(samples, options.plot):
         sys.stderr.write("no plot: matplotlib is not installed\n")
-    sys.stdout.write(_table(samples) + "\n")
+    sys.stdout.write(summary(samples) + "\n")
     return 0
 
 
