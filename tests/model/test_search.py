@@ -21,7 +21,7 @@ from tests.model.world import Scope
 SHARED = Scope(shared=True)
 BY_VALUE = Scope(shared=False)
 COARSE = {
-    "by value, forks": BY_VALUE._replace(allocations=2, slots=3),
+    "by value, a birth": BY_VALUE._replace(allocations=2, slots=3, started=2),
     "shared, no forks": SHARED._replace(messages=1, started=3, slots=2),
     "shared, one block, forks": SHARED._replace(blocks=1, allocations=2, messages=1, slots=2),
     "shared, two processes": SHARED._replace(
@@ -50,7 +50,7 @@ LARGE = {
         blocks=1, allocations=1, messages=1, slots=3
     ),
     "shared, three leases": SHARED._replace(allocations=2, messages=1, started=3, slots=3),
-    "by value, a birth more": BY_VALUE._replace(allocations=2, slots=3, births=4),
+    "by value, two births": BY_VALUE._replace(allocations=2, slots=3),
     "fine, shared, reuse": FINE["shared, deaths"]._replace(allocations=2, deaths=False),
     "fine, by value, forwarded": FINE["by value, three processes"]._replace(
         processes=2, started=2, births=2, allocations=2, messages=2
@@ -106,6 +106,6 @@ def test_no_state_of_a_larger_world_breaks_a_promise(name: str) -> None:
 @pytest.mark.parametrize("guard", GUARDS)
 def test_every_guard_is_needed(guard: str) -> None:
     """Without the guard the search finds a broken promise, and the steps that lead to it."""
-    found = search(SHOWN_BY.get(guard, COARSE["by value, forks"]), frozenset({guard}))
+    found = search(SHOWN_BY.get(guard, COARSE["by value, a birth"]), frozenset({guard}))
     assert found.fault is not None, f"not needed: {GUARDS[guard]}"
     assert found.way
