@@ -51,6 +51,7 @@ def send_torch_tensors(*, enable: bool = True) -> None:
     if torch is None:
         raise CudaSharingError("torch has not been imported: import it before this call")
     for cls in (torch.Tensor, torch.nn.Parameter):
+        # Not public; there is no other way to learn what torch has registered.
         registered: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
         present = registered.get(cls)
         if present is None:

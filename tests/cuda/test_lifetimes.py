@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from shmreduce_cuda import CudaExpiredError, CudaProducerDied
+from shmreduce_cuda import CudaExpiredError, CudaProducerDied, CudaSharingError, runtime
 from shmreduce_cuda.verify.lab import DeviceArray, read
 from tests.cuda import actors as act
 from tests.cuda.actors import Actor, actors, connect, nothing_is_out
@@ -183,6 +184,58 @@ def test_a_received_array_outlives_the_process_that_forwarded_it(standin: Standi
         nothing_is_out(origin)
         assert origin.ask(act.device_state)["bytes"] == 0
     assert standin.folder.exists()
+
+
+def load_in_threads(messages: list[bytes]) -> list[str]:
+    """Load messages, each in a thread of its own, all at once; return the errors."""
+    ready = threading.Barrier(len(messages))
+    errors: list[str] = []
+
+    def load(number: int, message: bytes) -> None:
+        ready.wait(30)
+        try:
+            act.load(f"thread{number}", message)
+        except CudaSharingError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=load, args=each) for each in enumerate(messages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return errors
+
+
+def test_threads_that_receive_at_once_open_one_mapping(pair: Pair) -> None:
+    """However many threads load messages of one allocation at once, it is opened once."""
+    pair.sender.ask(act.make, "x", BASE)
+    for _ in range(5):
+        before = pair.receiver.ask(act.stats).opened
+        messages = [pair.sender.ask(act.pickled, "x") for _ in range(8)]
+        assert pair.receiver.ask(load_in_threads, messages) == []
+        assert pair.receiver.ask(act.stats).opened == before + 1
+        pair.receiver.ask(act.drop)
+
+
+def drop_while_opening(name: str) -> tuple[int, int]:
+    """Drop an array at a moment at which this thread is opening another one."""
+    imports = runtime.current().imports
+    imports._enter()
+    act.drop(name)
+    during = imports.closed
+    imports._leave()
+    return during, imports.closed
+
+
+def test_an_array_that_dies_while_another_is_opened(pair: Pair) -> None:
+    """The garbage collector may end an array in the middle of opening another one: it
+    is closed when that is done, and nobody waits for himself.
+    """
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(act.send, "x")
+    pair.receiver.ask(act.receive, "x")
+    during, after = pair.receiver.ask(drop_while_opening, "x")
+    assert after == during + 1
 
 
 def send_many(count: int) -> None:
