@@ -101,18 +101,6 @@ def start_with_interrupting_hook(index: int, writer: Any) -> None:
     start_processes(hold_and_wait, (writer,), start_method="fork")
 
 
-def test_interrupt_in_a_fork_hook_is_not_lost(line: Line) -> None:
-    """SIGINT in a hook of fork(), from which no exception gets out, ends the wait all the same."""
-    context = start_processes(
-        start_with_interrupting_hook, (line.writer,), join=False, start_method="fork"
-    )
-    with pytest.raises(ProcessRaisedException) as caught:
-        while not context.join(PATIENCE):
-            context.processes[0].kill()
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
-    line.wait_until_all_gone()
-
-
 class InterruptsInFinalizer:
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -136,11 +124,14 @@ def join_with_interrupt_in_finalizer(index: int, writer: Any) -> None:
     start_processes(hold_and_wait, (writer,), start_method="fork")
 
 
-def test_interrupt_in_a_finalizer_is_not_lost(line: Line) -> None:
-    """SIGINT in a destructor, from which no exception gets out, ends the wait all the same."""
-    context = start_processes(
-        join_with_interrupt_in_finalizer, (line.writer,), join=False, start_method="fork"
-    )
+@pytest.mark.parametrize(
+    "function", [start_with_interrupting_hook, join_with_interrupt_in_finalizer]
+)
+def test_interrupt_where_no_exception_gets_out_is_not_lost(
+    function: Callable[..., None], line: Line
+) -> None:
+    """SIGINT in a hook of fork(), or in a destructor, ends the wait all the same."""
+    context = start_processes(function, (line.writer,), join=False, start_method="fork")
     with pytest.raises(ProcessRaisedException) as caught:
         while not context.join(PATIENCE):
             context.processes[0].kill()
