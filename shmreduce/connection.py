@@ -33,6 +33,7 @@ from shmreduce.memory import locks
 from shmreduce.packets import (
     LARGEST_PACKET,
     MOST_DESCRIPTORS,
+    SMALL_PACKET,
     Arrival,
     load_plain,
     pack,
@@ -213,6 +214,9 @@ class Connection(multiprocessing.connection.Connection):
         if not wait:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
             return
+        if len(packet.data) > SMALL_PACKET and not self.closed and self._unread_bytes():
+            # Nobody reads for the time being: let there be room for more.
+            packet = packet.in_block()
         while True:
             try:
                 self._write(packet, _NO_SIGNAL)

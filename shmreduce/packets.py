@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shmreduce.born import moving
 from shmreduce.children import Call
-from shmreduce.errors import AttachError, InvalidHandleError, OutOfSharedMemoryError, SegmentError
+from shmreduce.errors import (
+    AttachError,
+    InvalidHandleError,
+    OutOfSharedMemoryError,
+    SegmentError,
+    ShmreduceError,
+)
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.message import (
     Loading,
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LARGEST_PACKET",
     "MOST_DESCRIPTORS",
+    "SMALL_PACKET",
     "Arrival",
     "Packet",
     "load_plain",
@@ -49,8 +56,10 @@ __all__ = [
     "refers_to_nothing",
 ]
 
-INLINE_BODY = 32 << 10
+INLINE_BODY = 144 << 10
 """Bytes up to which a message stands in its packet; beyond, a block is quicker."""
+SMALL_PACKET = 32 << 10
+"""Bytes. Of larger packets only a few have room in a pipe."""
 LARGEST_PACKET = 192 << 10
 """Bytes; below what the smallest usual buffer of a socket takes at once."""
 MOST_DESCRIPTORS = 64
@@ -107,6 +116,28 @@ class Packet:
             except OSError:
                 break
         return found
+
+    def in_block(self) -> Packet:
+        """Return a small packet of the same message, to be sent instead of this one.
+
+        Or this one, where there is no room for a block.
+        """
+        if self._body is not None:
+            return self
+        body = memoryview(self.data)[_HEAD.size + _TOKEN_SIZE * self.data[1] :]
+        message = Message()
+        try:
+            handle = _move_to_block(body, message)
+            if handle is None:
+                return self
+            segments = list(dict.fromkeys([*self.segments, *message.segments()]))
+            return _in_packet(_IN_BLOCK, handle, segments, self._handles, message)
+        except ShmreduceError:
+            message.rollback()
+            return self
+        except BaseException:
+            message.rollback()
+            raise
 
     def is_read(self) -> bool:
         """Return whether somebody has taken the block that has the message, if there is one."""
@@ -201,19 +232,30 @@ def _make(body: memoryview, message: Message | None) -> Packet:
             return Packet(_PLAIN + body, ())
         message = Message()
     try:
-        kind, written, handle = _IN_PACKET, body, None
+        kind, written = _IN_PACKET, body
         if body.nbytes > INLINE_BODY:
             handle = _move_to_block(body, message)
             if handle is not None:
                 kind, written = _IN_BLOCK, memoryview(handle)
-        segments = message.segments()[:MOST_DESCRIPTORS]
-        tokens = [segment.token for segment in segments]
-        data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))
-        message.commit()
+        return _in_packet(kind, written, message.segments(), body, message)
     except BaseException:
         message.rollback()
         raise
-    return Packet(data, segments, body, handle)
+
+
+def _in_packet(
+    kind: int,
+    written: bytes | memoryview,
+    segments: list[Segment],
+    handles: bytes | memoryview,
+    message: Message,
+) -> Packet:
+    """Commit a message and return its packet."""
+    segments = segments[:MOST_DESCRIPTORS]
+    tokens = [segment.token for segment in segments]
+    data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))
+    message.commit()
+    return Packet(data, segments, handles, bytes(written) if kind == _IN_BLOCK else None)
 
 
 def _move_to_block(body: memoryview, message: Message) -> bytes | None:

@@ -211,6 +211,24 @@ def test_packet_that_the_socket_does_not_take_is_an_error(pipe: tuple[Any, Any])
     assert there.recv() == "short"
 
 
+def test_messages_of_middle_size_have_room_in_a_pipe_that_nobody_reads(
+    pipe: tuple[Any, Any],
+) -> None:
+    """The first go as they are; when the pipe is full of them the others go by a block,
+    and so do arrays that refer to blocks.
+    """
+    here, there = pipe
+    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
+    shared = shmreduce.ones(3)
+    sent = [[number, bytes([number]) * (100 << 10), shared] for number in range(40)]
+    for message in sent:
+        here.send(message)
+    for number, contents, array in sent:
+        received = there.recv()
+        assert received[:2] == [number, contents]
+        assert np.shares_memory(received[2], array)
+
+
 # The interface of multiprocessing.connection.Connection
 
 
