@@ -23,6 +23,7 @@ from shmreduce.strategies import find_strategy
 from tests.faults.leader import PRIVATE_PIDS, lead, make_channels
 from tests.faults.systems import PLUGIN_MODULES, find_system
 from tests.faults.tally import KILLED, Tally
+from tests.stress.reports import Reports
 
 if TYPE_CHECKING:
     from tests.faults.actor import CountedLink
@@ -160,8 +161,7 @@ class _Run:
             plan.seed, plan.number, plan.system, plan.strategy, plan.method, plan.scenario
         )
         self._reader, self._writer = context.Pipe(duplex=False)
-        os.set_blocking(self._reader.fileno(), False)
-        self._rest = b""
+        self._reports = Reports(self._reader.fileno())
         self._process = context.Process(
             target=_begin, args=(plan, str(folder), self._writer, leak_seconds), daemon=False
         )
@@ -282,17 +282,8 @@ class _Run:
                 os.kill(pid, signal.SIGKILL)
 
     def _read_reports(self) -> None:
-        while True:
-            try:
-                data = os.read(self._reader.fileno(), 65536)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            self._note(json.loads(line))
+        for told in self._reports.read():
+            self._note(told)
 
     def _note(self, told: dict[str, Any]) -> None:
         what = told["what"]

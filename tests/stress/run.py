@@ -26,6 +26,7 @@ from shmreduce.memory.segment import MESSAGE, NONCE_MASK
 from tests.stress import breaking
 from tests.stress.actor import INLINE_LIMIT, Actor, Part, end_by_alarm, play
 from tests.stress.links import KINDS, make_link
+from tests.stress.reports import Reports
 
 __all__ = ["main"]
 
@@ -57,8 +58,7 @@ class Stress:
         self.producers: list[dict[str, Any]] = []
         # Two ends with names, so that spawned children can have them.
         self._reader, self._writer = self.context.Pipe(duplex=False)
-        self._rest = b""
-        os.set_blocking(self._reader.fileno(), False)
+        self._reports = Reports(self._reader.fileno())
 
     def round(self, number: int) -> None:
         """Play one round and look at what it left."""
@@ -153,17 +153,8 @@ class Stress:
 
     def read_reports(self) -> None:
         """Take in what actors have told so far."""
-        while True:
-            try:
-                data = os.read(self._reader.fileno(), 65536)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            self._rest += data
-        *lines, self._rest = self._rest.split(b"\n")
-        for line in lines:
-            self._note(json.loads(line))
+        for told in self._reports.read():
+            self._note(told)
 
     def _note(self, told: dict[str, Any]) -> None:
         what = told["what"]
