@@ -25,7 +25,7 @@ import threading
 import time
 from bisect import insort
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
 from shmreduce.memory import locks
@@ -292,8 +292,8 @@ class Heap:
         self.strategy = strategy
         self.segments: list[OwnedSegment] = []
         self.warm: dict[int, list[tuple[OwnedSegment, int]]] = {}
-        self.lock = threading.Lock()
-        self._inside: int | None = None
+        self.lock: Any = threading.RLock()
+        self._busy = False
         self._host = host
         self._whole_pages = kind == BY_VALUE
         self._next_segment = _FIRST_SEGMENT
@@ -369,19 +369,20 @@ class Heap:
     @contextmanager
     def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
         """Hold the heap's lock; yield whether it was got."""
-        me = threading.get_ident()
-        if self._inside == me:
+        if self.lock._is_owned():
             raise HeapBusyError
-        got = False
-        try:
-            got = self.lock.acquire(blocking=wait)
-            if got:
-                self._inside = me
-            yield got
-        finally:
-            if got:
-                self._inside = None
-                self.lock.release()
+        if not wait and self._busy:
+            yield False
+            return
+        # The lock's own ``with``: Ctrl-C does not come between the lock and the
+        # block. A thread that holds one heap and sees another busy does not wait
+        # for it, so two cannot wait for each other.
+        with self.lock:
+            self._busy = True
+            try:
+                yield True
+            finally:
+                self._busy = False
 
     def _make_room(self, size: int) -> tuple[OwnedSegment, int]:
         now = time.monotonic()

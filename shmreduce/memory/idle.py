@@ -79,7 +79,8 @@ class IdleReturn:
 
     def before_fork(self) -> None:
         """End the thread for the duration of a fork."""
-        self._stopped_for_fork = self.stop()
+        # Perhaps for the second time: the first may have been interrupted.
+        self._stopped_for_fork = self.stop() or self._stopped_for_fork
 
     def after_fork_in_parent(self) -> None:
         """Go on after a fork."""

@@ -159,6 +159,18 @@ class Runtime:
         if sum(heap.block_bytes for heap in self.heaps) > get_settings().idle_keep:
             self.idle_return.start()
 
+    # Fork
+
+    def before_fork(self) -> None:
+        """Get ready for a child that sees what this process sees."""
+        self.idle_return.before_fork()
+        self.live.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        self.live.ledger.after_fork_in_parent()
+        self.idle_return.after_fork_in_parent()
+
     # The end
 
     def leave(self) -> None:
@@ -250,24 +262,45 @@ def _leave() -> None:
         _current.leave()
 
 
+def _to_the_end(step: Callable[[], None]) -> None:
+    """Take a step of a fork, again if Ctrl-C comes into it.
+
+    Whatever a hook raises is printed, and the fork goes on without the rest of
+    what the hook was to do.
+    """
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            step()
+            break
+        except Exception:
+            raise
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 def _before_fork() -> None:
     if _current is not None:
-        _current.idle_return.before_fork()
-        _current.live.before_fork()
+        _to_the_end(_current.before_fork)
 
 
 def _after_fork_in_parent() -> None:
     if _current is not None:
-        _current.live.ledger.after_fork_in_parent()
-        _current.idle_return.after_fork_in_parent()
+        _to_the_end(_current.after_fork_in_parent)
 
 
 def _after_fork_in_child() -> None:
-    global _current
     if _current is not None:
-        _current = Runtime(_current)
-        # For os.fork; inherited finalizers know that they are not this process's.
-        _finish_at_exit(None)
+        _to_the_end(_renew)
+
+
+def _renew() -> None:
+    global _current
+    _current = Runtime(_current)
+    # For os.fork; inherited finalizers know that they are not this process's.
+    _finish_at_exit(None)
 
 
 os.register_at_fork(

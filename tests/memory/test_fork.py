@@ -414,3 +414,29 @@ def _pin_without_descriptors(held: list[Any]) -> list[int]:
     first = process_state().waiting
     assert wait_for_exit(pid) == 0
     return [first, process_state().waiting]
+
+
+def test_ctrl_c_in_a_fork_hook_does_not_leave_the_fork_unguarded(
+    inherited: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python prints what a hook raises and forks all the same: the hook has done its work."""
+    ledger = runtime.current().live.ledger
+    interrupts = iter([KeyboardInterrupt()])
+    announce = ledger.announce
+
+    def interrupted() -> int:
+        for interrupt in interrupts:
+            raise interrupt
+        return announce()
+
+    ignored: list[Any] = []
+    monkeypatch.setattr(ledger, "announce", interrupted)
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: ignored.append(args.exc_type))
+    where = address(inherited[0])
+    child = Child(lambda: int(inherited[0].sum()))
+    assert ignored == [KeyboardInterrupt]
+    inherited.clear()
+    assert where not in [address(each) for each in occupy()]
+    assert child.step() == LENGTH
+    child.end()
+    eventually(lambda: process_state().waiting == 0, "the block is released")

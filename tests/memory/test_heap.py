@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
 from typing import Any
 
 import numpy as np
@@ -271,3 +272,41 @@ TestAllocations.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+# A file of the kernel's that was just being opened is closed by its destructor.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_heap_can_be_used_after_ctrl_c_anywhere_in_it() -> None:
+    """An interrupt in the middle of an allocation leaves no lock behind."""
+    heap = make_heap()
+    # One segment, large enough for what gets lost, and kept by a block.
+    heap._next_segment = 1 << 30
+    kept, number = heap.allocate(1 << 20)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def allocate_until_interrupted() -> None:
+        for length in itertools.cycle(range(300 << 10, 600 << 10, 50 << 10)):
+            segment, block = heap.allocate(length)
+            del segment.records[block]
+            heap.give_back(segment, block)
+            with heap.exclusive():
+                # Otherwise the next one would find a warm block.
+                heap.cool(0)
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    try:
+        for number_of_round in range(60):
+            # Processor time, so that the load of the machine makes no difference.
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.001 + 0.0001 * number_of_round)
+            with pytest.raises(KeyboardInterrupt):
+                allocate_until_interrupted()
+            segment, block = heap.allocate(700 << 10)
+            del segment.records[block]
+            heap.give_back(segment, block)
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+    del kept.records[number]
+    heap.give_back(kept, number)
