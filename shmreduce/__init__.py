@@ -112,9 +112,11 @@ if TYPE_CHECKING:
     from shmreduce.executor import ProcessPoolExecutor
     from shmreduce.forking import Installation, install, uninstall
     from shmreduce.hookspecs import hookimpl
+    from shmreduce.memory.allocation import allocate, find_block
     from shmreduce.memory.attachments import open_process_descriptor
     from shmreduce.memory.blocks import Block
-    from shmreduce.memory.message import Message, allocate, find_block, import_block
+    from shmreduce.memory.loading import import_block
+    from shmreduce.memory.message import Message
     from shmreduce.prctl import get_thread_name, set_thread_name
     from shmreduce.settings import Settings, get_settings
     from shmreduce.spawning import ProcessContext, SpawnContext, spawn, start_processes
@@ -293,7 +295,9 @@ _DEFINED_IN = {
     "shmreduce.hookspecs": ("hookimpl",),
     "shmreduce.memory.attachments": ("open_process_descriptor",),
     "shmreduce.memory.blocks": ("Block",),
-    "shmreduce.memory.message": ("Message", "allocate", "find_block", "import_block"),
+    "shmreduce.memory.allocation": ("allocate", "find_block"),
+    "shmreduce.memory.loading": ("import_block",),
+    "shmreduce.memory.message": ("Message",),
     "shmreduce.prctl": ("get_thread_name", "set_thread_name"),
     "shmreduce.settings": ("Settings", "get_settings"),
     "shmreduce.spawning": ("ProcessContext", "SpawnContext", "spawn", "start_processes"),

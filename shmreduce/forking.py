@@ -45,7 +45,7 @@ from shmreduce.children import Call, Child
 from shmreduce.discovery import get_registry
 from shmreduce.errors import ReducerConflictError
 from shmreduce.memory import runtime
-from shmreduce.memory.message import discard_message
+from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import PASSES_ON, ask_reducer, dump_message, load_message
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings

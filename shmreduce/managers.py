@@ -15,7 +15,7 @@ import os
 from multiprocessing import connection, managers
 from typing import Any
 
-from shmreduce.memory.message import discard_message
+from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import dumps, loads
 from shmreduce.remote import crosses_hosts
 

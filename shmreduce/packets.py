@@ -27,13 +27,8 @@ from shmreduce.errors import (
     ShmreduceError,
 )
 from shmreduce.memory.handle import Handle
-from shmreduce.memory.message import (
-    Loading,
-    Message,
-    discard_message,
-    hold_message,
-    import_block,
-)
+from shmreduce.memory.loading import Loading, discard_message, hold_message, import_block
+from shmreduce.memory.message import Message
 from shmreduce.memory.runtime import current
 from shmreduce.memory.segment import MESSAGE
 from shmreduce.pickling import dumps, loads

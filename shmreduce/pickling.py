@@ -30,7 +30,8 @@ from shmreduce.errors import (
     ShmreduceError,
     WrongHostError,
 )
-from shmreduce.memory.message import Loading, Message, discard_message, import_block
+from shmreduce.memory.loading import Loading, discard_message, import_block
+from shmreduce.memory.message import Message
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import get_settings
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, packets, pickling
 from shmreduce.born.moving import Moves
-from shmreduce.memory.message import discard_message
+from shmreduce.memory.loading import discard_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable

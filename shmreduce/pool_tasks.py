@@ -18,7 +18,7 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shmreduce.memory.handle import MARK
-from shmreduce.memory.message import discard_message
+from shmreduce.memory.loading import discard_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,66 +1,37 @@
-"""The leases of one pickled message, on the sender's and the receiver's side.
+"""The sender's side of one pickled message: what it gives out.
 
-May import errors, contracts, settings, ``mapping``, ``segment``, ``heap``,
-``blocks``, ``attachments``, ``handle`` and ``runtime``.
+May import errors, settings, ``segment``, ``heap``, ``blocks``, ``filling``,
+``handle`` and ``runtime``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import secrets
-import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shmreduce.errors import (
-    AttachError,
-    ConfigurationError,
-    InvalidHandleError,
-    OutOfSharedMemoryError,
-    SegmentError,
-    StaleHandleError,
-)
-from shmreduce.memory.blocks import Block, Record, owner_record
-from shmreduce.memory.handle import MARK, Handle, key_of, lease_of, pack_handle
-from shmreduce.memory.heap import HeapBusyError, OwnedSegment
-from shmreduce.memory.layout import BY_VALUE, SHARED
-from shmreduce.memory.mapping import Mapping, make_root
+from shmreduce.errors import OutOfSharedMemoryError
+from shmreduce.memory.filling import Filling
+from shmreduce.memory.handle import Handle, pack_handle
+from shmreduce.memory.heap import HeapBusyError
+from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import NONCE_MASK, Segment, Sent
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from collections.abc import Mapping as Arriving
-
     from shmreduce.contracts import Mode
-    from shmreduce.memory.blocks import LiveBlocks
-    from shmreduce.memory.heap import Heap
+    from shmreduce.memory.blocks import Block
 
-    Arrived = Arriving[bytes, int]
-
-__all__ = [
-    "Loading",
-    "Message",
-    "allocate",
-    "discard_message",
-    "find_block",
-    "hold_message",
-    "import_block",
-    "sending",
-]
+__all__ = ["Message", "Mover", "sending"]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
-_MODES = ("rw", "ro", "cow")
-_NOTHING: Arrived = MappingProxyType({})
 
 _nonces = itertools.count(secrets.randbits(60))
 
@@ -72,15 +43,6 @@ def _new_nonces() -> None:
 
 
 os.register_at_fork(after_in_child=_new_nonces)
-
-
-class _LoadingHere(threading.local):
-    """The load that the current thread is in."""
-
-    loading: Loading | None = None
-
-
-_here = _LoadingHere()
 
 
 class Mover(Protocol):
@@ -97,57 +59,6 @@ class _SendingHere(threading.local):
 
 
 sending = _SendingHere()
-
-
-class Loading:
-    """What one unpickling has claimed so far.
-
-    An error that may pass (no descriptor is free at the moment) can hit the
-    second block of a message. The first is turned back into a message then,
-    so that the whole can be loaded again.
-
-    Parameters
-    ----------
-    arrived : mapping of bytes to int, optional
-        Descriptors of segments that came with the message, by token. They are
-        the caller's, who keeps them open until the unpickling has ended.
-    """
-
-    __slots__ = ("_claims", "_known", "_outer", "arrived")
-
-    def __init__(self, arrived: Arrived | None = None) -> None:
-        self.arrived: Arrived = _NOTHING if arrived is None else arrived
-        # The blocks themselves: unpickling drops the arrays before it raises.
-        self._claims: list[tuple[Block, Handle]] = []
-        self._known: list[tuple[Block, int, int]] = []
-        self._outer = _here.loading
-        _here.loading = self
-
-    def claimed(self, block: Block, what: Handle) -> None:
-        """Note a claim."""
-        self._claims.append((block, what))
-
-    def known(self, block: Block, slot: int, nonce: int) -> None:
-        """Note a message about a block that was here before: it ends with the unpickling."""
-        self._known.append((block, slot, nonce))
-
-    def undo(self) -> None:
-        """Turn what was claimed back into what it was."""
-        for block, what in self._claims:
-            record = block._record
-            if record.slot is not None:
-                # From here on the death of the views means nothing any more.
-                record.ended = True
-                record.segment.holds.pop(record.slot, None)
-                record.segment.unclaim(record.block, record.slot, what.nonce, what.slot)
-        self._claims.clear()
-        self._known.clear()
-
-    def close(self) -> None:
-        """End the unpickling."""
-        _here.loading = self._outer
-        for block, slot, nonce in self._known:
-            _end_known(block, slot, nonce)
 
 
 class Message:
@@ -203,7 +114,7 @@ class Message:
                 return None
             raise
         taken = _Taken(segment, block, segment.generations[block], next(_nonces) & NONCE_MASK)
-        taken.filling = _Filling(runtime.live, heap, segment, block, nbytes)
+        taken.filling = Filling(runtime.live, heap, segment, block, nbytes)
         try:
             taken.slot = segment.start_message(block, taken.nonce)
         except BaseException:
@@ -384,66 +295,7 @@ class _Taken:
         self.generation = generation
         self.nonce = nonce
         self.slot = -1
-        self.filling: _Filling | None = None
-
-
-class _Filling:
-    """A block that is this process's to fill until its message is complete.
-
-    Hardly ever does anybody keep a view for longer. Then there is no need to
-    watch the views by a weak reference: it is enough to see, at the end, that
-    nobody refers to their root.
-    """
-
-    __slots__ = ("_birth", "_block", "_heap", "_live", "_nbytes", "_segment", "root")
-
-    def __init__(
-        self, live: LiveBlocks, heap: Heap, segment: OwnedSegment, block: int, nbytes: int
-    ) -> None:
-        self._live = live
-        self._heap = heap
-        self._segment = segment
-        self._block = block
-        self._nbytes = nbytes
-        self._birth = live.ledger.birth
-        data = segment.data
-        self.root = make_root(
-            data.pages, segment.offsets[block] - data.offset, segment.capacities[block]
-        )
-        live.fillings[self] = None
-
-    def view(self) -> memoryview:
-        """Return the bytes to fill."""
-        return memoryview(self.root).cast("B")[: self._nbytes]
-
-    def end(self) -> None:
-        """Leave the block to its leases, or free it if it has none."""
-        segment, block = self._segment, self._block
-        # A child that was forked meanwhile may have a view that is gone here.
-        if sys.getrefcount(self.root) == _UNSHARED and self._birth == self._live.ledger.forks:
-            segment.records.pop(block, None)
-            if not segment.heads[block]:
-                self._heap.give_back(segment, block)
-        else:
-            record = owner_record(self._live, self._heap, segment, block, self._nbytes, "rw")
-            record.birth = self._birth
-            self._live.watch(record, self.root)
-        self.root = None
-        self._live.fillings.pop(self, None)
-
-
-class _Sample:
-    """Refers to an object as a _Filling does to its root."""
-
-    __slots__ = ("root",)
-
-    def __init__(self) -> None:
-        self.root = object()
-
-
-_sample = _Sample()
-# Counted, since versions of CPython differ in what an expression adds.
-_UNSHARED = sys.getrefcount(_sample.root)
+        self.filling: Filling | None = None
 
 
 def _constant(
@@ -464,263 +316,3 @@ def _constant(
         segment.strategy.name,
         segment.locator,
     ).constant()
-
-
-def allocate(nbytes: int, mode: Mode = "rw") -> Block:
-    """Make a shared block.
-
-    Parameters
-    ----------
-    nbytes : int
-        Bytes, 0 included. The contents are undefined.
-    mode : {"rw", "ro", "cow"}
-        How receivers see the block. Here it is always writable.
-
-    Returns
-    -------
-    Block
-        Its memory stays while the Block, or anything derived from its buffer,
-        is in use here, in a process that received it, or in a message under way.
-
-    Raises
-    ------
-    OutOfSharedMemoryError, BudgetExceededError
-        If there is no room.
-    ConfigurationError
-        If ``nbytes`` or ``mode`` is impossible.
-
-    Examples
-    --------
-    >>> block = allocate(5)
-    >>> block.buffer[:] = b"hello"
-    >>> bytes(block.buffer), block.shared
-    (b'hello', True)
-    """
-    if not isinstance(nbytes, int) or nbytes < 0:
-        raise ConfigurationError(
-            f"nbytes must be an integer of 0 or more, not {nbytes!r}",
-            setting="nbytes",
-            value=nbytes,
-        )
-    if mode not in _MODES:
-        raise ConfigurationError(
-            f"mode must be 'rw', 'ro' or 'cow', not {mode!r}", setting="mode", value=mode
-        )
-    runtime = current()
-    runtime.live.settle()
-    heap = runtime.heap(SHARED)
-    try:
-        segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
-    except HeapBusyError:
-        # This thread was interrupted inside that heap, by a signal handler say.
-        heap = runtime.spare_heap(SHARED)
-        segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
-    return runtime.live.expose(owner_record(runtime.live, heap, segment, block, nbytes, mode))
-
-
-def find_block(exporter: object) -> Block | None:
-    """Return the block that a buffer lies in, or None if it is not ours.
-
-    Parameters
-    ----------
-    exporter : memoryview or object
-        A memoryview, or the object at the bottom of a chain of views.
-
-    Examples
-    --------
-    >>> block = allocate(8)
-    >>> find_block(block.buffer[2:4]).nbytes
-    8
-    >>> find_block(bytearray(8)) is None
-    True
-    """
-    return current().live.find(exporter)
-
-
-def import_block(handle: bytes) -> Block:
-    """Take the block that a message brought.
-
-    Parameters
-    ----------
-    handle : bytes
-        From :meth:`Message.allocate` or :meth:`Message.refer` of the sender.
-
-    Returns
-    -------
-    Block
-        A by-value block is this process's alone. The lease ends with the last
-        view.
-
-    Raises
-    ------
-    InvalidHandleError
-        If the bytes are damaged or made up.
-    AttachError
-        If the segment cannot be opened here; ``ProducerDied`` if its maker
-        was killed, ``WrongHostError``, ``ForeignSegmentError``. Nothing was
-        claimed then: the handle can be tried again.
-    StaleHandleError, AlreadyLoadedError
-        If the block was released, or the by-value message loaded, before.
-
-    Examples
-    --------
-    >>> message = Message()
-    >>> view, handle = message.allocate(5)
-    >>> view[:] = b"hello"
-    >>> message.commit()
-    >>> bytes(import_block(handle).buffer)
-    b'hello'
-    """
-    runtime = current()
-    runtime.live.settle()
-    slot, nonce = lease_of(handle)
-    known = runtime.live.find_shared(key_of(handle))
-    if known is not None:
-        if _here.loading is None:
-            _end_known(known, slot, nonce)
-        else:
-            # What comes after it may fail, and the message be loaded again.
-            _here.loading.known(known, slot, nonce)
-        return known
-    what = Handle.unpack(handle)
-    mark = object()
-    segment = runtime.attachments.pin(what, mark, _arrived_here())
-    try:
-        if what.shared != (segment.header.kind == SHARED):
-            raise InvalidHandleError(
-                f"the handle calls block {what.block} of segment {segment.token.hex()} "
-                f"{'shared' if what.shared else 'by value'}, which it is not; the handle was "
-                "damaged or made up",
-                reason="kind does not match",
-            )
-        found = _claim(runtime, segment, what)
-    finally:
-        segment.unpin(mark)
-    if segment.orphan:
-        runtime.attachments.tidy_mailbox()
-    return found
-
-
-def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
-    if segment.import_mapping is None:
-        start = segment.layout.data_offset
-        segment.import_mapping = Mapping(segment.fd, start, segment.header.size - start)
-    mapping = segment.import_mapping
-    slot, alone = segment.claim(
-        what.block, what.generation, what.slot, what.nonce, shared=what.shared
-    )
-    try:
-        offset, capacity = segment.offsets[what.block], segment.capacities[what.block]
-        if (
-            offset < segment.layout.data_offset
-            or offset + capacity > segment.header.size
-            or what.nbytes > capacity
-        ):
-            raise InvalidHandleError(
-                f"block {what.block} of segment {segment.token.hex()} has {capacity} bytes at "
-                f"{offset}, the handle says {what.nbytes}; one of them was damaged or made up",
-                reason="block out of bounds",
-            )
-        private = what.mode == "cow" or not (what.shared or alone)
-        if private:
-            mapping = Mapping(segment.fd, offset, capacity, private=True)
-        record = Record(
-            runtime.live,
-            segment,
-            what.block,
-            what.nbytes,
-            mapping,
-            shared=what.shared,
-            mode=what.mode,
-            slot=slot,
-            private=private,
-        )
-        found = runtime.live.expose(record)
-    except SegmentError:
-        # No addresses left (ENOMEM): nothing was looked at, the message stays.
-        segment.unclaim(what.block, slot, what.nonce, what.slot)
-        raise
-    except BaseException:
-        segment.try_release(what.block, slot)
-        raise
-    if _here.loading is not None:
-        _here.loading.claimed(found, what)
-    return found
-
-
-def _end_known(known: Block, slot: int, nonce: int) -> None:
-    """End a message about a block that this process has had before."""
-    # As long as it is known its segment stays open, without a pin.
-    record = known._record
-    record.segment.consume(record.block, record.generation, slot, nonce)
-
-
-def discard_message(data: bytes | bytearray | memoryview) -> None:
-    """Release what a message that cannot be unpickled would have brought.
-
-    Handles in it that were claimed already are left to the arrays that were
-    rebuilt from them.
-    """
-    for what in _handles_in(data):
-        try:
-            with _pinned(what) as segment:
-                segment.consume(what.block, what.generation, what.slot, what.nonce)
-        except (AttachError, StaleHandleError):
-            # Nothing is left that could be released.
-            continue
-
-
-def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
-    """Keep open what a message refers to, as far as that can be opened.
-
-    For a message that is to be unpickled later, when the descriptors that came
-    with it are closed, and its sender may be dead.
-
-    Returns
-    -------
-    callable
-        Ends that; to be called once, in any thread.
-    """
-    attachments = current().attachments
-    pins = []
-    for what in _handles_in(data):
-        mark = object()
-        try:
-            pins.append((attachments.pin(what, mark, _arrived_here()), mark))
-        except AttachError:
-            # Whoever unpickles the message is told.
-            continue
-
-    def let_go() -> None:
-        for segment, mark in pins:
-            segment.unpin(mark)
-            # In a forked child it may be the parent's.
-            if current().directory.get(segment.token) is segment:
-                attachments.close_ownerless(segment)
-
-    return let_go
-
-
-@contextmanager
-def _pinned(what: Handle) -> Iterator[Segment]:
-    mark = object()
-    segment = current().attachments.pin(what, mark, _arrived_here())
-    try:
-        yield segment
-    finally:
-        segment.unpin(mark)
-
-
-def _arrived_here() -> Arrived:
-    return _NOTHING if _here.loading is None else _here.loading.arrived
-
-
-def _handles_in(data: bytes | bytearray | memoryview) -> Iterator[Handle]:
-    text = bytes(data)
-    start = text.find(MARK)
-    while start != -1:
-        size = Handle.size_at(text, start)
-        # What only looks like a handle is passed over.
-        with contextlib.suppress(InvalidHandleError):
-            yield Handle.unpack(text[start : start + size])
-        start = text.find(MARK, start + len(MARK))

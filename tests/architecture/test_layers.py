@@ -50,8 +50,8 @@ MEMORY_LAYERS = [
     {"attachments"},
     {"blocks"},
     {"idle"},
-    {"runtime"},
-    {"message"},
+    {"runtime", "filling"},
+    {"allocation", "loading", "message"},
     {"inspection"},
 ]
 

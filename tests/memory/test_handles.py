@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import shmreduce
 from shmreduce.memory.handle import MARK, Handle
 from shmreduce.memory.inspection import process_state
-from shmreduce.memory.message import Message, discard_message
+from shmreduce.memory.loading import discard_message
+from shmreduce.memory.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,8 @@ from shmreduce.memory import runtime
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.heap import OwnedSegment
 from shmreduce.memory.layout import BY_VALUE, SHARED
-from shmreduce.memory.message import Loading, Message, discard_message, import_block
+from shmreduce.memory.loading import Loading, discard_message, import_block
+from shmreduce.memory.message import Message
 from shmreduce.memory.segment import MESSAGE, NONCE_MASK
 
 if TYPE_CHECKING:

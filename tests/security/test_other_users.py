@@ -20,8 +20,9 @@ import shmreduce
 from shmreduce.contracts import SegmentFile
 from shmreduce.memory import runtime
 from shmreduce.memory.layout import Layout, SegmentHeader
+from shmreduce.memory.loading import discard_message
 from shmreduce.memory.mapping import PAGE_SIZE
-from shmreduce.memory.message import Message, discard_message
+from shmreduce.memory.message import Message
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy

@@ -33,8 +33,8 @@ from shmreduce.memory import locks, runtime
 from shmreduce.memory.family import Family, Letter
 from shmreduce.memory.handle import MARK, Handle
 from shmreduce.memory.layout import Layout, SegmentHeader
+from shmreduce.memory.loading import discard_message
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
-from shmreduce.memory.message import discard_message
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.sweep import abandoned
 from shmreduce.packets import Arrival

@@ -1,0 +1,92 @@
+"""Shared blocks that are born here, and blocks found by what lies in them.
+
+May import errors, ``heap``, ``blocks`` and ``runtime``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmreduce.errors import ConfigurationError
+from shmreduce.memory.blocks import Block, owner_record
+from shmreduce.memory.heap import HeapBusyError
+from shmreduce.memory.layout import SHARED
+from shmreduce.memory.runtime import current
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import Mode
+
+__all__ = ["allocate", "find_block"]
+
+_MODES = ("rw", "ro", "cow")
+
+
+def allocate(nbytes: int, mode: Mode = "rw") -> Block:
+    """Make a shared block.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes, 0 included. The contents are undefined.
+    mode : {"rw", "ro", "cow"}
+        How receivers see the block. Here it is always writable.
+
+    Returns
+    -------
+    Block
+        Its memory stays while the Block, or anything derived from its buffer,
+        is in use here, in a process that received it, or in a message under way.
+
+    Raises
+    ------
+    OutOfSharedMemoryError, BudgetExceededError
+        If there is no room.
+    ConfigurationError
+        If ``nbytes`` or ``mode`` is impossible.
+
+    Examples
+    --------
+    >>> block = allocate(5)
+    >>> block.buffer[:] = b"hello"
+    >>> bytes(block.buffer), block.shared
+    (b'hello', True)
+    """
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise ConfigurationError(
+            f"nbytes must be an integer of 0 or more, not {nbytes!r}",
+            setting="nbytes",
+            value=nbytes,
+        )
+    if mode not in _MODES:
+        raise ConfigurationError(
+            f"mode must be 'rw', 'ro' or 'cow', not {mode!r}", setting="mode", value=mode
+        )
+    runtime = current()
+    runtime.live.settle()
+    heap = runtime.heap(SHARED)
+    try:
+        segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
+    except HeapBusyError:
+        # This thread was interrupted inside that heap, by a signal handler say.
+        heap = runtime.spare_heap(SHARED)
+        segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
+    return runtime.live.expose(owner_record(runtime.live, heap, segment, block, nbytes, mode))
+
+
+def find_block(exporter: object) -> Block | None:
+    """Return the block that a buffer lies in, or None if it is not ours.
+
+    Parameters
+    ----------
+    exporter : memoryview or object
+        A memoryview, or the object at the bottom of a chain of views.
+
+    Examples
+    --------
+    >>> block = allocate(8)
+    >>> find_block(block.buffer[2:4]).nbytes
+    8
+    >>> find_block(bytearray(8)) is None
+    True
+    """
+    return current().live.find(exporter)

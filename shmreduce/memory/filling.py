@@ -1,0 +1,77 @@
+"""A block while the bytes of a message are being written to it.
+
+May import ``mapping``, ``heap`` and ``blocks``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from shmreduce.memory.blocks import owner_record
+from shmreduce.memory.mapping import make_root
+
+if TYPE_CHECKING:
+    from shmreduce.memory.blocks import LiveBlocks
+    from shmreduce.memory.heap import Heap, OwnedSegment
+
+__all__ = ["Filling"]
+
+
+class Filling:
+    """A block that is this process's to fill until its message is complete.
+
+    Hardly ever does anybody keep a view for longer. Then there is no need to
+    watch the views by a weak reference: it is enough to see, at the end, that
+    nobody refers to their root.
+    """
+
+    __slots__ = ("_birth", "_block", "_heap", "_live", "_nbytes", "_segment", "root")
+
+    def __init__(
+        self, live: LiveBlocks, heap: Heap, segment: OwnedSegment, block: int, nbytes: int
+    ) -> None:
+        self._live = live
+        self._heap = heap
+        self._segment = segment
+        self._block = block
+        self._nbytes = nbytes
+        self._birth = live.ledger.birth
+        data = segment.data
+        self.root = make_root(
+            data.pages, segment.offsets[block] - data.offset, segment.capacities[block]
+        )
+        live.fillings[self] = None
+
+    def view(self) -> memoryview:
+        """Return the bytes to fill."""
+        return memoryview(self.root).cast("B")[: self._nbytes]
+
+    def end(self) -> None:
+        """Leave the block to its leases, or free it if it has none."""
+        segment, block = self._segment, self._block
+        # A child that was forked meanwhile may have a view that is gone here.
+        if sys.getrefcount(self.root) == _UNSHARED and self._birth == self._live.ledger.forks:
+            segment.records.pop(block, None)
+            if not segment.heads[block]:
+                self._heap.give_back(segment, block)
+        else:
+            record = owner_record(self._live, self._heap, segment, block, self._nbytes, "rw")
+            record.birth = self._birth
+            self._live.watch(record, self.root)
+        self.root = None
+        self._live.fillings.pop(self, None)
+
+
+class _Sample:
+    """Refers to an object as a Filling does to its root."""
+
+    __slots__ = ("root",)
+
+    def __init__(self) -> None:
+        self.root = object()
+
+
+_sample = _Sample()
+# Counted, since versions of CPython differ in what an expression adds.
+_UNSHARED = sys.getrefcount(_sample.root)

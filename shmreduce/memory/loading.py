@@ -1,0 +1,281 @@
+"""The receiver's side of one pickled message: what it brings.
+
+May import errors, ``mapping``, ``segment``, ``blocks``, ``attachments``,
+``handle`` and ``runtime``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from shmreduce.errors import AttachError, InvalidHandleError, SegmentError, StaleHandleError
+from shmreduce.memory.blocks import Block, Record
+from shmreduce.memory.handle import MARK, Handle, key_of, lease_of
+from shmreduce.memory.layout import SHARED
+from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.runtime import Runtime, current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from collections.abc import Mapping as Arriving
+
+    from shmreduce.memory.segment import Segment
+
+    Arrived = Arriving[bytes, int]
+
+__all__ = ["Loading", "discard_message", "hold_message", "import_block"]
+
+_NOTHING: Arrived = MappingProxyType({})
+
+
+class _LoadingHere(threading.local):
+    """The load that the current thread is in."""
+
+    loading: Loading | None = None
+
+
+_here = _LoadingHere()
+
+
+class Loading:
+    """What one unpickling has claimed so far.
+
+    An error that may pass (no descriptor is free at the moment) can hit the
+    second block of a message. The first is turned back into a message then,
+    so that the whole can be loaded again.
+
+    Parameters
+    ----------
+    arrived : mapping of bytes to int, optional
+        Descriptors of segments that came with the message, by token. They are
+        the caller's, who keeps them open until the unpickling has ended.
+    """
+
+    __slots__ = ("_claims", "_known", "_outer", "arrived")
+
+    def __init__(self, arrived: Arrived | None = None) -> None:
+        self.arrived: Arrived = _NOTHING if arrived is None else arrived
+        # The blocks themselves: unpickling drops the arrays before it raises.
+        self._claims: list[tuple[Block, Handle]] = []
+        self._known: list[tuple[Block, int, int]] = []
+        self._outer = _here.loading
+        _here.loading = self
+
+    def claimed(self, block: Block, what: Handle) -> None:
+        """Note a claim."""
+        self._claims.append((block, what))
+
+    def known(self, block: Block, slot: int, nonce: int) -> None:
+        """Note a message about a block that was here before: it ends with the unpickling."""
+        self._known.append((block, slot, nonce))
+
+    def undo(self) -> None:
+        """Turn what was claimed back into what it was."""
+        for block, what in self._claims:
+            record = block._record
+            if record.slot is not None:
+                # From here on the death of the views means nothing any more.
+                record.ended = True
+                record.segment.holds.pop(record.slot, None)
+                record.segment.unclaim(record.block, record.slot, what.nonce, what.slot)
+        self._claims.clear()
+        self._known.clear()
+
+    def close(self) -> None:
+        """End the unpickling."""
+        _here.loading = self._outer
+        for block, slot, nonce in self._known:
+            _end_known(block, slot, nonce)
+
+
+def import_block(handle: bytes) -> Block:
+    """Take the block that a message brought.
+
+    Parameters
+    ----------
+    handle : bytes
+        From :meth:`Message.allocate` or :meth:`Message.refer` of the sender.
+
+    Returns
+    -------
+    Block
+        A by-value block is this process's alone. The lease ends with the last
+        view.
+
+    Raises
+    ------
+    InvalidHandleError
+        If the bytes are damaged or made up.
+    AttachError
+        If the segment cannot be opened here; ``ProducerDied`` if its maker
+        was killed, ``WrongHostError``, ``ForeignSegmentError``. Nothing was
+        claimed then: the handle can be tried again.
+    StaleHandleError, AlreadyLoadedError
+        If the block was released, or the by-value message loaded, before.
+
+    Examples
+    --------
+    >>> message = Message()
+    >>> view, handle = message.allocate(5)
+    >>> view[:] = b"hello"
+    >>> message.commit()
+    >>> bytes(import_block(handle).buffer)
+    b'hello'
+    """
+    runtime = current()
+    runtime.live.settle()
+    slot, nonce = lease_of(handle)
+    known = runtime.live.find_shared(key_of(handle))
+    if known is not None:
+        if _here.loading is None:
+            _end_known(known, slot, nonce)
+        else:
+            # What comes after it may fail, and the message be loaded again.
+            _here.loading.known(known, slot, nonce)
+        return known
+    what = Handle.unpack(handle)
+    mark = object()
+    segment = runtime.attachments.pin(what, mark, _arrived_here())
+    try:
+        if what.shared != (segment.header.kind == SHARED):
+            raise InvalidHandleError(
+                f"the handle calls block {what.block} of segment {segment.token.hex()} "
+                f"{'shared' if what.shared else 'by value'}, which it is not; the handle was "
+                "damaged or made up",
+                reason="kind does not match",
+            )
+        found = _claim(runtime, segment, what)
+    finally:
+        segment.unpin(mark)
+    if segment.orphan:
+        runtime.attachments.tidy_mailbox()
+    return found
+
+
+def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
+    if segment.import_mapping is None:
+        start = segment.layout.data_offset
+        segment.import_mapping = Mapping(segment.fd, start, segment.header.size - start)
+    mapping = segment.import_mapping
+    slot, alone = segment.claim(
+        what.block, what.generation, what.slot, what.nonce, shared=what.shared
+    )
+    try:
+        offset, capacity = segment.offsets[what.block], segment.capacities[what.block]
+        if (
+            offset < segment.layout.data_offset
+            or offset + capacity > segment.header.size
+            or what.nbytes > capacity
+        ):
+            raise InvalidHandleError(
+                f"block {what.block} of segment {segment.token.hex()} has {capacity} bytes at "
+                f"{offset}, the handle says {what.nbytes}; one of them was damaged or made up",
+                reason="block out of bounds",
+            )
+        private = what.mode == "cow" or not (what.shared or alone)
+        if private:
+            mapping = Mapping(segment.fd, offset, capacity, private=True)
+        record = Record(
+            runtime.live,
+            segment,
+            what.block,
+            what.nbytes,
+            mapping,
+            shared=what.shared,
+            mode=what.mode,
+            slot=slot,
+            private=private,
+        )
+        found = runtime.live.expose(record)
+    except SegmentError:
+        # No addresses left (ENOMEM): nothing was looked at, the message stays.
+        segment.unclaim(what.block, slot, what.nonce, what.slot)
+        raise
+    except BaseException:
+        segment.try_release(what.block, slot)
+        raise
+    if _here.loading is not None:
+        _here.loading.claimed(found, what)
+    return found
+
+
+def _end_known(known: Block, slot: int, nonce: int) -> None:
+    """End a message about a block that this process has had before."""
+    # As long as it is known its segment stays open, without a pin.
+    record = known._record
+    record.segment.consume(record.block, record.generation, slot, nonce)
+
+
+def discard_message(data: bytes | bytearray | memoryview) -> None:
+    """Release what a message that cannot be unpickled would have brought.
+
+    Handles in it that were claimed already are left to the arrays that were
+    rebuilt from them.
+    """
+    for what in _handles_in(data):
+        try:
+            with _pinned(what) as segment:
+                segment.consume(what.block, what.generation, what.slot, what.nonce)
+        except (AttachError, StaleHandleError):
+            # Nothing is left that could be released.
+            continue
+
+
+def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
+    """Keep open what a message refers to, as far as that can be opened.
+
+    For a message that is to be unpickled later, when the descriptors that came
+    with it are closed, and its sender may be dead.
+
+    Returns
+    -------
+    callable
+        Ends that; to be called once, in any thread.
+    """
+    attachments = current().attachments
+    pins = []
+    for what in _handles_in(data):
+        mark = object()
+        try:
+            pins.append((attachments.pin(what, mark, _arrived_here()), mark))
+        except AttachError:
+            # Whoever unpickles the message is told.
+            continue
+
+    def let_go() -> None:
+        for segment, mark in pins:
+            segment.unpin(mark)
+            # In a forked child it may be the parent's.
+            if current().directory.get(segment.token) is segment:
+                attachments.close_ownerless(segment)
+
+    return let_go
+
+
+@contextmanager
+def _pinned(what: Handle) -> Iterator[Segment]:
+    mark = object()
+    segment = current().attachments.pin(what, mark, _arrived_here())
+    try:
+        yield segment
+    finally:
+        segment.unpin(mark)
+
+
+def _arrived_here() -> Arrived:
+    return _NOTHING if _here.loading is None else _here.loading.arrived
+
+
+def _handles_in(data: bytes | bytearray | memoryview) -> Iterator[Handle]:
+    text = bytes(data)
+    start = text.find(MARK)
+    while start != -1:
+        size = Handle.size_at(text, start)
+        # What only looks like a handle is passed over.
+        with contextlib.suppress(InvalidHandleError):
+            yield Handle.unpack(text[start : start + size])
+        start = text.find(MARK, start + len(MARK))
