@@ -119,6 +119,7 @@ def import_block(handle: bytes) -> Block:
 
     Examples
     --------
+    >>> from shmreduce import Message
     >>> message = Message()
     >>> view, handle = message.allocate(5)
     >>> view[:] = b"hello"
