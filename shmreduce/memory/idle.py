@@ -52,11 +52,16 @@ class IdleReturn:
         self._heaps = heaps
         self._limits = limits
         self._thread: threading.Thread | None = None
+        self._leaving: threading.Thread | None = None
+        """The thread that found itself needless, and may not have ended yet."""
+        self._asked = False
+        """Whether somebody has asked for the thread since it last began to look."""
         self._stop = _thread.allocate_lock()
         self._stopped_for_fork = False
 
     def start(self) -> None:
         """See to it that the thread runs; cheap if it does."""
+        self._asked = True
         if self._thread is not None and self._thread.is_alive():
             return
         stop = _thread.allocate_lock()
@@ -69,6 +74,9 @@ class IdleReturn:
 
     def stop(self) -> bool:
         """End the thread, waiting for it boundedly; return whether there was one."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.join(_PATIENCE)
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
             return False
@@ -93,14 +101,26 @@ class IdleReturn:
             seconds, keep = self._limits()
             if stop.acquire(timeout=min(_LONGEST_PAUSE, max(seconds / 4, 0.01))):
                 return
+            self._asked = False
             self._live.settle()
             heaps = self._heaps()
             left = keep
             for heap in heaps:
                 self._look_after(heap, seconds, left)
                 left = max(0, left - heap.warm_bytes)
-            if sum(heap.block_bytes for heap in heaps) <= keep:
+            if sum(heap.block_bytes for heap in heaps) <= keep and not self._asked:
+                self._leave(stop)
                 return
+
+    def _leave(self, stop: _thread.LockType) -> None:
+        """Make way for another thread, should it be needed from now on."""
+        if stop is not self._stop:
+            # There is another already.
+            return
+        self._leaving, self._thread = self._thread, None
+        # Who asked before that line has seen this thread alive.
+        if self._asked:
+            self.start()
 
     def _look_after(self, heap: Heap, seconds: float, keep: int) -> None:
         """Take back what is free, and give back what has been free for long."""

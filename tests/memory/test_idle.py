@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -12,7 +13,11 @@ import pytest
 
 import shmreduce
 from shmreduce.memory import runtime
+from shmreduce.memory.heap import Heap
+from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.inspection import list_segments, process_state
+from shmreduce.memory.layout import BY_VALUE
+from shmreduce.strategies import current_strategy
 from shmreduce.testing.processes import OtherProcess
 from tests.memory.waiting import PATIENCE, eventually
 
@@ -84,3 +89,28 @@ def test_the_thread_that_gives_back_ends() -> None:
             lambda: "shmreduce-idle" not in [each.name for each in threading.enumerate()],
             f"the thread ends within {PATIENCE} s",
         )
+
+
+def test_who_asks_while_the_thread_is_about_to_end_is_heard() -> None:
+    """Memory that grows after the thread's last look at it is looked after all the same."""
+    looks: list[int] = []
+    again = threading.Event()
+
+    class Growing(Heap):
+        """Grows as soon as its bytes have been counted."""
+
+        @property
+        def block_bytes(self) -> int:
+            looks.append(len(looks))
+            if len(looks) == 1:
+                thread.start()
+            else:
+                again.set()
+            return 0
+
+    state = runtime.current()
+    heap = Growing(BY_VALUE, current_strategy(), state)
+    thread = IdleReturn(state.live, lambda: [heap], lambda: (0.01, 0))
+    thread.start()
+    assert again.wait(PATIENCE)
+    eventually(lambda: not thread.stop(), "the thread ends when nobody asks any more")
