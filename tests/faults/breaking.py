@@ -114,7 +114,7 @@ BREAKS: dict[str, Break] = {
     ),
     "forget to roll back": Break(
         _forget_to_roll_back,
-        replace(_QUIET, injections=(Injection(0, "fallocate", 28, 0.5),), idle=True, seconds=0.5),
+        replace(_QUIET, injections=(Injection(0, "fallocate", 28, 0.5),), idle=True, seconds=1.5),
         "leaks",
     ),
     "leave files open": Break(
