@@ -73,13 +73,14 @@ def main(arguments: list[str] | None = None) -> int:
         outcomes = list(read_journal(options.journal))
         sys.stdout.write(table(outcomes) + "\n")
         return 0
-    if PRIVATE_PIDS not in os.environ:
+    if options.jobs > 1:
+        # Each shard in a /dev/shm of its own: at the end of a run it removes what it finds.
+        _play_shards(options)
+    elif PRIVATE_PIDS not in os.environ:
         given = list(sys.argv[1:] if arguments is None else arguments)
         command = privately([sys.executable, "-m", "tests.faults.run", *given])
         if command[0] == _UNSHARE[0]:
             return subprocess.run(command, check=False).returncode
-    if options.jobs > 1:
-        _play_shards(options)
     outcomes = list(_play(options)) if options.jobs == 1 else []
     if options.journal is not None:
         outcomes = list(read_journal(options.journal))
