@@ -15,6 +15,7 @@ import pytest
 
 import shmreduce
 from shmreduce.born import allocations
+from shmreduce.testing import OtherProcess
 from tests.born.allocator import LARGE, counters, filled, handler_name, is_born
 
 if TYPE_CHECKING:
@@ -196,10 +197,7 @@ def interrupted(when: int) -> bool:
     return interrupter.fired
 
 
-def test_an_interrupt_at_any_instruction_leaves_nothing_switched_on() -> None:
-    """KeyboardInterrupt at any step of entering, moving and leaving: afterwards arrays are
-    ordinary ones, those that live are whole, and the next block works.
-    """
+def interrupt_everywhere() -> None:
     with shmreduce.shared_allocations():
         witness = filled(77)
         _ = filled(78)
@@ -217,3 +215,12 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_switched_on() -> None:
     here.close()
     there.close()
     assert counters().idle_bytes
+
+
+def test_an_interrupt_at_any_instruction_leaves_nothing_switched_on() -> None:
+    """KeyboardInterrupt at any step of entering, moving and leaving: afterwards arrays are
+    ordinary ones, those that live are whole, and the next block works.
+    """
+    # In a process of its own: a message that was being sent may keep its block.
+    with OtherProcess("spawn") as other:
+        other.ask(interrupt_everywhere)
