@@ -31,8 +31,14 @@ def sweep(strategy: SharingStrategy) -> list[str]:
 
     Whoever has such a segment open keeps it.
     """
-    removed = []
-    for name in strategy.names():
+    removed: list[str] = []
+    try:
+        names = list(strategy.names())
+    except OSError:
+        # No descriptor is free, say: for the next who sweeps. What this process
+        # is about to do may not need one.
+        return removed
+    for name in names:
         if abandoned(name):
             strategy.unlink(name)
             removed.append(name)

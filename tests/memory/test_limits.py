@@ -24,6 +24,8 @@ from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE
+from shmreduce.memory.sweep import sweep
+from shmreduce.strategies import find_strategy
 from shmreduce.testing.processes import OtherProcess
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
@@ -359,3 +361,22 @@ def test_a_hundred_thousand_arrays_need_few_descriptors_and_mappings() -> None:
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+def test_a_sweep_that_finds_no_descriptor_is_left_to_the_next() -> None:
+    """Names that cannot be listed at the moment are no error of whoever wants to send."""
+    strategy = find_strategy("file_system")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            list(strategy.names())
+        assert sweep(strategy) == []
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
