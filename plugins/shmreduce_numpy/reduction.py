@@ -85,7 +85,9 @@ def _reference(
     template: np.ndarray[Any, Any] | None = None,
 ) -> Any:
     flags = array.flags
-    strides = None if flags.c_contiguous else array.strides
+    # Those of an axis of length 1 may be anything.
+    usual = flags.c_contiguous and (1 not in array.shape or not array.nbytes)
+    strides = None if usual else array.strides
     # One that fills its block begins where that does. Where one without bytes
     # points to is anywhere, and NumPy checks it.
     fills = array.nbytes in (0, block.nbytes) and flags.forc
