@@ -50,6 +50,8 @@ class Children:
         self.strategy = strategy
         self.context: Any = multiprocessing.get_context(method)
         self.started: list[BaseProcess] = []
+        # Others may keep processes for all their tests.
+        self._before = {process.pid for process in descendants()}
 
     def start(self, function: Callable[..., object], *arguments: Any) -> BaseProcess:
         """Start a child that calls ``function(*arguments)``."""
@@ -91,7 +93,9 @@ class Children:
         for process in self.started:
             if process.is_alive():
                 process.join(1.0)
-        for process in [each for each in descendants() if each.is_running()]:
+        for process in descendants():
+            if process.pid in self._before or not process.is_running():
+                continue
             survivors.append(f"{process.pid}: {' '.join(process.cmdline())}")
             process.kill()
         for process in self.started:
