@@ -49,7 +49,7 @@ class Standin:
         return [each[1] for each in words if each[0] == str(pid)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a freshly compiled ``libcuda.so.1``."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -90,7 +90,7 @@ def standin(standin_library: Path, tmp_path: Path) -> Iterator[Standin]:
         assert not standin.violations()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _session(
     standin_library: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Standin, Actor, Actor]]:
