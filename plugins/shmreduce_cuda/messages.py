@@ -100,8 +100,8 @@ class Description(NamedTuple):
     def fields(self) -> tuple[Any, ...]:
         """Return plain values for a message."""
         kind = self.place.key[0]
-        changed = self._replace(layout=tuple(self.layout), place=(kind, *self.place))  # type: ignore[arg-type]
-        return (VERSION, *changed)
+        plain = {"layout": tuple(self.layout), "place": (kind, *self.place)}
+        return (VERSION, *(self._asdict() | plain).values())
 
 
 def read_description(fields: tuple[Any, ...]) -> Description:

@@ -21,14 +21,14 @@ import warnings
 from bisect import insort
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from shmreduce.born.library import KNOWN, PRIVATE, Library, load
 from shmreduce.errors import LeaseTimeoutError, SegmentError, ShmreduceWarning
 from shmreduce.memory.headroom import Machine, headroom
 from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost, OwnedSegment
 from shmreduce.memory.layout import BY_VALUE
-from shmreduce.memory.runtime import Runtime, current
+from shmreduce.memory.runtime import current
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
@@ -413,14 +413,7 @@ def get_heap() -> BornHeap:
     AllocatorUnavailableError
         If the allocator was not built.
     """
-    heap = current().heap_for(BY_VALUE, "born", _make)
-    if not isinstance(heap, BornHeap):
-        raise TypeError(f"{heap!r} is not a BornHeap")
-    return heap
-
-
-def _make(kind: int, strategy: SharingStrategy, runtime: Runtime) -> Heap:
-    return BornHeap(kind, strategy, runtime)
+    return cast("BornHeap", current().heap_for(BY_VALUE, "born", BornHeap))
 
 
 def heap_of(number: int) -> BornHeap:

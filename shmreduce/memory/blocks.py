@@ -171,7 +171,8 @@ class Block:
             True if no message under way and no other process has the block.
             No handle made before can be loaded any more; the block itself can
             travel again. False if somebody has it or may be about to, and
-            everywhere but in the process that made it.
+            everywhere but in the process that made it. What a forked child
+            inherited does not count: it can read the block, not send it.
 
         Examples
         --------

@@ -48,7 +48,10 @@ class Filling:
         return memoryview(self.root).cast("B")[: self._nbytes]
 
     def end(self) -> None:
-        """Leave the block to its leases, or free it if it has none."""
+        """Leave the block to its leases, or free it if it has none; once."""
+        if self.root is None:
+            # A commit that was interrupted is taken back.
+            return
         segment, block = self._segment, self._block
         # A child that was forked meanwhile may have a view that is gone here.
         if sys.getrefcount(self.root) == _UNSHARED and self._birth == self._live.ledger.forks:

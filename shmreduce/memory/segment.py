@@ -229,7 +229,8 @@ class Segment:
 
     def descriptors(self) -> tuple[int, ...]:
         """Return all that the segment has open."""
-        return (self.fd, self.lock_fd, *self._transfer.values())
+        every = (self.fd, self.lock_fd, *self._transfer.values())
+        return tuple(fd for fd in every if fd != -1)
 
     def owner_alive(self) -> bool:
         """Return whether the process that made the segment, or a fork of it, lives."""

@@ -5,7 +5,6 @@ May import ``base``, ``channels`` and the public names of shmreduce.
 
 from __future__ import annotations
 
-import inspect
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -108,17 +107,13 @@ class BornShared(Shmreduce):
         return ability == "collect" or super().can(ability, kind)
 
     def unusable_reason(self) -> str | None:
-        """Return that this version cannot do it, or why it cannot here, or None."""
-        import shmreduce.pool
-        from shmreduce.errors import ShmreduceError
+        """Return why arrays cannot be born in shared memory here, or None."""
+        import shmreduce
 
-        parameters = inspect.signature(shmreduce.pool.Pool).parameters
-        if "shared_allocations" not in {*dir(shmreduce)} & {*parameters}:
-            return "this version of shmreduce has no shared_allocations"
         try:
-            with _shared_allocations():
+            with shmreduce.shared_allocations():
                 return None
-        except (ShmreduceError, ImportError) as error:
+        except shmreduce.ShmreduceError as error:
             return str(error)
 
     def pool(self, workers: int) -> Any:
@@ -129,15 +124,10 @@ class BornShared(Shmreduce):
         """Have NumPy make the arrays anew, as the result of a computation would be."""
         if kind != "born":
             return super().message(payload, kind)
-        with _shared_allocations():
+        import shmreduce
+
+        with shmreduce.shared_allocations():
             return change_arrays(payload, copy)
-
-
-def _shared_allocations() -> Any:
-    import shmreduce
-
-    # By name, as long as there are versions without it.
-    return getattr(shmreduce, "shared_allocations")()  # noqa: B009
 
 
 OURS = Shmreduce().name
