@@ -29,7 +29,6 @@ from shmreduce.errors import (
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.loading import Loading, discard_message, hold_message, import_block
 from shmreduce.memory.message import Message
-from shmreduce.memory.runtime import current
 from shmreduce.memory.segment import MESSAGE
 from shmreduce.pickling import dumps, loads
 
@@ -318,10 +317,11 @@ class Arrival:
         self._arrived: dict[bytes, int] = {}
         if count:
             tokens = packet[_HEAD.size : start]
-            known = current().directory
+            # Of segments that are open here, too: one whose owner is dead is closed
+            # at any moment when nothing of it is in use, and comes from nowhere else.
             for place, fd in enumerate(descriptors):
                 token = bytes(tokens[_TOKEN_SIZE * place : _TOKEN_SIZE * (place + 1)])
-                if token in known or token in self._arrived:
+                if token in self._arrived:
                     os.close(fd)
                 else:
                     self._arrived[token] = fd

@@ -571,6 +571,28 @@ def test_producer_may_be_gone(children: Children, how: str) -> None:
     reader.close()
 
 
+def produce_from_two_segments(connection: Any) -> None:
+    """Send from one segment, wait until that was dropped, send from two, and be killed."""
+    connection.send(np.full(1 << 18, 1))
+    connection.recv()
+    connection.send((shmreduce.full(1 << 18, 2), np.full(1 << 18, 3)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_producer_loses_nothing_of_a_segment_known_before(children: Children) -> None:
+    """Opening one segment of a message closes no other of it that is open and of no use yet."""
+    here, there = context_of(children).Pipe()
+    process = children.start(produce_from_two_segments, there)
+    there.close()
+    assert within(here.recv)[-1] == 1
+    here.send("dropped")
+    children.join(process)
+    shared, value = within(here.recv)
+    assert (shared == 2).all()
+    assert (value == 3).all()
+    here.close()
+
+
 def echo(connection: Any) -> None:
     """Send back what comes, until None does."""
     while (message := connection.recv()) is not None:
