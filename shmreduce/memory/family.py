@@ -215,24 +215,28 @@ class Family:
         """Hold one of the family's locks, which is waited for boundedly."""
         start = time.monotonic()
         # The byte lock excludes other processes only. A call from a signal
-        # handler passes both, as part of the call that it interrupted.
-        if not self._threads.acquire(timeout=_PATIENCE):
-            raise _stayed_taken(_PATIENCE)
-        try:
-            self._depth[offset] += 1
-            pause = 0.00002
-            while not locks.try_lock(self._lock_fd, offset, later=True):
-                waited = time.monotonic() - start
-                if waited > _PATIENCE:
-                    raise _stayed_taken(waited)
-                time.sleep(pause)
-                pause = min(2 * pause, 0.005)
-            yield
-        finally:
-            self._depth[offset] -= 1
-            if not self._depth[offset]:
-                locks.unlock(self._lock_fd, offset)
-            self._threads.release()
+        # handler passes both, as part of the call that it interrupted. The thread
+        # lock's own ``with``: Ctrl-C does not come between the lock and the block.
+        with self._threads:
+            try:
+                self._depth[offset] += 1
+                pause = 0.00002
+                while not locks.try_lock(self._lock_fd, offset, later=True):
+                    waited = time.monotonic() - start
+                    if waited > _PATIENCE:
+                        raise _stayed_taken(waited)
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.005)
+                yield
+            finally:
+                self._depth[offset] -= 1
+                if not self._depth[offset]:
+                    try:
+                        locks.unlock(self._lock_fd, offset)
+                    except BaseException:
+                        # Ctrl-C, maybe before the lock was given up.
+                        locks.unlock(self._lock_fd, offset)
+                        raise
 
     # Mailbox
 
