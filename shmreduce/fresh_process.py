@@ -2,7 +2,7 @@
 
 The demo and the benchmarks put each thing that they compare into a process of
 its own, so that an ``install()`` here does not change what is measured there.
-May import :mod:`shmreduce.errors` only.
+May import :mod:`shmreduce.errors` and :mod:`shmreduce.process_ends`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.errors import ShmreduceError
+from shmreduce.process_ends import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,8 +184,9 @@ class FreshProcess:
         code = self._process.exitcode
         if code is None:
             return "it closed its end of the pipe"
-        if code < 0:
-            return f"it was killed by {signal.Signals(-code).name}"
+        name = signal_name(code)
+        if name is not None:
+            return f"it was killed by {name}"
         return f"it ended with exit status {code} before it answered"
 
     def _failure(self, reason: str) -> RunFailedError:

@@ -1,16 +1,16 @@
 """One worker of a pool, as its parent sees it.
 
-May import errors (types only), ``parent_death``, ``pool_channel``, ``pool_marks``
-and ``pool_tasks`` (types only).
+May import errors (types only), ``parent_death``, ``pool_channel``, ``pool_marks``,
+``pool_tasks`` (types only) and ``process_ends``.
 """
 
 from __future__ import annotations
 
 import collections
-import os
-import signal
 import time
 from typing import TYPE_CHECKING
+
+from shmreduce.process_ends import open_pidfd, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ class Worker:
         self.lifeline = lifeline
         self.marks = marks
         self.slot = slot
-        self.pidfd = _open_pidfd(process)
+        self._pidfd = open_pidfd(process)
         self.ready = False
         self.refused = False
         """Whether its initializer raised an exception."""
@@ -54,16 +54,15 @@ class Worker:
     @property
     def sentinel(self) -> int:
         """A descriptor that is ready when the process has ended."""
-        return self.process.sentinel if self.pidfd is None else self.pidfd
+        return self.process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
     def close(self) -> None:
         """Close what the parent has of it; it has ended."""
         self.channel.close()
         self.channel.give_up()
         self.lifeline.cut()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        if self._pidfd is not None:
+            self._pidfd.close()
 
     def exit_code(self) -> int | None:
         """Wait for the exit code of the process, which has ended; None if nobody can know it."""
@@ -96,7 +95,7 @@ def describe_death(
     task : Task or None
         What it was doing; None if it was being started.
     """
-    name = _signal_name(exitcode)
+    name = signal_name(exitcode)
     if name is not None:
         what = f"was killed by {name}"
     elif exitcode is None:
@@ -113,26 +112,6 @@ def describe_death(
         signal_name=name,
         index=index,
     )
-
-
-def _open_pidfd(process: BaseProcess) -> int | None:
-    if process.pid is None or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(process.pid)
-    except OSError:
-        # A child of the fork server that has died already, an old kernel, a
-        # sandbox: the sentinel will do.
-        return None
-
-
-def _signal_name(exitcode: int | None) -> str | None:
-    if exitcode is None or exitcode >= 0:
-        return None
-    try:
-        return signal.Signals(-exitcode).name
-    except ValueError:
-        return f"signal {-exitcode}"
 
 
 def _remedy(name: str | None, task: Task | None) -> str:

@@ -1,21 +1,19 @@
 """The processes that were started together, seen from their parent: joined as one.
 
 May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`,
-:mod:`shmreduce.parent_death` and :mod:`shmreduce.spawn_child`.
+:mod:`shmreduce.parent_death`, :mod:`shmreduce.process_ends` and
+:mod:`shmreduce.spawn_child`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 import time
 from copy import copy
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.descriptor import Descriptor
 from shmreduce.errors import (
     ConfigurationError,
     ProcessException,
@@ -24,6 +22,7 @@ from shmreduce.errors import (
     ProcessTimeoutError,
 )
 from shmreduce.interrupts import Interrupts
+from shmreduce.process_ends import open_pidfd, signal_name
 from shmreduce.spawn_child import Raised, Returned
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Child:
         self.way = way
         self.report = report
         self.lifeline = lifeline
-        self._pidfd = _open_pidfd(process)
+        self._pidfd = open_pidfd(process)
         self.sentinel = process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
     def reap(self) -> None:
@@ -73,23 +72,6 @@ class Child:
         if code is None:
             code = 0 if isinstance(self.report.read(), Returned) else 255
         return code
-
-
-def _open_pidfd(process: BaseProcess) -> Descriptor | None:
-    """Return what is ready when the process itself ends; None where there is none.
-
-    The sentinel of multiprocessing is a pipe that is inherited by what the
-    child forks, and so is ready only when all of that has ended too; except
-    with a fork server, which gives it to no child.
-    """
-    popen = getattr(process, "_popen", None)
-    if getattr(popen, "method", None) not in {"fork", "spawn"} or process.pid is None:
-        return None
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        return None
-    return Descriptor(pidfd)
 
 
 class ProcessContext:
@@ -409,12 +391,7 @@ def _raised(outcome: Raised, way: Way, index: int, pid: int) -> ProcessRaisedExc
 
 
 def _exited(exit_code: int, index: int, pid: int) -> ProcessExitedException:
-    if exit_code >= 0:
-        message = f"process {index} terminated with exit code {exit_code}"
-        return ProcessExitedException(message, index, pid, exit_code)
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"<Unknown signal {-exit_code}>"
-    message = f"process {index} terminated with signal {name}"
+    name = signal_name(exit_code)
+    how = f"exit code {exit_code}" if name is None else f"signal {name}"
+    message = f"process {index} terminated with {how}"
     return ProcessExitedException(message, index, pid, exit_code, name)

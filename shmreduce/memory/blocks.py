@@ -315,11 +315,17 @@ class LiveBlocks:
 
     def _died(self, reference: RootReference) -> None:
         record = reference.record
-        self._roots.pop(reference.identity, None)
-        if record.key is not None and self._shared.get(record.key) is reference:
-            self._shared.pop(record.key, None)
-        record.death = self.ledger.forks
-        self._release(record)
+        try:
+            if self._roots.get(reference.identity) is reference:
+                del self._roots[reference.identity]
+            if record.key is not None and self._shared.get(record.key) is reference:
+                self._shared.pop(record.key, None)
+            record.death = self.ledger.forks
+            self._release(record)
+        except BaseException:
+            # Ctrl-C, which Python prints here. What was not done is done later.
+            self._visible_to_children.append(record)
+            raise
 
     def _release(self, record: Record) -> None:
         if self.ledger.visible(record.birth, record.death):
@@ -328,11 +334,14 @@ class LiveBlocks:
             self._waiting.append(record)
 
     def _end(self, record: Record) -> bool:
+        """End a record; return False to be asked again. Asked after the end it does nothing."""
         segment, block = record.segment, record.block
         if record.ended:
             return True
         if record.slot is None:
-            segment.records.pop(block, None)
+            # The block may have got another record since.
+            if segment.records.get(block) is record:
+                del segment.records[block]
             if record.heap is not None and isinstance(segment, OwnedSegment):
                 record.heap.give_back(segment, block)
             return True
@@ -346,9 +355,14 @@ class LiveBlocks:
             except SegmentError:
                 return False
             record.in_place = False
+        # Once at most, also if Ctrl-C comes in the middle: the slot may be
+        # another hold's as soon as it is free.
+        record.ended = True
         if not segment.try_release(block, record.slot):
+            record.ended = False
             return False
-        segment.holds.pop(record.slot, None)
+        if segment.holds.get(record.slot) is record:
+            del segment.holds[record.slot]
         if not segment.holds:
             self.on_unused(segment)
         return True

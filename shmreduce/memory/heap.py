@@ -1,7 +1,7 @@
 """The allocator over the segments that this process made.
 
-May import errors, contracts, ``locks``, ``mapping``, ``layout``, ``segment``
-and ``family``.
+May import errors, contracts, ``locks``, ``block_locks``, ``mapping``, ``layout``,
+``segment`` and ``family``.
 
 Blocks come in size classes, eight to a doubling, so at most an eighth of a
 block is unused. A freed block stays *warm*, its pages allocated and mapped, on
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
 from shmreduce.memory import locks
+from shmreduce.memory.block_locks import if_unlocked
 from shmreduce.memory.headroom import Machine, headroom
 from shmreduce.memory.layout import (
     BY_VALUE,
@@ -129,25 +130,28 @@ class OwnedSegment(Segment):
         try:
             if block not in self.out:
                 return False
-            if not self.try_lock_block(block, mark):
+            taken = self._try_take_back(block)
+            if taken is None:
                 # Somebody is at it; look again at the next collection.
                 self.hints[block] = 1
-                return False
-            return self._take_back(block)
+            return bool(taken)
         finally:
-            self.unlock_block(block, mark)
             self.unpin(mark)
 
     def recall(self, block: int) -> int | None:
         """Make every handle of a block stale if it has no lease; return its new generation."""
-        mark = object()
-        try:
-            if self.heads[block] or not self.try_lock_block(block, mark) or self.heads[block]:
-                return None
-            self.generations[block] += 1
-            return int(self.generations[block])
-        finally:
-            self.unlock_block(block, mark)
+        return None if self.heads[block] else self._recall(block)
+
+    @if_unlocked
+    def _recall(self, block: int) -> int | None:
+        if self.heads[block]:
+            return None
+        self.generations[block] += 1
+        return int(self.generations[block])
+
+    @if_unlocked
+    def _try_take_back(self, block: int) -> bool:
+        return self._take_back(block)
 
     def _take_back(self, block: int) -> bool:
         # Several threads may find a block unused. The entry is for one of them;
@@ -184,18 +188,22 @@ class OwnedSegment(Segment):
         mark = object()
         self.pins[mark] = None
         try:
-            if block not in self.out or not self.try_lock_block(block, mark):
-                return
-            for slot in self.messages(block):
-                key = (slot, self.words[slot])
-                since = seen.get(key, now)
-                if now - since > timeout:
-                    self._unlink(block, slot)
-                else:
-                    self._seen[key] = since
+            if block in self.out:
+                self._unlink_old_messages(block, seen, now, timeout)
         finally:
-            self.unlock_block(block, mark)
             self.unpin(mark)
+
+    @if_unlocked
+    def _unlink_old_messages(
+        self, block: int, seen: dict[tuple[int, int], float], now: float, timeout: float
+    ) -> None:
+        for slot in self.messages(block):
+            key = (slot, self.words[slot])
+            since = seen.get(key, now)
+            if now - since > timeout:
+                self._unlink(block, slot)
+            else:
+                self._seen[key] = since
 
     @property
     def empty(self) -> bool:

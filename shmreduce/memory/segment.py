@@ -1,6 +1,7 @@
 """One segment as one process has it open: its tables and its lease transitions.
 
-May import errors, contracts, ``locks``, ``mapping``, ``processes`` and ``layout``.
+May import errors, contracts, ``locks``, ``block_locks``, ``mapping``, ``processes``
+and ``layout``.
 
 Each block has a generation, which its owner raises when the block becomes free,
 and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
@@ -9,8 +10,7 @@ epoch: that process has views). A block may be reused only when its chain is
 empty and its owner has no view.
 
 Every transition of a block's chain, and every decision to free it, is made
-under the block's lock: a byte lock against other processes and a mark in
-``_busy`` against other threads. Stores are ordered so that a process killed in
+under the block's lock. Stores are ordered so that a process killed in
 the middle leaves the block held, never free too early: a message becomes a
 holder by one store, a slot is unlinked before it is cleared.
 
@@ -33,17 +33,16 @@ from shmreduce.errors import (
     AlreadyLoadedError,
     ForeignSegmentError,
     InvalidHandleError,
-    LeaseTimeoutError,
     OutOfLeasesError,
     OutOfSharedMemoryError,
     SegmentError,
     StaleHandleError,
 )
 from shmreduce.memory import locks
+from shmreduce.memory.block_locks import BlockLocks, if_unlocked, under_lock
 from shmreduce.memory.layout import (
     CHUNK_SLOTS,
     IMPORTERS,
-    LOCK_BLOCK,
     LOCK_CHUNK,
     LOCK_IMPORTER,
     LOCK_OWNER,
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from shmreduce.contracts import SegmentFile, SharingStrategy
 
 __all__ = [
-    "LOCK_PATIENCE",
     "MESSAGE",
     "NONCE_MASK",
     "Segment",
@@ -73,9 +71,6 @@ NONCE_MASK = MESSAGE - 1
 _HOLDER = 1 << 63
 _EPOCH_BITS = 48
 _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
-
-LOCK_PATIENCE = 30.0
-"""Seconds to wait for a block that another process has locked (and may be stopped)."""
 
 # Slots that a rescan must find before it is preferred to taking another chunk.
 _WORTH_A_RESCAN = 64
@@ -109,7 +104,7 @@ class Sent(NamedTuple):
         return child is None or (sentinel is not None and bool(wait([sentinel], 0)))
 
 
-class Segment:
+class Segment(BlockLocks):
     """An open segment.
 
     Owns ``file.fd`` from construction on; :meth:`close` gives it back, and with
@@ -133,9 +128,9 @@ class Segment:
         self.file = file
         self.fd = file.fd
         self.header = header
-        self.token = header.token
         self.strategy = strategy
         self.owner = owner
+        self.token = header.token
         self.layout = layout = Layout.of(header)
         self.tables = Mapping(self.fd, 0, layout.data_offset)
         everything = memoryview(self.tables.pages)
@@ -162,7 +157,6 @@ class Segment:
         self.orphan = False
         """Whether the segment was found in the mailbox: nobody allocates from it."""
         self.import_mapping: Mapping | None = None
-        self._busy: dict[int, object] = {}
         self._free_slots: list[int] = []
         self._listed: dict[int, object] = {}
         self._chunks: dict[int, object] = {}
@@ -171,7 +165,7 @@ class Segment:
         # For the blocks' locks alone: a description that forked children close
         # at once. Otherwise a parent that is killed in the middle of a
         # transition would leave its lock to a child that knows nothing of it.
-        self.lock_fd = locks.reopen(self.fd)
+        super().__init__(locks.reopen(self.fd))
         self._transfer: dict[str, int] = {}
 
     @classmethod
@@ -325,54 +319,6 @@ class Segment:
         # reached by the lease (memory of a device, say) may go with the last.
         return is_closing(self.pids[index])
 
-    # The lock of one block
-
-    # A mark identifies the caller's attempt. Since a signal handler may raise
-    # between any two steps, callers lock inside a ``try`` whose ``finally``
-    # unlocks, whatever has happened.
-
-    def try_lock_block(self, block: int, mark: object) -> bool:
-        """Lock a block without waiting; return whether that was possible."""
-        if self._busy.setdefault(block, mark) is not mark:
-            return False
-        locked = False
-        try:
-            locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block, later=True)
-        finally:
-            if not locked:
-                # An interrupt may have come between the lock and the assignment.
-                locks.unlock(self.lock_fd, LOCK_BLOCK + block)
-                self._busy.pop(block, None)
-        return locked
-
-    def lock_block(self, block: int, mark: object) -> None:
-        """Lock a block; wait for it, boundedly."""
-        if block >= self.layout.blocks:
-            self.check(block, 0)
-        if self.try_lock_block(block, mark):
-            return
-        start = time.monotonic()
-        pause = 0.00002
-        while not self.try_lock_block(block, mark):
-            waited = time.monotonic() - start
-            if waited > LOCK_PATIENCE:
-                raise LeaseTimeoutError(
-                    f"block {block} of segment {self.token.hex()} stayed locked for "
-                    f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
-                    "call from a signal handler. Continue or kill that process and try again",
-                    segment=self.token.hex(),
-                    block=block,
-                    waited=waited,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
-
-    def unlock_block(self, block: int, mark: object) -> None:
-        """Undo what ``mark`` has locked, if anything."""
-        if self._busy.get(block) is mark:
-            locks.unlock(self.lock_fd, LOCK_BLOCK + block)
-            self._busy.pop(block, None)
-
     # Lease transitions
 
     def check(self, block: int, generation: int) -> None:
@@ -404,18 +350,18 @@ class Segment:
     def add_message(self, block: int, generation: int, nonce: int) -> int:
         """Add a message to a block that somebody holds; return its slot."""
         slot = self._take_slot()
-        mark = object()
         try:
-            self.lock_block(block, mark)
-            self.check(block, generation)
-            self._link(block, slot, MESSAGE | nonce)
+            self._add_message(block, generation, slot, MESSAGE | nonce)
         except BaseException:
             if not self.words[slot]:
                 self._give_slot(slot)
             raise
-        finally:
-            self.unlock_block(block, mark)
         return slot
+
+    @under_lock
+    def _add_message(self, block: int, generation: int, slot: int, word: int) -> None:
+        self.check(block, generation)
+        self._link(block, slot, word)
 
     def claim(
         self, block: int, generation: int, slot: int, nonce: int, *, shared: bool
@@ -443,32 +389,36 @@ class Segment:
                 f"{self.layout.slots}; the handle is forged or damaged",
                 reason="slot out of range",
             )
-        mark = object()
-        try:
-            self.lock_block(block, mark)
-            self.check(block, generation)
-            if self.words[slot] == MESSAGE | nonce:
-                # The one store that makes the lease ours.
-                self.words[slot] = self.importer
-            elif shared:
-                slot = self._take_slot_but(slot)
-                self._link(block, slot, self.importer)
-            else:
-                raise AlreadyLoadedError(
-                    f"the array in block {block} of segment {self.token.hex()} was loaded from "
-                    "this message before and belongs to its loader; pickle it once for each "
-                    "receiver, or make it shared with shmreduce.share()",
-                    segment=self.token.hex(),
-                    block=block,
-                )
-            alone = self.heads[block] == slot + 1 and not self._next[slot]
-            if not alone and not shared:
-                self._drop_dead(block)
-                alone = self.heads[block] == slot + 1 and not self._next[slot]
-            return slot, alone
-        finally:
-            self.unlock_block(block, mark)
+        if block >= self.layout.blocks:
+            self.check(block, 0)
+        return self._claim(block, generation, slot, nonce, shared)
 
+    @under_lock
+    def _claim(
+        self, block: int, generation: int, slot: int, nonce: int, shared: bool
+    ) -> tuple[int, bool]:
+        self.check(block, generation)
+        if self.words[slot] == MESSAGE | nonce:
+            # The one store that makes the lease ours.
+            self.words[slot] = self.importer
+        elif shared:
+            slot = self._take_slot_but(slot)
+            self._link(block, slot, self.importer)
+        else:
+            raise AlreadyLoadedError(
+                f"the array in block {block} of segment {self.token.hex()} was loaded from "
+                "this message before and belongs to its loader; pickle it once for each "
+                "receiver, or make it shared with shmreduce.share()",
+                segment=self.token.hex(),
+                block=block,
+            )
+        alone = self.heads[block] == slot + 1 and not self._next[slot]
+        if not alone and not shared:
+            self._drop_dead(block)
+            alone = self.heads[block] == slot + 1 and not self._next[slot]
+        return slot, alone
+
+    @under_lock
     def unclaim(self, block: int, slot: int, nonce: int, named: int) -> None:
         """Turn a hold that was just claimed back into what it was.
 
@@ -476,60 +426,44 @@ class Segment:
         ``named``. If not, somebody else had loaded the message before, and no
         handle leads to this slot: a message there could never be loaded.
         """
-        mark = object()
-        try:
-            self.lock_block(block, mark)
-            if self.words[slot] == self.importer:
-                if slot == named:
-                    self.words[slot] = MESSAGE | nonce
-                else:
-                    self._unlink(block, slot)
-        finally:
-            self.unlock_block(block, mark)
+        if self.words[slot] == self.importer:
+            if slot == named:
+                self.words[slot] = MESSAGE | nonce
+            else:
+                self._unlink(block, slot)
 
     def consume(self, block: int, generation: int, slot: int, nonce: int) -> bool:
         """End a message without taking a hold; return False if it was ended before."""
         if block >= self.layout.blocks or slot >= self.layout.slots:
             return False
-        mark = object()
-        try:
-            self.lock_block(block, mark)
-            if self.generations[block] != generation or self.words[slot] != MESSAGE | nonce:
-                return False
-            # Nobody's message any more, before it leaves the chain: if this
-            # process is killed in between, nobody shall load what holds nothing.
-            self.words[slot] = self.importer
-            self._unlink(block, slot)
-            return True
-        finally:
-            self.unlock_block(block, mark)
+        return self._consume(block, generation, slot, MESSAGE | nonce)
 
+    @under_lock
+    def _consume(self, block: int, generation: int, slot: int, word: int) -> bool:
+        if self.generations[block] != generation or self.words[slot] != word:
+            return False
+        # Nobody's message any more, before it leaves the chain: if this
+        # process is killed in between, nobody shall load what holds nothing.
+        self.words[slot] = self.importer
+        self._unlink(block, slot)
+        return True
+
+    @if_unlocked
     def try_release(self, block: int, slot: int) -> bool:
-        """End this process's hold without waiting; return False to be asked again.
+        """End this process's hold without waiting; return None to be asked again.
 
         Called when the last view has died, in any thread and at any instant,
         so it must not block.
         """
-        mark = object()
-        try:
-            if not self.try_lock_block(block, mark):
-                return False
-            if self.words[slot] == self.importer:
-                self._unlink(block, slot)
-        finally:
-            self.unlock_block(block, mark)
+        if self.words[slot] == self.importer:
+            self._unlink(block, slot)
         return True
 
+    @if_unlocked
     def drop_dead_holders(self, block: int) -> bool:
         """End the holds of killed processes; return whether the chain is empty now."""
-        mark = object()
-        try:
-            if not self.try_lock_block(block, mark):
-                return False
-            self._drop_dead(block)
-            return not self.heads[block]
-        finally:
-            self.unlock_block(block, mark)
+        self._drop_dead(block)
+        return not self.heads[block]
 
     def leases(self, block: int) -> list[int]:
         """Return the words of the block's chain, newest first."""

@@ -42,6 +42,7 @@ LAYERS = [
 MEMORY_LAYERS = [
     {"locks", "mapping", "handle", "processes"},
     {"layout"},
+    {"block_locks"},
     {"segment"},
     {"ledger", "sweep"},
     {"family"},

@@ -35,12 +35,11 @@ class Interrupted(dict[Any, Any]):
         super().__init__(items)
         self._happens: Callable[[], None] | None = happens
 
-    def pop(self, *arguments: Any) -> Any:
-        value = super().pop(*arguments)
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
         happens, self._happens = self._happens, None
         if happens is not None:
             happens()
-        return value
 
 
 def own_segment_of(array: Any) -> OwnedSegment:

@@ -1,0 +1,130 @@
+"""The lock of each block of one open segment, against other processes and threads.
+
+May import errors, ``locks`` and ``layout``.
+
+A lock is a byte lock of the segment's file against other processes and an entry
+in a table against other threads of this one. The entry is a mark of the
+attempt. A signal handler may raise between any two steps, and then only what
+the ``finally`` finds tells what was done: it undoes what bears its mark,
+whatever has happened, and does so again if it is struck itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from shmreduce.errors import LeaseTimeoutError
+from shmreduce.memory import locks
+from shmreduce.memory.layout import LOCK_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _P = ParamSpec("_P")
+    _R = TypeVar("_R")
+    _Transition = Callable[Concatenate[Any, int, _P], _R]
+
+__all__ = ["LOCK_PATIENCE", "BlockLocks", "if_unlocked", "under_lock"]
+
+LOCK_PATIENCE = 30.0
+"""Seconds to wait for the lock of a block, which is held for microseconds."""
+
+
+class BlockLocks:
+    """Locks of blocks by number.
+
+    Parameters
+    ----------
+    lock_fd : int
+        Of the segment's file, under a description that no other process has.
+        It stays the caller's.
+    """
+
+    token: bytes
+    """The segment's, for messages; set by the subclass."""
+
+    def __init__(self, lock_fd: int) -> None:
+        self.lock_fd = lock_fd
+        self._busy: dict[int, object] = {}
+
+    def try_lock_block(self, block: int, mark: object) -> bool:
+        """Lock a block without waiting; return whether that was possible."""
+        if self._busy.setdefault(block, mark) is not mark:
+            return False
+        locked = False
+        try:
+            locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block, later=True)
+        finally:
+            if not locked:
+                # An interrupt may have come between the lock and the assignment.
+                locks.unlock(self.lock_fd, LOCK_BLOCK + block)
+                self._busy.pop(block, None)
+        return locked
+
+    def lock_block(self, block: int, mark: object) -> None:
+        """Lock a block; wait for it, boundedly."""
+        if self.try_lock_block(block, mark):
+            return
+        start = time.monotonic()
+        pause = 0.00002
+        while not self.try_lock_block(block, mark):
+            waited = time.monotonic() - start
+            if waited > LOCK_PATIENCE:
+                raise LeaseTimeoutError(
+                    f"block {block} of segment {self.token.hex()} stayed locked for "
+                    f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
+                    "call from a signal handler. Continue or kill that process and try again",
+                    segment=self.token.hex(),
+                    block=block,
+                    waited=waited,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.005)
+
+    def unlock_block(self, block: int, mark: object) -> None:
+        """Undo what ``mark`` has locked, if anything."""
+        if self._busy.get(block) is mark:
+            locks.unlock(self.lock_fd, LOCK_BLOCK + block)
+            self._busy.pop(block, None)
+
+
+def under_lock(transition: _Transition[_P, _R]) -> _Transition[_P, _R]:
+    """Have a method hold the lock of the block that is its first parameter."""
+
+    @functools.wraps(transition)
+    def locked(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        mark = object()
+        try:
+            self.lock_block(block, mark)
+            return transition(self, block, *arguments, **options)
+        finally:
+            try:
+                self.unlock_block(block, mark)
+            except BaseException:
+                # Ctrl-C, maybe before the lock was given up.
+                self.unlock_block(block, mark)
+                raise
+
+    return locked
+
+
+def if_unlocked(transition: _Transition[_P, _R]) -> _Transition[_P, _R | None]:
+    """Have a method hold that lock without waiting; None is returned if somebody has it."""
+
+    @functools.wraps(transition)
+    def tried(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R | None:
+        mark = object()
+        try:
+            if not self.try_lock_block(block, mark):
+                return None
+            return transition(self, block, *arguments, **options)
+        finally:
+            try:
+                self.unlock_block(block, mark)
+            except BaseException:
+                self.unlock_block(block, mark)
+                raise
+
+    return tried
