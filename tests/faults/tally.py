@@ -99,6 +99,8 @@ class Tally:
 
     def enter(self, actor: int, pid: int) -> None:
         """Take note that an actor has begun."""
+        # Before the pid: whoever played the part before may have been killed in the rain.
+        self.in_rain[actor] = 0
         self.pids[actor] = pid
         self.status[actor] = PLAYING
 

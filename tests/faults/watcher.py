@@ -218,8 +218,11 @@ class _Run:
                     os.kill(pid, signal.SIGSTOP)
                     self.outcome.stopped += 1
         for index in self.tally.in_rain.nonzero()[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(self.tally.pids[index]), signal.SIGUSR1)
+            pid = int(self.tally.pids[index])
+            # Looked at again: the pid may be that of another who plays the part.
+            if self.tally.in_rain[index]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
 
     def _let_go_on(self) -> None:
         now = time.monotonic()
