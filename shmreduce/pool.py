@@ -89,6 +89,9 @@ class Pool:
     [1, 2, 3]
     """
 
+    # Of the class: __del__ is called for what was given arguments that it does not take.
+    _state = _INIT
+
     def __init__(
         self,
         processes: int | None = None,
@@ -100,8 +103,6 @@ class Pool:
         retries: int = 0,
         shared_allocations: bool = False,
     ) -> None:
-        # First, for __del__ after an error below.
-        self._state = _INIT
         self._pid = os.getpid()
         if processes is None:
             processes = processors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import multiprocessing.pool
 import pickle
@@ -196,6 +197,14 @@ def test_an_initializer_that_cannot_be_called() -> None:
     """It is a TypeError."""
     with pytest.raises(TypeError):
         Pool(1, initializer=1)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_there_is_not() -> None:
+    """It is a TypeError, and the destructor says nothing."""
+    with pytest.raises(TypeError, match="proceses"):
+        Pool(proceses=1)  # type: ignore[call-arg]
+    # Python would ignore what it raises, with a warning that fails the test.
+    gc.collect()
 
 
 def test_workers_are_replaced_after_so_many_tasks() -> None:
