@@ -6,11 +6,11 @@ May import NumPy.
 from __future__ import annotations
 
 import enum
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy import ma
 
 __all__ = ["Protocol", "protocol_of"]
 
@@ -49,12 +49,18 @@ def protocol_of(cls: type[np.ndarray[Any, Any]]) -> Protocol:
     if known is None:
         if _methods_of(cls) == _methods_of(np.ndarray):
             known = Protocol.ARRAY
-        elif issubclass(cls, ma.MaskedArray) and _methods_of(cls) == _methods_of(ma.MaskedArray):
+        elif _is_masked(cls) and _methods_of(cls) == _methods_of(np.ma.MaskedArray):
             known = Protocol.MASKED
         else:
             known = Protocol.OWN
         _known[cls] = known
     return known
+
+
+def _is_masked(cls: type) -> bool:
+    # To import it takes longer than to import all of this plugin, in every new
+    # process. Who has a masked array has done so.
+    return "numpy.ma" in sys.modules and issubclass(cls, np.ma.MaskedArray)
 
 
 def _methods_of(cls: type) -> list[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy import ma
 
 from shmreduce import Block, InvalidHandleError, import_block
 from shmreduce_numpy.blocks import array_over
@@ -113,7 +112,7 @@ def rebuild_small(kind: str, shape: tuple[int, ...], fortran: bool, data: bytes)
 
 
 def rebuild_masked(
-    cls: type[ma.MaskedArray[Any, Any]],
+    cls: type[np.ma.MaskedArray[Any, Any]],
     data: np.ndarray[Any, Any],
     mask: np.ndarray[Any, Any] | None,
     fill_value: Any,
@@ -122,10 +121,10 @@ def rebuild_masked(
     """Return a masked array over ``data`` and ``mask``, neither of which is copied."""
     # keep_mask=False: otherwise a structured array gets a new mask, made from
     # an empty one and this one.
-    return ma.MaskedArray.__new__(
+    return np.ma.MaskedArray.__new__(
         cls,
         data,
-        mask=ma.nomask if mask is None else mask,
+        mask=np.ma.nomask if mask is None else mask,
         keep_mask=False,
         fill_value=fill_value,
         hard_mask=hardmask,

@@ -10,7 +10,6 @@ import copyreg
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy import ma
 
 from shmreduce_numpy import rebuild
 from shmreduce_numpy.blocks import find_block_of, offset_in, owner_of
@@ -196,11 +195,11 @@ def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
 
 def _reduce_masked(array: Any) -> Any:
     """Send data and mask as arrays of their own, each as its memory asks for."""
-    mask = ma.getmask(array)
+    mask = np.ma.getmask(array)
     return rebuild.rebuild_masked, (
         type(array),
         np.ndarray.view(array, array.baseclass),
-        None if mask is ma.nomask else mask,
+        None if mask is np.ma.nomask else mask,
         # As NumPy pickles it: None, unlike the public fill_value, leaves the
         # default to follow the dtype.
         array._fill_value,

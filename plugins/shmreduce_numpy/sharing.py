@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy import ma
 
 from shmreduce import NotShareableError, allocate
 from shmreduce_numpy.blocks import array_over, root_of
@@ -91,7 +90,7 @@ def _share_masked(array: Any, mode: Mode) -> Any:
     return rebuild_masked(
         type(array),
         share_array(np.ndarray.view(array, array.baseclass), mode),
-        share_array(ma.getmaskarray(array), mode),
+        share_array(np.ma.getmaskarray(array), mode),
         array._fill_value,  # the public one would fix a default for good
         array.hardmask,
     )
