@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -326,8 +327,13 @@ class _Run:
         is_killed = self.tally.status == KILLED
         if is_killed[link.receiver] or _leaves(self.plan, link.receiver):
             return True
-        # What was sent through our own pipes is there, whoever dies.
-        return bool(is_killed[link.sender]) and link.kind not in ("own pipe", "own simple queue")
+        if not is_killed[link.sender]:
+            return False
+        # What was sent through our own pipes is there, whoever dies: if there was
+        # a descriptor free on both sides for what brings it along.
+        return link.kind not in ("own pipe", "own simple queue") or any(
+            _lacks_descriptors(self.plan, actor) for actor in (link.sender, link.receiver)
+        )
 
     def _count_row(self, index: int, kind: str, *, excused: bool) -> None:
         row = self.tally.row(index)
@@ -368,6 +374,13 @@ class _Run:
 
 def _leaves(plan: Plan, actor: int) -> bool:
     return bool(plan.leaver) and plan.leaver == actor
+
+
+def _lacks_descriptors(plan: Plan, actor: int) -> bool:
+    refused = (each for each in plan.injections if each.actor == actor)
+    return actor in plan.starved or any(
+        each.errno in (errno.EMFILE, errno.ENFILE) for each in refused
+    )
 
 
 def _names(system: str) -> list[str]:
