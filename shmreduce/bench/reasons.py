@@ -18,6 +18,44 @@ REASONS: dict[str, str] = {
         "By hand, the segment is made before and the same name is sent again and again. "
         "Here each message is a new array, and its memory comes back."
     ),
+    "fresh 8 MiB: shmreduce / one copy": (
+        "Beside the copy stand two wake-ups and the interpreter's work for a message, 0.4 ms on "
+        "a machine that was idle. Needed: that work compiled."
+    ),
+    "shared *: shmreduce / ten bytes": (
+        "The bare pipe is a loop whose two processes may stay on one processor. Ours is two "
+        "wake-ups, and some 0.1 ms of interpreter for handle, lease and array. Needed: that work "
+        "compiled."
+    ),
+    "born *: shmreduce born shared / ten bytes": (
+        "As for shared arrays. Beyond that, the pages are mapped anew on both sides for each "
+        "message. Needed: mappings that are kept."
+    ),
+    "fresh 1 MiB: *torch*": (
+        "Two wake-ups and the interpreter's work for a message, 0.4 ms, decide at this size. "
+        "Needed: that work compiled."
+    ),
+    "fresh *: *torch*": (
+        "One copy alone takes more than a tenth of torch's whole time on this machine. Ours "
+        "from 64 MiB on takes no longer than one copy by one thread."
+    ),
+    "shared *: best of torch / shmreduce": (
+        "torch's file_system strategy sends a name, in as many wake-ups and about as much "
+        "interpreter. Needed: that work compiled."
+    ),
+    "first-use 1 MiB*": (
+        "A new process imports the reducer for its first array, and makes and maps a segment."
+    ),
+    "results 64 MiB filled: *": (
+        "The workers write 64 MiB each, which is most of the time left; `bare` is without."
+    ),
+    "small-arrays 10000 x 10 KB: *": (
+        "100 MB are copied there and back, which is most of the time left."
+    ),
+    "live arrays: descriptors of a process": (
+        "Channels of shmreduce keep a third descriptor of each segment, the one that travels. "
+        "After install() there are two of each, 27 in all."
+    ),
 }
 """Patterns of what is told beside the figure: workload, row and quickest peer, or the
 title of a target. The first that fits counts."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from shmreduce.descriptor import Descriptor
 from shmreduce.discovery import get_registry
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
@@ -169,6 +170,7 @@ class _Run:
         self._session = -1
         self._began = time.monotonic()
         self._due: dict[int, float] = {}
+        self._wet: dict[int, Descriptor] = {}
         """When stopped processes go on, by pid."""
         self._instants = [each for each in plan.strikes if not each.point]
 
@@ -222,8 +224,14 @@ class _Run:
             pid = int(self.tally.pids[index])
             # Looked at again: the pid may be that of another who plays the part.
             if self.tally.in_rain[index]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
+                self._rain_on(pid)
+
+    def _rain_on(self, pid: int) -> None:
+        # Not by the pid, which may be another's as soon as this one was killed.
+        with contextlib.suppress(ProcessLookupError):
+            if pid not in self._wet:
+                self._wet[pid] = Descriptor(os.pidfd_open(pid))
+            signal.pidfd_send_signal(self._wet[pid].fileno(), signal.SIGUSR1)
 
     def _let_go_on(self) -> None:
         now = time.monotonic()
