@@ -7,7 +7,6 @@ import errno
 import faulthandler
 import gc
 import os
-import pickle
 import queue
 import threading
 import time
@@ -403,9 +402,17 @@ class FaultActor(Actor):
         end = time.monotonic() + self.patience
         while not self.part.leaves_early and time.monotonic() < end:
             over = not (self.tally.status[: self.part.plan.actors] <= PLAYING).any()
-            if not self.take_out(0.005) and over:
+            if not self.take_out(0.005) and over and not self.is_something_to_come():
                 return
             each_turn()
+
+    def is_something_to_come(self) -> bool:
+        """Whether a queue's thread has yet to write what was put, which no fault has taken."""
+        plan, first = self.part.plan, self.part.common_row
+        if plan.leaver or (self.tally.status[: plan.actors] == KILLED).any():
+            return False
+        rows = slice(first, first + plan.actors)
+        return bool(((self.tally.sent[rows] == SENT) & (self.tally.got[rows] == 0)).any())
 
     def look_for_leaks(self) -> None:
         """Tell of what is still held here though nothing is in use."""
@@ -485,6 +492,8 @@ def perform(actor: FaultActor, each_turn: Callable[[], None] = lambda: None) -> 
     actor.play(turn)
     for each in companions:
         each.join(5.0)
+    # Theirs; those of the actor itself have been loaded.
+    actor.load_postponed()
     actor.tally.in_rain[index] = 0
     if end_rain is not None:
         end_rain()
@@ -501,10 +510,13 @@ def _accompany(actor: FaultActor, number: int) -> None:
         try:
             array = shmreduce.empty(2000 + 700 * (turn % 3), "u8")
             fill(array, seed)
-            shared, plain = pickle.loads(ForkingPickler.dumps((array, array.copy())))
+            data = bytes(ForkingPickler.dumps(("to oneself", array, array.copy())))
+            _, shared, plain = ForkingPickler.loads(data)
         except (OSError, shmreduce.ShmreduceError) as error:
             if not actor.is_hit or not _is_expected(error):
                 actor.tell("error", error=f"companion: {_describe(error)}")
+            elif isinstance(error, shmreduce.ShmreduceError) and error.message_bytes is not None:
+                actor.postponed.append(error.message_bytes)
             continue
         except BaseException as error:
             actor.tell("error", error=f"companion: {_describe(error)}")
