@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.report is not None:
         from shmreduce.cli.bench_page import write_page
 
-        write_page(report, verdicts, options.report)
+        write_page(report, verdicts, options.report, options.plot)
     if options.json:
         print_json({**report.as_json(), "figures": [asdict(verdict) for verdict in verdicts]})
     else:

@@ -5,6 +5,7 @@ May import ``bench`` of this package, ``text`` and :mod:`shmreduce.bench`.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from shmreduce.cli.bench import medians, ratios, resources
@@ -32,14 +33,20 @@ between the quartiles, as a share of the median. Compare ratios between machines
 """
 
 
-def write_page(report: Report, verdicts: Sequence[Verdict], path: Path) -> None:
-    """Write the page of a report."""
-    path.write_text(page(report, verdicts))
+def write_page(
+    report: Report, verdicts: Sequence[Verdict], path: Path, plot: Path | None = None
+) -> None:
+    """Write the page of a report, which shows the plot if there is one."""
+    image = None if plot is None else os.path.relpath(plot, path.parent)
+    path.write_text(page(report, verdicts, image))
 
 
-def page(report: Report, verdicts: Sequence[Verdict]) -> str:
+def page(report: Report, verdicts: Sequence[Verdict], image: str | None = None) -> str:
     """Return the page of a report as Markdown."""
-    return "\n".join(_parts(report, verdicts)).rstrip() + "\n"
+    lines = "\n".join(_parts(report, verdicts)).rstrip()
+    if image is not None:
+        lines += f"\n\n## Plots\n\n![Times over sizes, and memory over time]({image})"
+    return lines + "\n"
 
 
 def _parts(report: Report, verdicts: Sequence[Verdict]) -> Iterator[str]:
