@@ -98,7 +98,7 @@ _QUICK_SYSTEMS = (
 
 
 def quick_plan() -> Plan:
-    """Return a plan that takes two minutes, and says less.
+    """Return a plan that takes a few minutes, and says less.
 
     Some systems are left out, those that take seconds to start among them.
     """
