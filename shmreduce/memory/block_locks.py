@@ -12,8 +12,7 @@ whatever has happened, and does so again if it is struck itself.
 from __future__ import annotations
 
 import functools
-import time
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from shmreduce.errors import LeaseTimeoutError
 from shmreduce.memory import locks
@@ -67,21 +66,16 @@ class BlockLocks:
         """Lock a block; wait for it, boundedly."""
         if self.try_lock_block(block, mark):
             return
-        start = time.monotonic()
-        pause = 0.00002
-        while not self.try_lock_block(block, mark):
-            waited = time.monotonic() - start
-            if waited > LOCK_PATIENCE:
-                raise LeaseTimeoutError(
-                    f"block {block} of segment {self.token.hex()} stayed locked for "
-                    f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
-                    "call from a signal handler. Continue or kill that process and try again",
-                    segment=self.token.hex(),
-                    block=block,
-                    waited=waited,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
+        waited = locks.keep_trying(lambda: self.try_lock_block(block, mark), LOCK_PATIENCE)
+        if waited is not None:
+            raise LeaseTimeoutError(
+                f"block {block} of segment {self.token.hex()} stayed locked for "
+                f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
+                "call from a signal handler. Continue or kill that process and try again",
+                segment=self.token.hex(),
+                block=block,
+                waited=waited,
+            )
 
     def unlock_block(self, block: int, mark: object) -> None:
         """Undo what ``mark`` has locked, if anything."""
@@ -92,12 +86,23 @@ class BlockLocks:
 
 def under_lock(transition: _Transition[_P, _R]) -> _Transition[_P, _R]:
     """Have a method hold the lock of the block that is its first parameter."""
+    return cast("_Transition[_P, _R]", _with_lock(transition, wait=True))
 
+
+def if_unlocked(transition: _Transition[_P, _R]) -> _Transition[_P, _R | None]:
+    """Have a method hold that lock without waiting; None is returned if somebody has it."""
+    return _with_lock(transition, wait=False)
+
+
+def _with_lock(transition: _Transition[_P, _R], *, wait: bool) -> _Transition[_P, _R | None]:
     @functools.wraps(transition)
-    def locked(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R:
+    def locked(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R | None:
         mark = object()
         try:
-            self.lock_block(block, mark)
+            if wait:
+                self.lock_block(block, mark)
+            elif not self.try_lock_block(block, mark):
+                return None
             return transition(self, block, *arguments, **options)
         finally:
             try:
@@ -108,23 +113,3 @@ def under_lock(transition: _Transition[_P, _R]) -> _Transition[_P, _R]:
                 raise
 
     return locked
-
-
-def if_unlocked(transition: _Transition[_P, _R]) -> _Transition[_P, _R | None]:
-    """Have a method hold that lock without waiting; None is returned if somebody has it."""
-
-    @functools.wraps(transition)
-    def tried(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R | None:
-        mark = object()
-        try:
-            if not self.try_lock_block(block, mark):
-                return None
-            return transition(self, block, *arguments, **options)
-        finally:
-            try:
-                self.unlock_block(block, mark)
-            except BaseException:
-                self.unlock_block(block, mark)
-                raise
-
-    return tried

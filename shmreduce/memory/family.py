@@ -24,7 +24,6 @@ import struct
 import sys
 import tempfile
 import threading
-import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -213,20 +212,17 @@ class Family:
     @contextmanager
     def _locked(self, offset: int) -> Iterator[None]:
         """Hold one of the family's locks, which is waited for boundedly."""
-        start = time.monotonic()
         # The byte lock excludes other processes only. A call from a signal
         # handler passes both, as part of the call that it interrupted. The thread
         # lock's own ``with``: Ctrl-C does not come between the lock and the block.
         with self._threads:
             try:
                 self._depth[offset] += 1
-                pause = 0.00002
-                while not locks.try_lock(self._lock_fd, offset, later=True):
-                    waited = time.monotonic() - start
-                    if waited > _PATIENCE:
-                        raise _stayed_taken(waited)
-                    time.sleep(pause)
-                    pause = min(2 * pause, 0.005)
+                waited = locks.keep_trying(
+                    lambda: locks.try_lock(self._lock_fd, offset, later=True), _PATIENCE
+                )
+                if waited is not None:
+                    raise _stayed_taken(waited)
                 yield
             finally:
                 self._depth[offset] -= 1

@@ -16,14 +16,21 @@ import errno
 import fcntl
 import os
 import struct
+import time
+from typing import TYPE_CHECKING
 
-__all__ = ["first_locked", "reopen", "supported", "try_lock", "unlock"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["first_locked", "keep_trying", "reopen", "supported", "try_lock", "unlock"]
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = struct.Struct("@hhqqi4x")
 _SETLK: int = getattr(fcntl, "F_OFD_SETLK", -1)
 _GETLK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 _CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
+# Seconds. Locks are held for microseconds, unless their holder is stopped.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.00002, 0.005
 
 
 def supported() -> bool:
@@ -49,6 +56,23 @@ def try_lock(fd: int, offset: int, *, later: bool = False) -> bool:
             return False
         raise
     return True
+
+
+def keep_trying(attempt: Callable[[], bool], patience: float) -> float | None:
+    """Make an attempt at a lock again and again; return None when one succeeded.
+
+    Otherwise, when ``patience`` seconds are over, how many were waited. The
+    kernel's own waiting, ``F_OFD_SETLKW``, has no limit.
+    """
+    start = time.monotonic()
+    pause = _FIRST_PAUSE
+    while not attempt():
+        waited = time.monotonic() - start
+        if waited > patience:
+            return waited
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return None
 
 
 def unlock(fd: int, offset: int) -> None:

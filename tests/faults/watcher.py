@@ -170,8 +170,9 @@ class _Run:
         self._session = -1
         self._began = time.monotonic()
         self._due: dict[int, float] = {}
-        self._wet: dict[int, Descriptor] = {}
         """When stopped processes go on, by pid."""
+        self._wet: dict[int, Descriptor] = {}
+        """Descriptors of the processes that are sent signals, by pid."""
         self._instants = [each for each in plan.strikes if not each.point]
 
     def watch(self) -> None:

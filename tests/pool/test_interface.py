@@ -201,8 +201,9 @@ def test_an_initializer_that_cannot_be_called() -> None:
 
 def test_an_argument_that_there_is_not() -> None:
     """It is a TypeError, and the destructor says nothing."""
+    arguments: dict[str, Any] = {"proceses": 1}
     with pytest.raises(TypeError, match="proceses"):
-        Pool(proceses=1)  # type: ignore[call-arg]
+        Pool(**arguments)
     # Python would ignore what it raises, with a warning that fails the test.
     gc.collect()
 
