@@ -323,7 +323,9 @@ class LiveBlocks:
             record.death = self.ledger.forks
             self._release(record)
         except BaseException:
-            # Ctrl-C, which Python prints here. What was not done is done later.
+            # Ctrl-C, which Python prints here. What was not done is done later; a
+            # record without its death would count as one that no child has seen.
+            record.death = self.ledger.forks
             self._visible_to_children.append(record)
             raise
 

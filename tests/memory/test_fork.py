@@ -440,3 +440,37 @@ def test_ctrl_c_in_a_fork_hook_does_not_leave_the_fork_unguarded(
     assert child.step() == LENGTH
     child.end()
     eventually(lambda: process_state().waiting == 0, "the block is released")
+
+
+def test_ctrl_c_while_the_last_view_dies_does_not_free_what_a_child_sees(
+    inherited: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python prints what a weak reference's callback raises: the block waits for the child."""
+    live = runtime.current().live
+
+    class Interrupted(dict[int, Any]):
+        struck = False
+
+        def get(self, key: int, default: Any = None) -> Any:
+            if not self.struck:
+                self.struck = True
+                raise KeyboardInterrupt
+            return super().get(key, default)
+
+    where = address(inherited[0])
+    child = Child(lambda: int(inherited[0].sum()))
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: ignored.append(args.exc_type))
+    roots = live._roots
+    monkeypatch.setattr(live, "_roots", Interrupted(roots))
+    inherited.clear()
+    assert ignored == [KeyboardInterrupt]
+    # The interrupt came before the root was struck off the list.
+    roots.clear()
+    roots.update(live._roots)
+    monkeypatch.setattr(live, "_roots", roots)
+    live.settle()
+    assert where not in [address(each) for each in occupy()]
+    assert child.step() == LENGTH
+    child.end()
+    eventually(lambda: process_state().waiting == 0, "the block is released")
