@@ -25,7 +25,17 @@ from shmreduce.errors import InvalidHandleError
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
 
-__all__ = ["MARK", "Handle", "block_key", "key_of", "lease_of", "pack_handle", "padded"]
+__all__ = [
+    "MARK",
+    "Handle",
+    "block_key",
+    "check_handle",
+    "key_of",
+    "lease_of",
+    "pack_constant",
+    "pack_handle",
+    "padded",
+]
 
 MARK = b"shmreduce\0hdl\x02\n"
 _CHECKSUM = struct.Struct("<I")
@@ -53,20 +63,27 @@ def key_of(handle: bytes) -> bytes:
 
 
 def lease_of(handle: bytes) -> tuple[int, int]:
-    """Return slot and nonce of a handle whose checksum is right.
-
-    Raises
-    ------
-    InvalidHandleError
-        If the bytes are not a handle, are truncated or damaged.
-    """
-    _check(handle)
+    """Return slot and nonce of a handle that was checked."""
     slot, nonce = _LEASE.unpack_from(handle, _FROM_LEASE)
     return slot, nonce
 
 
+def pack_constant(
+    key: bytes, boot: bytes, nbytes: int, pid: int, shared: bool, mode: Mode, name: str, where: str
+) -> bytes:
+    """Return what is the same in all handles of one process for one block.
+
+    ``key`` is from :func:`block_key`, ``name`` the strategy's; for the others
+    see :class:`Handle`.
+    """
+    encoded, located = name.encode(), where.encode()
+    sizes = len(encoded), len(located)
+    rest = _REST.pack(boot, nbytes, pid, shared, _MODES.index(mode), *sizes)
+    return key + rest + encoded + located
+
+
 def pack_handle(slot: int, nonce: int, constant: bytes) -> bytes:
-    """Return the handle of a lease; ``constant`` is from :meth:`Handle.constant`."""
+    """Return the handle of a lease; ``constant`` is from :func:`pack_constant`."""
     checked = _LEASE.pack(slot, nonce) + constant
     return MARK + _CHECKSUM.pack(crc32(checked)) + checked
 
@@ -77,7 +94,14 @@ def padded(handle: bytes, size: int) -> bytes:
     return what._replace(locator=what.locator + "\0" * (size - len(handle))).pack()
 
 
-def _check(data: bytes) -> None:
+def check_handle(data: bytes) -> None:
+    """Raise unless these are the bytes of a handle, as they were packed.
+
+    Raises
+    ------
+    InvalidHandleError
+        If the bytes are not a handle, are truncated or damaged.
+    """
     if not isinstance(data, bytes) or len(data) < _SHORTEST or not data.startswith(MARK):
         raise _invalid("it is too short or does not begin with a handle's mark")
     (checksum,) = _CHECKSUM.unpack_from(data, len(MARK))
@@ -121,24 +145,19 @@ class Handle(NamedTuple):
     strategy: str
     locator: str
 
-    def constant(self) -> bytes:
-        """Return what is the same in all handles of this process for this block."""
-        name = self.strategy.encode()
-        where = self.locator.encode()
-        rest = _REST.pack(
+    def pack(self) -> bytes:
+        """Return the handle's bytes."""
+        constant = pack_constant(
+            block_key(self.token, self.block, self.generation),
             self.boot,
             self.nbytes,
             self.pid,
             self.shared,
-            _MODES.index(self.mode),
-            len(name),
-            len(where),
+            self.mode,
+            self.strategy,
+            self.locator,
         )
-        return block_key(self.token, self.block, self.generation) + rest + name + where
-
-    def pack(self) -> bytes:
-        """Return the handle's bytes."""
-        return pack_handle(self.slot, self.nonce, self.constant())
+        return pack_handle(self.slot, self.nonce, constant)
 
     @staticmethod
     def size_at(data: bytes, start: int) -> int:
@@ -157,8 +176,19 @@ class Handle(NamedTuple):
         InvalidHandleError
             If the bytes are not a handle, are truncated or damaged.
         """
-        _check(data)
-        slot, nonce = _LEASE.unpack_from(data, _FROM_LEASE)
+        check_handle(data)
+        return cls.unpack_checked(data)
+
+    @classmethod
+    def unpack_checked(cls, data: bytes) -> Handle:
+        """Read a handle that :func:`check_handle` has passed, and that may be forged all the same.
+
+        Raises
+        ------
+        InvalidHandleError
+            If its fields make no sense.
+        """
+        slot, nonce = lease_of(data)
         token, block, generation = _KEY.unpack_from(data, _FROM_KEY)
         boot, nbytes, pid, shared, mode, name_size, where_size = _REST.unpack_from(
             data, _FROM_REST

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shmreduce.errors import AttachError, InvalidHandleError, SegmentError, StaleHandleError
 from shmreduce.memory.blocks import Block, Record
-from shmreduce.memory.handle import MARK, Handle, key_of, lease_of
+from shmreduce.memory.handle import MARK, Handle, check_handle, key_of, lease_of
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.runtime import Runtime, current
@@ -129,16 +129,17 @@ def import_block(handle: bytes) -> Block:
     """
     runtime = current()
     runtime.live.settle()
-    slot, nonce = lease_of(handle)
+    check_handle(handle)
     known = runtime.live.find_shared(key_of(handle))
     if known is not None:
+        slot, nonce = lease_of(handle)
         if _here.loading is None:
             _end_known(known, slot, nonce)
         else:
             # What comes after it may fail, and the message be loaded again.
             _here.loading.known(known, slot, nonce)
         return known
-    what = Handle.unpack(handle)
+    what = Handle.unpack_checked(handle)
     mark = object()
     segment = runtime.attachments.pin(what, mark, _arrived_here())
     try:

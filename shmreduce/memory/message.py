@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import OutOfSharedMemoryError
 from shmreduce.memory.filling import Filling
-from shmreduce.memory.handle import Handle, pack_handle
+from shmreduce.memory.handle import block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.runtime import Runtime, current
@@ -302,17 +302,13 @@ def _constant(
     segment: Segment, block: int, generation: int, nbytes: int, *, shared: bool, mode: Mode
 ) -> bytes:
     """Return what is the same in all handles of this process for a block."""
-    return Handle(
-        segment.token,
+    return pack_constant(
+        block_key(segment.token, block, generation),
         segment.header.boot,
-        generation,
-        0,
         nbytes,
-        block,
-        0,
         os.getpid(),
         shared,
         mode,
         segment.strategy.name,
         segment.locator,
-    ).constant()
+    )
