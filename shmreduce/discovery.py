@@ -12,6 +12,7 @@ either would be a guess.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ from shmreduce.settings import Settings, get_settings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer, SharingStrategy
 
@@ -118,13 +119,11 @@ class _Plugin:
 
     @property
     def distribution(self) -> str:
-        distribution = self.entry_point.dist
-        return "unknown" if distribution is None else str(distribution.name)
+        return _name_and_version(self.entry_point.dist)[0]
 
     @property
     def version(self) -> str:
-        distribution = self.entry_point.dist
-        return "unknown" if distribution is None else str(distribution.version)
+        return _name_and_version(self.entry_point.dist)[1]
 
     @property
     def path(self) -> str:
@@ -345,13 +344,22 @@ def _sorted_and_unique(found: Iterable[EntryPoint]) -> list[EntryPoint]:
     """Order by name, distribution and value; drop the same entry found twice."""
 
     def key(each: EntryPoint) -> tuple[str, str, str]:
-        return each.name, "" if each.dist is None else str(each.dist.name), each.value
+        return each.name, _name_and_version(each.dist)[0], each.value
 
     unique: dict[tuple[str, str, str], EntryPoint] = {}
     for each in found:
         # The first on sys.path is the one that imports find.
         unique.setdefault(key(each), each)
     return [unique[each] for each in sorted(unique)]
+
+
+@functools.cache
+def _name_and_version(distribution: Distribution | None) -> tuple[str, str]:
+    # Each look at either reads and parses the distribution's metadata again.
+    if distribution is None:
+        return "unknown", "unknown"
+    metadata = distribution.metadata
+    return str(metadata["Name"]), str(metadata["Version"])
 
 
 def _verdict(name: str, settings: Settings) -> tuple[Status, str]:

@@ -49,6 +49,10 @@ class Settings:
     message_timeout : float or None
         Seconds after which a message that nobody has read is given up; None
         never gives up. ``SHMREDUCE_MESSAGE_TIMEOUT``.
+    short_wait : float
+        Seconds for which a reader of a channel of shmreduce looks for a message
+        again and again before it sleeps, where that has been worth while; 0
+        never does. ``SHMREDUCE_SHORT_WAIT``.
     on_exhausted : {"raise", "pickle"}
         Whether an array for which there is no shared memory left raises an
         error or is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.
@@ -87,6 +91,7 @@ class Settings:
     idle_seconds: float = 5.0
     idle_keep: int = 128 * MEBIBYTE
     message_timeout: float | None = None
+    short_wait: float = 0.0001
     on_exhausted: Literal["raise", "pickle"] = "raise"
     autoload: bool = True
     plugins: tuple[str, ...] = ()
@@ -102,6 +107,7 @@ class Settings:
         _check_bytes("idle_keep", self.idle_keep, minimum=0)
         if self.message_timeout is not None:
             _check_seconds("message_timeout", self.message_timeout, minimum_allowed=False)
+        _check_seconds("short_wait", self.short_wait, minimum_allowed=True)
         if self.on_exhausted not in ("raise", "pickle"):
             _reject("on_exhausted", self.on_exhausted, "must be 'raise' or 'pickle'")
         if not isinstance(self.autoload, bool):
@@ -186,6 +192,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "SHMREDUCE_IDLE_SECONDS": ("idle_seconds", float, _SECONDS_REMEDY),
     "SHMREDUCE_IDLE_KEEP": ("idle_keep", _parse_bytes, _SIZE_REMEDY),
     "SHMREDUCE_MESSAGE_TIMEOUT": ("message_timeout", float, _SECONDS_REMEDY),
+    "SHMREDUCE_SHORT_WAIT": ("short_wait", float, _SECONDS_REMEDY),
     "SHMREDUCE_ON_EXHAUSTED": ("on_exhausted", str, "give raise or pickle"),
     "SHMREDUCE_DISABLE_AUTOLOAD": ("autoload", _parse_switch_off, "give 1 or 0"),
     "SHMREDUCE_PLUGINS": ("plugins", _parse_names, _NAMES_REMEDY),

@@ -33,6 +33,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define SHMREDUCE_ALLOCATOR_VERSION 2
@@ -42,8 +43,16 @@
 #define MOST_CLASSES 512
 #define PATIENCE 100 /* interrupted system calls in a row */
 
+/* As in shmreduce.memory.mapping. */
+#define HUGE_PAGE ((uint64_t)2 << 20)
+#define COLLAPSED_AT_ONCE (16 * HUGE_PAGE)
+#define LONGEST_COLLAPSE 0.1 /* seconds */
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
 
 enum state { EMPTY, IDLE, LIVE, FREED, INHERITED };
@@ -108,6 +117,7 @@ static uint32_t unknown[MOST_ENTRIES];
 static uint64_t threshold = UINT64_MAX, allowance;
 static uint64_t lowest = UINT64_MAX, highest;
 static int enabled, forking, ended;
+static int collapses = 1; /* whether the kernel is worth being asked for huge pages */
 static unsigned page_bits;
 
 /* Python calls everything here with its lock held, and so does NumPy. This one
@@ -250,10 +260,41 @@ static int punch(int fd, uint64_t offset, uint64_t size)
     return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
 }
 
+static double now(void)
+{
+    struct timespec clock;
+    clock_gettime(CLOCK_MONOTONIC, &clock);
+    return (double)clock.tv_sec + (double)clock.tv_nsec / 1e9;
+}
+
+/* Allocate huge pages for what has none, as far as the kernel can, and quickly. */
+static void make_huge(uint64_t address, uint64_t size)
+{
+    uint64_t place = (address + HUGE_PAGE - 1) & -HUGE_PAGE;
+    uint64_t end = (address + size) & -HUGE_PAGE;
+    while (collapses && place < end) {
+        uint64_t length = end - place < COLLAPSED_AT_ONCE ? end - place : COLLAPSED_AT_ONCE;
+        double began;
+        /* Only what has a page is made huge. */
+        for (uint64_t each = place; each < place + length; each += HUGE_PAGE)
+            if (madvise((void *)(uintptr_t)each, 1, MADV_POPULATE_WRITE))
+                return;
+        began = now();
+        if (madvise((void *)(uintptr_t)place, length, MADV_COLLAPSE)) {
+            collapses = errno != EINVAL;
+            return;
+        }
+        if (now() - began > LONGEST_COLLAPSE)
+            return; /* Memory is in pieces, and the kernel moves them about. */
+        place += length;
+    }
+}
+
 static int allocate_pages(const struct range *range, uint64_t address, uint64_t size)
 {
     uint64_t offset = address - range->address + range->offset;
     int failed = 0;
+    make_huge(address, size);
     if (madvise((void *)(uintptr_t)address, size, MADV_POPULATE_WRITE) == 0)
         return 1;
     failed = errno;
@@ -284,23 +325,27 @@ static int cover(const struct entry *entry, int flags)
 static uint32_t carve(uint64_t capacity)
 {
     uint32_t number;
+    uint64_t place = region.next;
     if (!region.lent)
         return 0;
-    if (region.position == region.count || capacity > region.end - region.next) {
+    if (capacity >= HUGE_PAGE)
+        /* What is left out is but addresses. */
+        place = (place + HUGE_PAGE - 1) & -HUGE_PAGE;
+    if (region.position == region.count || place > region.end || capacity > region.end - place) {
         if (capacity > status.missed)
             status.missed = capacity;
         return 0;
     }
     if (capacity > allowance || status.carved_bytes > allowance - capacity)
         return 0;
-    if (!allocate_pages(&ranges[region.range], region.next, capacity))
+    if (!allocate_pages(&ranges[region.range], place, capacity))
         return 0;
-    number = fill_entry(region.range, region.blocks[region.position], region.next, capacity,
+    number = fill_entry(region.range, region.blocks[region.position], place, capacity,
                         region.zeroed ? ZEROED : 0);
     if (!number)
         return 0;
     region.position++;
-    region.next += capacity;
+    region.next = place + capacity;
     status.carved_bytes += capacity;
     unknown[status.unknown++] = number;
     return number;

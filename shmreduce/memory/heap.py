@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import threading
 import time
 from bisect import insort
@@ -39,7 +38,7 @@ from shmreduce.memory.layout import (
     Layout,
     SegmentHeader,
 )
-from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil, punch_hole
+from shmreduce.memory.mapping import HUGE_PAGE, PAGE_SIZE, Mapping, page_ceil, punch_hole
 from shmreduce.memory.segment import Segment, reserve_pages
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ _LARGEST_STEP = 1 << 30
 _SMALLEST_BLOCK = 64
 _POPULATE_FROM = 256 << 10
 _SLAB = 256 << 10
+_ALIGNMENTS = (HUGE_PAGE, PAGE_SIZE, _SMALLEST_BLOCK)
+"""Of blocks of that size or more. What is left between them is but addresses."""
 _REAP_SECONDS = 1.0
 
 _MACHINE = Machine()
@@ -212,7 +213,7 @@ class OwnedSegment(Segment):
 
     def carve(self, size: int, count: int) -> list[int]:
         """Take up to ``count`` adjacent cold runs; return block indices without pages yet."""
-        alignment = PAGE_SIZE if size >= PAGE_SIZE else _SMALLEST_BLOCK
+        alignment = next(each for each in _ALIGNMENTS if each <= size)
         for place, (offset, length) in enumerate(self.cold):
             start = -(-offset // alignment) * alignment
             fitting = (offset + length - start) // size
@@ -463,6 +464,7 @@ class Heap:
             # The kernel would not refuse, it would kill somebody.
             raise self._no_room(size, available, errno.ENOMEM)
         try:
+            segment.data.make_huge(segment.fd, offset, size)
             reserve_pages(segment.fd, offset, size)
         except OSError as error:
             punch_hole(segment.fd, offset, size)
@@ -496,7 +498,7 @@ class Heap:
     def _create(self, data: int) -> OwnedSegment:
         blocks, slots = _table_sizes(self.kind, data)
         layout = Layout.plan(blocks, slots)
-        token = secrets.token_bytes(16)
+        token = os.urandom(16)
         size = layout.data_offset + page_ceil(data) + PAGE_SIZE
         header = SegmentHeader(
             self.kind,

@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 
 from shmreduce.errors import InvalidHandleError
-from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
+from shmreduce.memory.mapping import PAGE_SIZE, huge_ceil, page_ceil
 
 __all__ = [
     "BY_VALUE",
@@ -145,7 +145,8 @@ class Layout:
         """Lay the tables out one after the other.
 
         The slot tables begin on a page of their own, since their pages are
-        reserved chunk by chunk as they come into use.
+        reserved chunk by chunk as they come into use. The data begin where a
+        huge page can.
         """
         epochs = PAGE_SIZE
         pids = epochs + 8 * IMPORTERS
@@ -157,7 +158,7 @@ class Layout:
         words = page_ceil(hints + blocks)
         following = words + 8 * slots
         previous = following + 4 * slots
-        data = page_ceil(previous + 4 * slots)
+        data = huge_ceil(previous + 4 * slots)
         return cls(
             blocks,
             slots,

@@ -7,6 +7,10 @@ addresses and unmaps them when its last reference goes, and is then covered by
 pages of the file with ``MAP_FIXED``. Python's own file mappings would keep one
 duplicate of the descriptor each, and could not be switched to private pages.
 A range is never closed by hand: references are dropped.
+
+Large ranges are laid out for *huge pages*, with which the kernel maps 2 MiB at
+once: to map, cover or unmap a range of small pages takes as long as to copy
+a good part of it.
 """
 
 from __future__ import annotations
@@ -15,15 +19,29 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 from typing import Any
 
 from shmreduce.errors import SegmentError
 
-__all__ = ["PAGE_SIZE", "Mapping", "make_root", "page_ceil", "punch_hole"]
+__all__ = [
+    "HUGE_PAGE",
+    "PAGE_SIZE",
+    "Mapping",
+    "huge_ceil",
+    "make_root",
+    "page_ceil",
+    "punch_hole",
+]
 
 PAGE_SIZE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page where there are any. Elsewhere it is but a coarse alignment."""
 _MAP_FIXED = 0x10
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_COLLAPSED_AT_ONCE = 16 * HUGE_PAGE
+_LONGEST_COLLAPSE = 0.1
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -57,6 +75,11 @@ def page_ceil(nbytes: int) -> int:
     return (nbytes + PAGE_SIZE - 1) & -PAGE_SIZE
 
 
+def huge_ceil(nbytes: int) -> int:
+    """Round up to whole huge pages."""
+    return (nbytes + HUGE_PAGE - 1) & -HUGE_PAGE
+
+
 class Mapping:
     """``size`` bytes of ``fd`` from ``offset`` on, at addresses of its own.
 
@@ -80,8 +103,10 @@ class Mapping:
     __slots__ = ("address", "offset", "pages", "size")
 
     def __init__(self, fd: int, offset: int, size: int, *, private: bool = False) -> None:
+        # The kernel puts what is whole huge pages long where a huge page can be.
+        reserved = huge_ceil(size) if size >= HUGE_PAGE else size
         try:
-            self.pages = mmap.mmap(-1, size, flags=_RESERVE, prot=_READ_WRITE)
+            self.pages = mmap.mmap(-1, reserved, flags=_RESERVE, prot=_READ_WRITE)
         except OSError as error:
             raise _refused("mmap", size, error.errno or 0) from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
@@ -122,6 +147,39 @@ class Mapping:
         as they are touched.
         """
         _madvise(self.address + offset - self.offset, size, _MADV_POPULATE_WRITE)
+
+    def make_huge(self, fd: int, offset: int, size: int) -> None:
+        """Allocate huge pages for the part of a range without pages that has room for them.
+
+        As far as the kernel can, and quickly (madvise(2), MADV_COLLAPSE, Linux
+        6.1): what has no pages afterwards is to be allocated in the usual way.
+
+        Raises
+        ------
+        OSError
+            If there is no room for one small page for each huge one.
+        """
+        global _collapses
+        place, end = huge_ceil(offset), (offset + size) & -HUGE_PAGE
+        if not _collapses or place >= end or (self.address - self.offset) % HUGE_PAGE:
+            return
+        while place < end:
+            length = min(end - place, _COLLAPSED_AT_ONCE)
+            for each in range(place, place + length, HUGE_PAGE):
+                # Only what has a page is made huge.
+                os.posix_fallocate(fd, each, PAGE_SIZE)
+            began = time.monotonic()
+            if _madvise(self.address + place - self.offset, length, _MADV_COLLAPSE):
+                _collapses = ctypes.get_errno() != errno.EINVAL
+                return
+            if time.monotonic() - began > _LONGEST_COLLAPSE:
+                # Memory is in pieces, and the kernel moves them about.
+                return
+            place += length
+
+
+_collapses = True
+"""Whether the kernel is worth being asked for huge pages."""
 
 
 def _refused(operation: str, size: int, number: int) -> SegmentError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -33,13 +32,19 @@ __all__ = ["Message", "Mover", "sending"]
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
 
-_nonces = itertools.count(secrets.randbits(60))
+
+def _any_number() -> int:
+    # Not by secrets: to import it takes longer than to send a message.
+    return int.from_bytes(os.urandom(7), "little")
+
+
+_nonces = itertools.count(_any_number())
 
 
 def _new_nonces() -> None:
     # A forked child must not go on with its parent's numbers.
     global _nonces
-    _nonces = itertools.count(secrets.randbits(60))
+    _nonces = itertools.count(_any_number())
 
 
 os.register_at_fork(after_in_child=_new_nonces)

@@ -9,6 +9,7 @@ import shmreduce
 from shmreduce.born.heap import get_heap
 from shmreduce.born.library import load
 from shmreduce.memory.heap import size_class
+from shmreduce.memory.mapping import HUGE_PAGE
 from tests.born.allocator import LARGE, address_of, counters, entry_of, filled, is_born
 
 pytestmark = pytest.mark.usefixtures("allocator")
@@ -155,3 +156,18 @@ def test_each_strategy_makes_the_memory_that_is_in_force() -> None:
             assert get_heap()._ranges[entry.range].strategy.name == strategy
             arrays.append(array)
     assert [int(array[0]) for array in arrays] == [0, 1, 2]
+
+
+def test_large_arrays_begin_where_a_huge_page_can() -> None:
+    """Whatever sizes came before; arrays do not overlap, and hold what was written to them."""
+    sizes = [150_000, HUGE_PAGE, 3 * HUGE_PAGE + 5000, 200_000, HUGE_PAGE + 1, 9 << 20]
+    with shmreduce.shared_allocations():
+        # Until the library knows what is asked for, it may have no room for it.
+        for size in sizes:
+            np.empty(size, np.uint8)
+        arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
+    for number, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
+        assert is_born(array)
+        assert (array == number).all()
+        if size >= HUGE_PAGE:
+            assert address_of(array) % HUGE_PAGE == 0

@@ -1,0 +1,151 @@
+"""A reader looks for what comes soon, and sleeps for what does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import shmreduce
+from shmreduce import connection
+from shmreduce.settings import get_settings, set_settings
+from tests.channels.channels import within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DO_NOT_WAIT = connection._DO_NOT_WAIT
+
+
+class Looked:
+    """The socket of a connection, which counts how it is asked for messages."""
+
+    def __init__(self, real: Any, *, soon: bool) -> None:
+        self._real = real
+        self.soon = soon
+        """Whether a look finds what is there; it finds nothing otherwise."""
+        self.looks = self.sleeps = 0
+
+    def recvmsg_into(self, buffers: Any, room: int, flags: int) -> Any:
+        if flags & _DO_NOT_WAIT:
+            self.looks += 1
+            if not self.soon:
+                raise BlockingIOError
+        else:
+            self.sleeps += 1
+        return self._real.recvmsg_into(buffers, room, flags)
+
+    def close(self) -> None:
+        self._real.close()
+
+
+@pytest.fixture
+def ends(shmreduce_no_leaks: None) -> Iterator[tuple[Any, Any]]:
+    """A reader and a writer."""
+    reader, writer = shmreduce.Pipe(duplex=False)
+    yield reader, writer
+    reader.close()
+    writer.close()
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """The settings are put back."""
+    before = get_settings()
+    yield
+    set_settings(before)
+
+
+def receive(reader: Any, writer: Any, *, soon: bool, count: int = 1) -> Looked:
+    """Receive messages that are there; return how the socket was asked."""
+    looked = Looked(reader._socket, soon=soon)
+    reader._socket = looked
+    try:
+        for number in range(count):
+            writer.send(number)
+            assert reader.recv() == number
+    finally:
+        reader._socket = looked._real
+    return looked
+
+
+def test_what_is_there_is_found_without_sleep(ends: tuple[Any, Any]) -> None:
+    """One look for each message."""
+    looked = receive(*ends, soon=True, count=20)
+    assert (looked.looks, looked.sleeps) == (20, 0)
+
+
+def test_who_looks_in_vain_looks_ever_more_rarely(ends: tuple[Any, Any], settings: None) -> None:
+    """After one, three, seven and so on waits, at most after 255."""
+    # One look each time.
+    set_settings(get_settings().changed(short_wait=1e-9))
+    looked = receive(*ends, soon=False, count=1000)
+    # In vain at waits 1, 3, 7, 15, 31, 63, 127, 255, 511, 767.
+    assert (looked.looks, looked.sleeps) == (10, 1000)
+
+
+def test_who_found_something_looks_again_at_the_next_wait(
+    ends: tuple[Any, Any], settings: None
+) -> None:
+    """What was in vain before is forgotten."""
+    set_settings(get_settings().changed(short_wait=1e-9))
+    receive(*ends, soon=False, count=3)
+    assert receive(*ends, soon=True, count=10).looks == 7
+    assert receive(*ends, soon=False).looks == 1
+    assert receive(*ends, soon=True).looks == 0
+    assert receive(*ends, soon=True).looks == 1
+
+
+def test_nobody_looks_whom_the_settings_tell_not_to(ends: tuple[Any, Any], settings: None) -> None:
+    """``short_wait=0``."""
+    set_settings(get_settings().changed(short_wait=0))
+    looked = receive(*ends, soon=True, count=5)
+    assert (looked.looks, looked.sleeps) == (0, 5)
+
+
+def test_a_long_wait_takes_no_processor(ends: tuple[Any, Any]) -> None:
+    """A reader that waits half a second works for a twentieth of it at most."""
+    reader, writer = ends
+    receive(reader, writer, soon=True, count=5)
+    timer = threading.Timer(0.5, writer.send, ["late"])
+    timer.start()
+    before = time.thread_time()
+    assert reader.recv() == "late"
+    assert time.thread_time() - before < 0.025
+    timer.join()
+
+
+def test_the_end_comes_to_who_looks(ends: tuple[Any, Any]) -> None:
+    """EOFError, as to who sleeps."""
+    reader, writer = ends
+    writer.close()
+    with pytest.raises(EOFError):
+        reader.recv()
+
+
+def _answer(reader: Any, writer: Any) -> None:
+    while (message := reader.recv()) is not None:
+        writer.send(message)
+
+
+def test_threads_that_look_do_not_keep_each_other_from_working(
+    shmreduce_no_leaks: None,
+) -> None:
+    """Two threads of one process that wait for each other get on."""
+    first, second = shmreduce.Pipe(), shmreduce.Pipe()
+    thread = threading.Thread(target=_answer, args=(first[1], second[0]))
+    thread.start()
+
+    def talk() -> int:
+        for number in range(500):
+            first[0].send(number)
+            assert second[1].recv() == number
+        first[0].send(None)
+        return 500
+
+    assert within(talk) == 500
+    thread.join()
+    for end in (*first, *second):
+        end.close()

@@ -1,0 +1,190 @@
+"""Large blocks lie on huge pages where the kernel has any."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shmreduce.memory import mapping
+from shmreduce.memory.layout import BY_VALUE, SHARED
+from shmreduce.memory.mapping import HUGE_PAGE
+from tests.memory.test_heap import close, make_heap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shmreduce.memory.heap import Heap, OwnedSegment
+
+pytestmark = pytest.mark.usefixtures("strategy")
+
+MIB = 1 << 20
+COLLAPSE = 25
+
+Call = tuple[int, int]
+
+
+@pytest.fixture(params=[BY_VALUE, SHARED], ids=["by value", "shared"])
+def heap(request: pytest.FixtureRequest) -> Iterator[Heap]:
+    """A heap of its own; what it gave out is given back."""
+    made = make_heap(request.param)
+    yield made
+    for segment in made.segments:
+        for block in list(segment.out):
+            segment.records.pop(block, None)
+            made.give_back(segment, block)
+    close(made)
+
+
+@pytest.fixture
+def ask_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Call]]:
+    """Let the kernel answer to every wish for huge pages with an error number, 0 for none."""
+
+    def answer(number: int) -> list[Call]:
+        asked: list[Call] = []
+        real = mapping._madvise
+
+        def madvise(address: int, size: int, advice: int) -> int:
+            if advice != COLLAPSE:
+                return int(real(address, size, advice))
+            asked.append((address, size))
+            ctypes.set_errno(number)
+            return -1 if number else 0
+
+        monkeypatch.setattr(mapping, "_collapses", True)
+        monkeypatch.setattr(mapping, "_madvise", madvise)
+        return asked
+
+    return answer
+
+
+def pages_of(segment: OwnedSegment) -> int:
+    """Return how many bytes the file has pages for."""
+    return os.fstat(segment.fd).st_blocks * 512
+
+
+def test_large_blocks_begin_where_a_huge_page_can(heap: Heap) -> None:
+    """In the file and in memory; blocks do not overlap, whatever lies between them."""
+    blocks = [
+        heap.allocate(nbytes)
+        for nbytes in (100, HUGE_PAGE - 1, 100, HUGE_PAGE, 9 * MIB, 5000, 3 * MIB, 33 * MIB)
+    ]
+    spans = sorted(
+        (segment.token, segment.offsets[block], segment.capacities[block])
+        for segment, block in blocks
+    )
+    for (token, start, size), (following, beyond, _) in itertools.pairwise(spans):
+        assert token != following or start + size <= beyond
+    assert all(start % HUGE_PAGE == 0 for _, start, size in spans if size >= HUGE_PAGE)
+    assert all(segment.layout.data_offset % HUGE_PAGE == 0 for segment, _ in blocks)
+
+
+def test_the_kernel_is_asked_for_whole_huge_pages_of_the_block_alone(
+    heap: Heap, ask_kernel: Callable[[int], list[Call]]
+) -> None:
+    """A block of four and a half huge pages: for four, each of which has a page by then."""
+    asked = ask_kernel(0)
+    segment, block = heap.allocate(9 * MIB)
+    address = segment.data.address + segment.offsets[block] - segment.data.offset
+    if address % HUGE_PAGE:
+        pytest.skip("this kernel does not align mappings: Linux 6.7 does")
+    assert asked == [(address, 8 * MIB)]
+
+
+def test_small_blocks_are_left_alone(heap: Heap, ask_kernel: Callable[[int], list[Call]]) -> None:
+    """Nobody asks for a huge page that would reach beyond the block."""
+    asked = ask_kernel(0)
+    # Anything nearer is rounded up to one.
+    for nbytes in (100, 5000, MIB, HUGE_PAGE - (256 << 10)):
+        heap.allocate(nbytes)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("number", "times"),
+    [(0, 2), (errno.EINVAL, 1), (errno.ENOMEM, 2), (errno.EAGAIN, 2)],
+    ids=lambda value: errno.errorcode.get(value, str(value)),
+)
+def test_a_block_has_its_pages_whatever_the_kernel_says(
+    heap: Heap, ask_kernel: Callable[[int], list[Call]], number: int, times: int
+) -> None:
+    """No more and no fewer than it has bytes. Who does not know the wish is asked once."""
+    heap.allocate(100)
+    asked = ask_kernel(number)
+    for _ in range(2):
+        before = {segment: pages_of(segment) for segment in heap.segments}
+        segment, block = heap.allocate(9 * MIB)
+        tables = segment.layout.slot_words if segment not in before else 0
+        grown = pages_of(segment) - before.get(segment, 0)
+        # Pages of the tables come as they are written.
+        assert 0 <= grown - segment.capacities[block] - tables <= 64 << 10
+    if asked:
+        assert len(asked) == times
+
+
+def test_who_takes_long_is_not_asked_for_the_rest(
+    heap: Heap, ask_kernel: Callable[[int], list[Call]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory in pieces: the kernel may move them about for as long as it likes, once."""
+    asked = ask_kernel(0)
+    monkeypatch.setattr(mapping, "_LONGEST_COLLAPSE", -1.0)
+    segment, block = heap.allocate(100 * MIB)
+    assert len(asked) <= 1
+    assert pages_of(segment) >= segment.capacities[block]
+
+
+def test_what_was_huge_is_given_back_whole(heap: Heap) -> None:
+    """Cooling a block leaves no page of it, nor takes one of its neighbour's."""
+    (segment, block), (other, neighbour) = heap.allocate(9 * MIB), heap.allocate(9 * MIB)
+    place = other.offsets[neighbour] - other.data.offset
+    # As an array's view would, it ends before the heap does.
+    with memoryview(other.data.pages) as view:
+        view[place : place + 9 * MIB] = bytes([7]) * (9 * MIB)
+    del segment.records[block]
+    assert heap.give_back(segment, block)
+    before = pages_of(segment)
+    with heap.exclusive():
+        assert heap.cool(0) >= 9 * MIB
+    if segment in heap.segments:
+        assert before - pages_of(segment) >= 9 * MIB
+    with memoryview(other.data.pages) as view:
+        assert bytes(view[place : place + 9 * MIB]) == bytes([7]) * (9 * MIB)
+
+
+def huge_bytes_at(address: int) -> int:
+    """Return how much of the mapping around an address is mapped by huge pages (proc(5))."""
+    text = Path("/proc/self/smaps").read_text()
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
+        first, last = (int(word, 16) for word in part.split(maxsplit=1)[0].split("-"))
+        if first <= address < last:
+            found = re.findall(r"^(?:ShmemPmdMapped|FilePmdMapped): +(\d+) kB", part, re.MULTILINE)
+            return sum(map(int, found)) << 10
+    return 0
+
+
+def test_huge_pages_are_there_where_the_kernel_gives_them(
+    heap: Heap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it says so, they are mapped."""
+    answers: list[int] = []
+    real: Any = mapping._madvise
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        answer = int(real(address, size, advice))
+        if advice == COLLAPSE:
+            answers.append(answer)
+        return answer
+
+    monkeypatch.setattr(mapping, "_collapses", True)
+    monkeypatch.setattr(mapping, "_madvise", madvise)
+    segment, block = heap.allocate(8 * MIB)
+    if answers != [0]:
+        pytest.skip("the kernel gives no huge pages for shared memory here, or has none left")
+    address = segment.data.address + segment.offsets[block] - segment.data.offset
+    assert huge_bytes_at(address) >= 8 * MIB
