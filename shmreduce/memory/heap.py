@@ -51,8 +51,8 @@ __all__ = ["Heap", "HeapBusyError", "HeapHost", "OwnedSegment", "size_class"]
 
 # Segments are sparse, so large ones cost addresses only; few of them keep
 # descriptors and mappings few.
-_FIRST_SEGMENT = 4 << 20
-_GROWTH = 4
+_FIRST_SEGMENT = 16 << 20
+_GROWTH = 8
 _LARGEST_STEP = 1 << 30
 _SMALLEST_BLOCK = 64
 _POPULATE_FROM = 256 << 10
