@@ -6,14 +6,12 @@ Each table stands between two comments, ``<!-- name -->`` and ``<!-- /name -->``
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from tests.faults.run import read_journal
-from tests.faults.soak import Sample, plot, summary
+from tests.faults.soak import plot, read_samples, summary
 from tests.faults.table import table
 
 __all__ = ["main"]
@@ -32,16 +30,6 @@ def _put(name: str, text: str) -> None:
     _PAGE.write_text(replaced)
 
 
-def _read_samples(path: Path) -> list[Sample]:
-    with path.open(newline="") as file:
-        return [Sample(**_numbers(row)) for row in csv.DictReader(file)]
-
-
-def _numbers(row: dict[str, str]) -> dict[str, Any]:
-    fractions = ("seconds", "round_trip")
-    return {name: float(value) if name in fractions else int(value) for name, value in row.items()}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Replace the tables for which there are files."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.report", description=__doc__)
@@ -54,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.others:
         _put("others", table(read_journal(options.others)))
     if options.soak:
-        samples = _read_samples(options.soak)
+        samples = read_samples(options.soak)
         picture = ""
         if plot(samples, _PLOT):
             picture = f"\n\n![What was measured over time]({_PLOT.name})"

@@ -27,9 +27,9 @@ import shmreduce
 from shmreduce.memory.inspection import process_state
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Sample", "main", "plot", "soak", "summary"]
+__all__ = ["Sample", "main", "plot", "read_samples", "soak", "summary"]
 
 _PATIENCE = 30.0
 _WORDS = (1_000, 20_000, 150_000)
@@ -110,9 +110,11 @@ class _Echoes:
             connection.close()
 
 
-def soak(seconds: float, every: float = 1.0) -> list[Sample]:
-    """Use everything for so long; return a sample for each second or so."""
-    samples: list[Sample] = []
+def soak(seconds: float, every: float = 1.0) -> Iterator[Sample]:
+    """Use everything for so long; yield a sample for each second or so.
+
+    They are not kept here: it is this process whose memory is measured.
+    """
     trips: list[float] = []
     # What killed processes have not read is given up.
     with shmreduce.install(inline_limit=4096, message_timeout=5.0):
@@ -139,7 +141,7 @@ def soak(seconds: float, every: float = 1.0) -> list[Sample]:
                 echoes.kill(echoes.killed % 2)
             if now - sampled > every:
                 sampled = now
-                samples.append(_sample(now - start, trips, rounds, echoes.killed))
+                yield _sample(now - start, trips, rounds, echoes.killed)
                 trips.clear()
             if now - start > seconds:
                 break
@@ -149,7 +151,6 @@ def soak(seconds: float, every: float = 1.0) -> list[Sample]:
         queue.join_thread()
         echoes.close()
         _give_up_the_rest()
-    return samples
 
 
 def _give_up_the_rest() -> None:
@@ -180,6 +181,17 @@ def _sample(seconds: float, trips: Sequence[float], rounds: int, killed: int) ->
         rounds=rounds,
         killed=killed,
     )
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Return the samples that a soak has written."""
+    with path.open(newline="") as file:
+        return [Sample(**_numbers(row)) for row in csv.DictReader(file)]
+
+
+def _numbers(row: dict[str, str]) -> dict[str, Any]:
+    fractions = ("seconds", "round_trip")
+    return {name: float(value) if name in fractions else int(value) for name, value in row.items()}
 
 
 def plot(samples: Sequence[Sample], path: Path) -> bool:
@@ -247,11 +259,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=Path, default=Path("soak.csv"))
     parser.add_argument("--plot", type=Path, default=Path("soak.svg"))
     options = parser.parse_args(arguments)
-    samples = soak(60 * options.minutes)
     with options.samples.open("w", newline="") as file:
         writer = csv.DictWriter(file, [each.name for each in fields(Sample)])
         writer.writeheader()
-        writer.writerows(asdict(each) for each in samples)
+        for each in soak(60 * options.minutes):
+            writer.writerow(asdict(each))
+            file.flush()
+    samples = read_samples(options.samples)
     if not plot(samples, options.plot):
         sys.stderr.write("no plot: matplotlib is not installed\n")
     sys.stdout.write(summary(samples) + "\n")

@@ -84,7 +84,7 @@ def test_a_soak_is_flat() -> None:
     """With everything in use and processes being killed, memory, descriptors and blocks
     are no more at the end than they were soon after the start.
     """
-    samples = soak(SECONDS, every=SECONDS / 40)
+    samples = list(soak(SECONDS, every=SECONDS / 40))
     assert len(samples) >= 8
     early, late = samples[len(samples) // 4 : len(samples) // 2], samples[-len(samples) // 4 :]
     assert samples[-1].killed > 0
