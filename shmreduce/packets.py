@@ -165,7 +165,7 @@ def pack(obj: Any) -> Packet:
         if len(plain) <= INLINE_BODY:
             return Packet(_PLAIN + plain, ())
         return _make(memoryview(plain), None)
-    data, message = dumps(obj)
+    data, message = dumps(obj, block_from=INLINE_BODY)
     if data.nbytes <= INLINE_BODY and (message is None or message.is_empty):
         return Packet(_PLAIN + data, ())
     return _make(data, message)
@@ -228,7 +228,7 @@ def _make(body: memoryview, message: Message | None) -> Packet:
     try:
         kind, written = _IN_PACKET, body
         if body.nbytes > INLINE_BODY:
-            handle = _move_to_block(body, message)
+            handle = message.handle_of(body) or _move_to_block(body, message)
             if handle is not None:
                 kind, written = _IN_BLOCK, memoryview(handle)
         return _in_packet(kind, written, message.segments(), body, message)

@@ -1,7 +1,7 @@
 """One run of a pickler: reducers by type, and what becomes of the message.
 
-May import errors, settings, registry, discovery, :mod:`shmreduce.memory` and
-``children``.
+May import errors, settings, registry, discovery, :mod:`shmreduce.memory`,
+``bodies`` and ``children``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
 
@@ -18,6 +18,7 @@ import pickle
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+from shmreduce.bodies import Body, expected_size, remember_size
 from shmreduce.children import Call
 from shmreduce.discovery import get_registry
 from shmreduce.errors import (
@@ -237,17 +238,21 @@ class Pickler(ForkingPickler):
         for one that is to be pickled like anything else.
     begun : Begun, optional
         What a reducer has made already of the object to be dumped.
+    message : Message, optional
+        What the object is a part of; ``begun`` has the same.
     """
 
     def __init__(
         self,
-        file: io.BytesIO,
+        file: io.BytesIO | Body,
         keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
         begun: Begun | None = None,
+        message: Message | None = None,
     ) -> None:
         super().__init__(file, _PROTOCOL, True, keep_buffer)
         self._find = get_registry().find
         self._begun = begun
+        self._message = message
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle an object, or NotImplemented for the ordinary way."""
@@ -266,8 +271,7 @@ class Pickler(ForkingPickler):
 
     def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
         """Pickle an object; return the message, not committed yet, if there is one."""
-        message = None if self._begun is None else self._begun.message
-        return dump_message(self, obj, pickle.Pickler.dump, message)
+        return dump_message(self, obj, pickle.Pickler.dump, self._message)
 
 
 _NOBODY: Mapping[type, object] = {}
@@ -317,8 +321,16 @@ class _Buffers:
         return handle, places
 
 
-def dumps(obj: Any) -> Pickled:
+def dumps(obj: Any, block_from: int | None = None) -> Pickled:
     """Pickle an object for a channel of shmreduce.
+
+    Parameters
+    ----------
+    obj : object
+        What to pickle.
+    block_from : int, optional
+        Bytes from which the pickle may be in a block of the message, for which
+        see :meth:`Message.handle_of`.
 
     Returns
     -------
@@ -344,7 +356,7 @@ def dumps(obj: Any) -> Pickled:
         return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
     claim = get_registry().find(kind)
     if claim is None or kind in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
-        return _dump_whole(obj)
+        return _dump_whole(obj, block_from=block_from)
     message = Message()
     try:
         reduced = claim.reducer.reduce(obj, message)
@@ -356,10 +368,10 @@ def dumps(obj: Any) -> Pickled:
         message.rollback()
         raise
     if type(reduced) is tuple:
-        return _dump_whole(obj, Begun(obj, reduced, message))
+        return _dump_whole(obj, Begun(obj, reduced, message), block_from)
     # In the ordinary way; or the reducer is at fault, and is told so there.
     message.rollback()
-    return _dump_whole(obj)
+    return _dump_whole(obj, block_from=block_from)
 
 
 def _says_all(arguments: Any) -> bool:
@@ -373,22 +385,31 @@ def _says_all(arguments: Any) -> bool:
     return True
 
 
-def _dump_whole(obj: Any, begun: Begun | None = None) -> Pickled:
+def _dump_whole(obj: Any, begun: Begun | None = None, block_from: int | None = None) -> Pickled:
+    message = None if begun is None else begun.message
+    file: io.BytesIO | Body = io.BytesIO()
+    expected = 0 if block_from is None else expected_size(obj)
+    if block_from is not None and expected:
+        message = message or Message()
+        file = Body(message, expected, block_from)
     buffers = _Buffers()
-    file = io.BytesIO()
-    message = Pickler(file, buffers.keep, begun).dump(obj)
-    if not buffers.kept:
-        return Pickled(file.getbuffer(), message)
-    if message is None:
-        message = Message()
+    message = Pickler(file, buffers.keep, begun, message).dump(obj)
     try:
-        copied = buffers.copy(message)
-        if copied is not None:
-            handle, places = copied
-            whole = Call(_load_with_buffers, handle, places, file.getvalue())
-            return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
+        if buffers.kept:
+            message = message or Message()
+            copied = buffers.copy(message)
+            if copied is not None:
+                handle, places = copied
+                whole = Call(_load_with_buffers, handle, places, file.getvalue())
+                return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
+        else:
+            data = file.getbuffer()
+            if block_from is not None and (expected or data.nbytes > block_from):
+                remember_size(obj, data.nbytes if data.nbytes > block_from else 0)
+            return Pickled(data, message)
     except BaseException:
-        message.rollback()
+        if message is not None:
+            message.rollback()
         raise
     message.rollback()
     file = io.BytesIO()

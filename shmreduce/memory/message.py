@@ -238,6 +238,28 @@ class Message:
         if lease in self._taken:
             self._taken.remove(lease)
 
+    def handle_of(self, view: memoryview) -> bytes | None:
+        """Return a handle to the first bytes of a block that is being filled, as many as the view.
+
+        None if the view is not at the beginning of a block of this message.
+        """
+        for taken in self._taken:
+            if taken.is_filled_by(view):
+                segment, block = taken.segment, taken.block
+                constant = _constant(
+                    segment, block, taken.generation, view.nbytes, shared=False, mode="rw"
+                )
+                return pack_handle(taken.slot, taken.nonce, constant)
+        return None
+
+    def take_back(self, view: memoryview) -> None:
+        """Take back the block whose bytes :meth:`allocate` returned, and nothing else."""
+        for taken in self._taken:
+            if taken.is_filled_by(view):
+                self._taken.remove(taken)
+                _undo(taken)
+                return
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing was given out, or all of it has been kept or taken back."""
@@ -265,10 +287,7 @@ class Message:
     def rollback(self) -> None:
         """Take back what was given out: the message will not be sent."""
         while self._is_ours():
-            taken = self._taken.pop()
-            taken.segment.consume(taken.block, taken.generation, taken.slot, taken.nonce)
-            if taken.filling is not None:
-                taken.filling.end()
+            _undo(self._taken.pop())
 
     def _add(self, segment: Segment, block: int, generation: int) -> _Taken:
         taken = _Taken(segment, block, generation, next(_nonces) & NONCE_MASK)
@@ -301,6 +320,16 @@ class _Taken:
         self.nonce = nonce
         self.slot = -1
         self.filling: Filling | None = None
+
+    def is_filled_by(self, view: memoryview) -> bool:
+        """Return whether a view is of this block, while that is being filled."""
+        return self.filling is not None and view.obj is self.filling.root
+
+
+def _undo(taken: _Taken) -> None:
+    taken.segment.consume(taken.block, taken.generation, taken.slot, taken.nonce)
+    if taken.filling is not None:
+        taken.filling.end()
 
 
 def _constant(

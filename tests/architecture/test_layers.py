@@ -34,7 +34,7 @@ LAYERS = [
     {"strategies"},
     {"memory"},
     {"born"},
-    {"children", "remote", "arrays"},
+    {"children", "remote", "arrays", "bodies"},
     {"pickling"},
     {"forking"},
 ]

@@ -56,6 +56,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "receive": (
         "shmreduce.connection:Connection._read",
+        "shmreduce.connection:Connection._watch",
         "shmreduce.packets:Arrival.load",
         "shmreduce.pickling:load_message",
         f"{_MEMORY}.loading:import_block",
@@ -79,6 +80,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         f"{_MEMORY}.heap:OwnedSegment.uncarve",
         f"{_MEMORY}.family:Family.reserve",
         f"{_MEMORY}.mapping:Mapping.cover",
+        f"{_MEMORY}.mapping:Mapping.make_huge",
     ),
     "fork": (
         f"{_MEMORY}.blocks:LiveBlocks.before_fork",

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Actor", "Part", "end_by_alarm", "play"]
 
 INLINE_LIMIT = 4096
-_WORDS = (600, 600, 2000, 2000, 9000, 33_000, 40_000, 140_000)
+_WORDS = (600, 600, 2000, 2000, 9000, 33_000, 40_000, 140_000, 300_000)
+"""The largest has room for a huge page, and more."""
 _MOST_HELD = 14
 _MOST_CHILDREN = 3
 _DRAIN_SECONDS = 10.0
