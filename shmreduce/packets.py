@@ -30,7 +30,7 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.loading import Loading, discard_message, hold_message, import_block
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment import MESSAGE
-from shmreduce.pickling import dumps, loads
+from shmreduce.pickling import dumps, load_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -340,8 +340,9 @@ class Arrival:
             return pickle.loads(self._body)
         try:
             if self._kind == _IN_BLOCK:
-                return loads(self._import_body(_load_body), self._arrived)
-            return loads(self._body, self._arrived)
+                # No name for the body: it would stay in a traceback.
+                return load_message(pickle.loads, self._import_body(_load_body), self._arrived)
+            return load_message(pickle.loads, self._body, self._arrived)
         finally:
             self._close()
 

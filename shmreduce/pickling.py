@@ -417,7 +417,7 @@ def _dump_whole(obj: Any, begun: Begun | None = None, block_from: int | None = N
     return Pickled(file.getbuffer(), message)
 
 
-def loads(data: Any, arrived: Mapping[bytes, int] | None = None) -> Any:
+def loads(data: Any) -> Any:
     """Unpickle a message; see :func:`load_message`.
 
     Examples
@@ -426,7 +426,7 @@ def loads(data: Any, arrived: Mapping[bytes, int] | None = None) -> Any:
     True
     """
     try:
-        return load_message(pickle.loads, data, arrived)
+        return load_message(pickle.loads, data)
     finally:
         del data
 

@@ -64,8 +64,6 @@ class BlockLocks:
 
     def lock_block(self, block: int, mark: object) -> None:
         """Lock a block; wait for it, boundedly."""
-        if self.try_lock_block(block, mark):
-            return
         waited = locks.keep_trying(lambda: self.try_lock_block(block, mark), LOCK_PATIENCE)
         if waited is not None:
             raise LeaseTimeoutError(
@@ -99,10 +97,10 @@ def _with_lock(transition: _Transition[_P, _R], *, wait: bool) -> _Transition[_P
     def locked(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R | None:
         mark = object()
         try:
-            if wait:
+            if not self.try_lock_block(block, mark):
+                if not wait:
+                    return None
                 self.lock_block(block, mark)
-            elif not self.try_lock_block(block, mark):
-                return None
             return transition(self, block, *arguments, **options)
         finally:
             try:

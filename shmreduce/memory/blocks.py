@@ -63,6 +63,7 @@ class Record:
         "mode",
         "nbytes",
         "private",
+        "read_only",
         "segment",
         "shared",
         "slot",
@@ -95,6 +96,8 @@ class Record:
         self.slot = slot
         self.heap = heap
         self.private = private
+        self.read_only = mode == "ro" and slot is not None
+        """Whether views here must not be written: a ``ro`` block, at a receiver."""
         self.in_place = False
         self.ended = False
         """Whether the hold was given up already, before the views died."""
@@ -105,11 +108,6 @@ class Record:
         """What is the same in all handles that this process makes for the block."""
         self.key: bytes | None = None
         """By what the block is found when a message brings it again."""
-
-    @property
-    def read_only(self) -> bool:
-        """Whether views here must not be written: a ``ro`` block, at a receiver."""
-        return self.mode == "ro" and self.slot is not None
 
 
 class RootReference(weakref.ref[Any]):
