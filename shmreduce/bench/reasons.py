@@ -10,6 +10,10 @@ from fnmatch import fnmatch
 __all__ = ["REASONS", "reason_for"]
 
 REASONS: dict[str, str] = {
+    "shared 128 B: shmreduce / ten bytes": (
+        "The bare pipe's two processes had come to one processor in this row, where a wake-up "
+        "costs a third; see its other rows."
+    ),
     "shared * SharedMemory by hand": (
         "By hand, nothing but a name is sent: no receiver is counted, so nobody may ever free "
         "or reuse the memory. A lease is taken and ended here for each message."
@@ -19,40 +23,26 @@ REASONS: dict[str, str] = {
         "Here each message is a new array, and its memory comes back."
     ),
     "fresh 8 MiB: shmreduce / one copy": (
-        "Beside the copy stand two wake-ups and the interpreter's work for a message, 0.4 ms on "
-        "a machine that was idle. Needed: that work compiled."
-    ),
-    "shared *: shmreduce / ten bytes": (
-        "The bare pipe is a loop whose two processes may stay on one processor. Ours is two "
-        "wake-ups, and some 0.1 ms of interpreter for handle, lease and array. Needed: that work "
-        "compiled."
+        "Beside the copy stand the interpreter's work for two messages, 0.2 ms, and a wake-up. "
+        "Two threads copy, and to start the second takes as long as half a mebibyte. Needed: "
+        "that work compiled."
     ),
     "born *: shmreduce born shared / ten bytes": (
-        "As for shared arrays. Beyond that, the pages are mapped anew on both sides for each "
-        "message. Needed: mappings that are kept."
+        "The array is cut off and mapped on both sides for each message, by an interpreter "
+        "whose caches the making of the array has emptied. Needed: that work compiled, and "
+        "mappings that are kept."
     ),
     "fresh 1 MiB: *torch*": (
-        "Two wake-ups and the interpreter's work for a message, 0.4 ms, decide at this size. "
-        "Needed: that work compiled."
+        "Two messages are 0.2 ms of the interpreter's work, after a copy that has emptied its "
+        "caches; after install() two wake-ups come on top. Needed: that work compiled."
     ),
     "fresh *: *torch*": (
         "One copy alone takes more than a tenth of torch's whole time on this machine. Ours "
         "from 64 MiB on takes no longer than one copy by one thread."
     ),
-    "shared *: best of torch / shmreduce": (
-        "torch's file_system strategy sends a name in as many wake-ups, and takes as long. "
-        "Needed: our work compiled."
-    ),
-    "first-use 1 MiB*": (
-        "A new process imports the reducer for its first array, and makes and maps a segment. "
-        "When this was measured it imported numpy.ma, too, which it no longer does."
-    ),
-    "results 64 MiB filled: *": (
-        "The workers write 64 MiB each; `bare` is the same without, and takes less than half."
-    ),
-    "live arrays: descriptors of a process": (
-        "Channels of shmreduce keep a third descriptor of each segment, the one that travels. "
-        "After install() there are two of each, 27 in all."
+    "results 64 MiB filled: best of torch*": (
+        "The workers write 64 MiB each before anything is sent, which takes as long for both. "
+        "In Pool(shared_allocations=True) they are written where they are going to travel."
     ),
 }
 """Patterns of what is told beside the figure: workload, row and quickest peer, or the
