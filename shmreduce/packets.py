@@ -184,10 +184,13 @@ def pack_last(held: list[Any]) -> Packet:
     if not moving.started:
         return pack(held.pop())
     with moving.Moves() as moves:
-        data, message = dumps(held[0])
+        pickled, message = dumps(held[0], block_from=INLINE_BODY)
         try:
             held.clear()
-            data = moves.settle(data)
+            data = moves.settle(pickled)
+            if message is not None and data is not pickled:
+                # It is another pickle now, in ordinary memory.
+                message.take_back(pickled)
         except BaseException:
             if message is not None:
                 message.rollback()

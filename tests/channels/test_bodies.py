@@ -12,6 +12,7 @@ import shmreduce
 from shmreduce import bodies, packets
 from shmreduce.memory import runtime
 from shmreduce.memory.layout import BY_VALUE
+from tests.born.allocator import needs_allocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,3 +210,23 @@ def test_one_that_is_not_sent_gives_its_block_back(ends: tuple[Any, Any]) -> Non
         packet.discard()
         del packet
         assert blocks_out() == 0
+
+
+def test_with_arrays_that_are_moved_or_not(ends: tuple[Any, Any], copied: list[int]) -> None:
+    """A pickle that changes once it is known what moves leaves the block."""
+    needs_allocator()
+    writer, reader = ends
+    with shmreduce.shared_allocations():
+        for number in range(4):
+            stays = np.full(60_000, number)
+            writer.send_last([[*texts(number, 5_000), stays, np.full(50_000, number)]])
+            *found, again, alone = reader.recv()
+            assert found == texts(number, 5_000)
+            assert (again == number).all()
+            assert (alone == number).all()
+            assert (stays == number).all()
+            del again, alone, stays
+            assert blocks_out() == 0
+    # The array that stays is copied, its handle in the pickle replaced: so the
+    # pickle is another one each time.
+    assert len(copied) == 4

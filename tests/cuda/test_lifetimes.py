@@ -256,12 +256,15 @@ def receive_many(count: int) -> bool:
     return right
 
 
+def blocks_of(actor: Actor) -> int:
+    """Return how many blocks an actor has views of."""
+    arrays: int = actor.ask(act.census)[1][0]
+    return arrays
+
+
 def test_many_sends_leave_nothing(pair: Pair) -> None:
     """After hundreds of sends there are no more descriptors, leases, mappings, and no
     more shared or device memory, than before.
-
-    How many blocks the sender keeps for later sends is how many were out at a
-    time, which differs a little; one lost in each send would be hundreds more.
     """
     sends = 400
     found = []
@@ -270,14 +273,7 @@ def test_many_sends_leave_nothing(pair: Pair) -> None:
         assert pair.receiver.ask(receive_many, sends)
         pair.sender.finish()
         nothing_is_out(pair.sender)
+        # Who lets go of many has them until it is through with all.
+        eventually(lambda: blocks_of(pair.sender) == 0, "the last thread has let go")
         found.append([actor.ask(act.census) for actor in (pair.sender, pair.receiver)])
-    for before, after in zip(*found, strict=True):
-        descriptors, (arrays, unread, out, reserved), *device = before
-        assert (after[0], after[1][1], after[1][3], after[2:]) == (
-            descriptors,
-            unread,
-            reserved,
-            tuple(device),
-        )
-        assert after[1][0] < arrays + sends // 4
-        assert after[1][2] < out + sends // 4
+    assert found[0] == found[1]
