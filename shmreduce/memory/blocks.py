@@ -314,10 +314,7 @@ class LiveBlocks:
     def _died(self, reference: RootReference) -> None:
         record = reference.record
         try:
-            if self._roots.get(reference.identity) is reference:
-                del self._roots[reference.identity]
-            if record.key is not None and self._shared.get(record.key) is reference:
-                self._shared.pop(record.key, None)
+            self._strike_off(reference)
             record.death = self.ledger.forks
             self._release(record)
         except BaseException:
@@ -325,7 +322,15 @@ class LiveBlocks:
             # record without its death would count as one that no child has seen.
             record.death = self.ledger.forks
             self._visible_to_children.append(record)
+            self._strike_off(reference)
             raise
+
+    def _strike_off(self, reference: RootReference) -> None:
+        key = reference.record.key
+        if self._roots.get(reference.identity) is reference:
+            del self._roots[reference.identity]
+        if key is not None and self._shared.get(key) is reference:
+            self._shared.pop(key, None)
 
     def _release(self, record: Record) -> None:
         if self.ledger.visible(record.birth, record.death):
