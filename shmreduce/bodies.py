@@ -12,6 +12,7 @@ block can be there before, warm from the last message.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +76,12 @@ class Body:
         Bytes that are worth a block.
     """
 
-    __slots__ = ("_end", "_least", "_message", "_rest", "_view")
+    __slots__ = ("_end", "_least", "_message", "_process", "_rest", "_view")
 
     def __init__(self, message: Message, nbytes: int, least: int) -> None:
         self._message = message
         self._least = least
+        self._process = os.getpid()
         self._end = 0
         self._rest: io.BytesIO | None = None
         try:
@@ -91,6 +93,7 @@ class Body:
 
     def write(self, data: Any) -> int:
         """Take what the pickler has written, as a file does."""
+        self._leave_parents_block()
         raw = data if type(data) is bytes else pickle.PickleBuffer(data).raw()
         end = self._end + len(raw)
         if self._rest is None and self._view is not None and end <= len(self._view):
@@ -104,6 +107,7 @@ class Body:
 
     def getbuffer(self) -> memoryview:
         """Return the pickle: in the block, or in ordinary memory if it does not suit the block."""
+        self._leave_parents_block()
         view, end = self._view, self._end
         if view is not None and self._rest is None and end > max(self._least, len(view) // 2):
             return view[:end]
@@ -113,14 +117,26 @@ class Body:
         """Return the pickle, which leaves the block, as bytes."""
         return bytes(self._leave_block())
 
+    def _leave_parents_block(self) -> None:
+        """Go on in ordinary memory, in a child that was forked in the middle of the pickling."""
+        if self._view is not None and os.getpid() != self._process:
+            # What the parent had written before the fork stays as it is.
+            self._gather()
+
     def _leave_block(self) -> memoryview:
-        view, end = self._view, self._end
-        whole = io.BytesIO()
+        self._leave_parents_block()
+        view = self._view
         if view is not None:
-            rest = 0 if self._rest is None else self._rest.tell()
-            whole.write(view[: end - rest])
-            self._view = None
+            self._gather()
             self._message.take_back(view)
-        if self._rest is not None:
-            whole.write(self._rest.getbuffer())
-        return whole.getbuffer()
+        return (self._rest or io.BytesIO()).getbuffer()
+
+    def _gather(self) -> None:
+        """Have in ordinary memory what is in the block."""
+        view, rest = self._view, self._rest
+        if view is not None:
+            whole = io.BytesIO()
+            whole.write(view[: self._end - (0 if rest is None else rest.tell())])
+            if rest is not None:
+                whole.write(rest.getbuffer())
+            self._view, self._rest = None, whole
