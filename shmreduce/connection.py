@@ -312,7 +312,9 @@ class Connection(multiprocessing.connection.Connection):
         To sleep and to be woken takes tens of microseconds, a hundred on a virtual
         processor; an answer is often quicker. Each time that nothing came, the
         reader sleeps twice as often before it looks again: to look in vain
-        costs next to nothing.
+        costs next to nothing. What was there before tells nothing: where there
+        are more processes than processors, it is so all the time, and who looks
+        keeps the others from writing.
         """
         if self._sleeps > 0:
             self._sleeps -= 1
@@ -321,15 +323,19 @@ class Connection(multiprocessing.connection.Connection):
         if not limit:
             return None
         read = self._socket.recvmsg_into
-        end = time.perf_counter() + limit
+        end = 0.0
         while True:
             try:
                 found = read([buffer], _ROOM_FOR_RIGHTS, _DO_NOT_WAIT | _CLOSE_ON_EXEC)
             except BlockingIOError:
-                if time.perf_counter() > end:
+                now = time.perf_counter()
+                if not end:
+                    end = now + limit
+                elif now > end:
                     break
             else:
-                self._in_vain = 0
+                if end:
+                    self._in_vain = 0
                 return found
         self._in_vain = self._sleeps = min(2 * self._in_vain + 1, _MOST_SLEEPS)
         return None
