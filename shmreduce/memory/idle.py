@@ -98,10 +98,12 @@ class IdleReturn:
 
     def _run(self, stop: _thread.LockType) -> None:
         while True:
-            seconds, keep = self._limits()
+            seconds, _ = self._limits()
             if stop.acquire(timeout=min(_LONGEST_PAUSE, max(seconds / 4, 0.01))):
                 return
             self._asked = False
+            # Those of now: who changed them meanwhile has asked an instant ago.
+            seconds, keep = self._limits()
             self._live.settle()
             heaps = self._heaps()
             left = keep

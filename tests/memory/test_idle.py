@@ -121,3 +121,30 @@ def test_who_asks_while_the_thread_is_about_to_end_is_heard() -> None:
     thread.start()
     assert again.wait(PATIENCE)
     eventually(lambda: not thread.stop(), "the thread ends when nobody asks any more")
+
+
+def test_what_may_be_kept_is_asked_when_it_is_looked_at() -> None:
+    """Settings that change while the thread sleeps count from its next look on."""
+    asked: list[int] = []
+    again = threading.Event()
+
+    class Constant(Heap):
+        """Has blocks of ten bytes."""
+
+        @property
+        def block_bytes(self) -> int:
+            # The second look: the first has not ended the thread.
+            if len(asked) > 2:
+                again.set()
+            return 10
+
+    def limits() -> tuple[float, int]:
+        asked.append(len(asked))
+        return 0.01, 100 if len(asked) == 1 else 0
+
+    state = runtime.current()
+    heap = Constant(BY_VALUE, current_strategy(), state)
+    thread = IdleReturn(state.live, lambda: [heap], limits)
+    thread.start()
+    assert again.wait(PATIENCE)
+    assert thread.stop()
