@@ -14,11 +14,13 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shmreduce.errors import OutOfSharedMemoryError
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
     from shmreduce.memory.message import Message
 
 __all__ = ["Body", "expected_size", "remember_size"]
@@ -34,7 +36,8 @@ _sizes: dict[object, int] = {}
 def _kind_of(obj: object) -> object:
     kind = type(obj)
     # Of others, to ask for the length may take long.
-    return (kind.__module__, kind.__qualname__, len(obj) if kind in _CONTAINERS else 0)  # type: ignore[arg-type]
+    length = len(cast("Sized", obj)) if kind in _CONTAINERS else 0
+    return kind.__module__, kind.__qualname__, length
 
 
 def expected_size(obj: object) -> int:
@@ -115,6 +118,7 @@ class Body:
 
     def getvalue(self) -> bytes:
         """Return the pickle, which leaves the block, as bytes."""
+        self._leave_parents_block()
         return bytes(self._leave_block())
 
     def _leave_parents_block(self) -> None:
@@ -124,7 +128,6 @@ class Body:
             self._gather()
 
     def _leave_block(self) -> memoryview:
-        self._leave_parents_block()
         view = self._view
         if view is not None:
             self._gather()

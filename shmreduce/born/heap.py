@@ -17,14 +17,14 @@ import ctypes
 import os
 import resource
 import time
-import warnings
 from bisect import insort
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from shmreduce.born.library import KNOWN, PRIVATE, Library, load
-from shmreduce.errors import LeaseTimeoutError, SegmentError, ShmreduceWarning
+from shmreduce.errors import LeaseTimeoutError, SegmentError
+from shmreduce.memory.blocks import warn_of_exposed
 from shmreduce.memory.headroom import Machine, headroom
 from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost, OwnedSegment
 from shmreduce.memory.layout import BY_VALUE
@@ -171,7 +171,8 @@ class BornHeap(Heap):
             self._take_note_of_all()
         self.collect()
         if counters.exposed > self._exposed:
-            self._warn_of_exposed(counters.exposed)
+            self._exposed = counters.exposed
+            warn_of_exposed(self._exposed)
         if self.lending:
             if _lenders != [self]:
                 self._relieve_others()
@@ -387,16 +388,6 @@ class BornHeap(Heap):
     def warm_bytes(self) -> int:
         """Bytes of free blocks whose pages are kept, the allocator's included."""
         return super().warm_bytes + self._library.counters.idle_bytes
-
-    def _warn_of_exposed(self, exposed: int) -> None:
-        self._exposed = exposed
-        warnings.warn(
-            f"{exposed} arrays that were alive at a fork are shared with the child: the kernel "
-            "has no room for private pages. Raise vm.max_map_count, or fork before the arrays "
-            "are made",
-            ShmreduceWarning,
-            stacklevel=2,
-        )
 
 
 def _usual_region() -> int:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import _thread
 import time
+import warnings
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import SegmentError
+from shmreduce.errors import SegmentError, ShmreduceWarning
 from shmreduce.memory.handle import block_key
 from shmreduce.memory.heap import Heap, OwnedSegment
 from shmreduce.memory.layout import SHARED
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _CUTTING_SECONDS = 0.05
 _REAP_SECONDS = 0.3
 
-__all__ = ["Block", "LiveBlocks", "Record"]
+__all__ = ["Block", "LiveBlocks", "Record", "warn_of_exposed"]
 
 
 class Record:
@@ -216,6 +217,10 @@ class LiveBlocks:
         self.guards_forks = False
         """Whether children may see memory of this process that no root here stands for."""
         self._inherited = inherited
+        self.exposed = 0
+        """Received arrays that the last forked child shares, for want of private pages."""
+        self.exposed_by_parent = 0 if inherited is None else inherited.exposed
+        """As many as this forked child shares with its parent."""
         self.fillings: dict[object, None] = {}
         """Blocks that are being filled for messages; they have no roots here yet."""
         self._roots: dict[int, RootReference] = {}
@@ -404,19 +409,30 @@ class LiveBlocks:
 
         A received array is private memory to its user, and a forked child must
         not see what the parent writes later. So its pages become copy-on-write
-        in place: the fork then does what it does with any private page.
+        in place: the fork then does what it does with any private page. Where
+        the kernel refuses that, it is told afterwards, since a fork cannot be
+        called off by a hook.
         """
         number = self.ledger.announce()
         # A list first: other threads go on until the fork.
         references = list(self._roots.values())
+        exposed = 0
         for reference in references:
             record = reference.record
             if record.slot is not None and not record.shared and not self.make_private(record):
                 _await_private(record)
+                exposed += not record.private
+        self.exposed = exposed
         # Other threads may make more before the fork happens. Not by
         # threading.active_count(), which waits for a lock.
         guarded = bool(references or self.fillings) or self.guards_forks or _thread._count() > 0
         self.ledger.before_fork(number, guarded=guarded)
+
+    def warn_of_exposed(self) -> None:
+        """Warn of arrays that the child just forked shares, if there are any."""
+        exposed, self.exposed = self.exposed, 0
+        if exposed:
+            warn_of_exposed(exposed)
 
     def in_child(self) -> LiveBlocks:
         """Retire the inherited table and return the child's own."""
@@ -426,6 +442,16 @@ class LiveBlocks:
 
 def _keep(segment: Segment) -> None:
     """Keep a segment open that is not in use."""
+
+
+def warn_of_exposed(count: int) -> None:
+    """Warn of arrays that a forked child shares, though they are private memory to their user."""
+    warnings.warn(
+        f"{count} arrays that were alive at a fork are shared with the child: the kernel has no "
+        "room for private pages. Raise vm.max_map_count, or fork before there are such arrays",
+        ShmreduceWarning,
+        stacklevel=3,
+    )
 
 
 def _await_private(record: Record) -> None:

@@ -42,6 +42,7 @@ _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _COLLAPSED_AT_ONCE = 16 * HUGE_PAGE
 _LONGEST_COLLAPSE = 0.1
+"""Seconds."""
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -62,6 +63,9 @@ _mmap.argtypes = [
 _madvise: Any = _libc.madvise
 _madvise.restype = ctypes.c_int
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_collapses = True
+"""Whether the kernel is worth being asked for huge pages."""
 
 _fallocate: Any = getattr(_libc, "fallocate", None)
 
@@ -176,10 +180,6 @@ class Mapping:
                 # Memory is in pieces, and the kernel moves them about.
                 return
             place += length
-
-
-_collapses = True
-"""Whether the kernel is worth being asked for huge pages."""
 
 
 def _refused(operation: str, size: int, number: int) -> SegmentError:

@@ -170,6 +170,8 @@ class Runtime:
         """Go on."""
         self.live.ledger.after_fork_in_parent()
         self.idle_return.after_fork_in_parent()
+        # Last: a warning may be an error, and nothing after it would be done.
+        self.live.warn_of_exposed()
 
     # The end
 

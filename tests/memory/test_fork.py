@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -17,7 +20,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.memory import runtime
+from shmreduce.memory import mapping, runtime
 from shmreduce.memory.inspection import process_state
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
@@ -474,3 +477,30 @@ def test_ctrl_c_while_the_last_view_dies_does_not_free_what_a_child_sees(
     assert child.step() == LENGTH
     child.end()
     eventually(lambda: process_state().waiting == 0, "the block is released")
+
+
+def test_a_fork_that_cannot_keep_arrays_apart_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for private pages a received array is shared with the child: the
+    parent is warned of how many there are, and so is told who looks in the child.
+    """
+    received = [resent(np.ones(LENGTH, np.uint8)) for _ in range(3)]
+    shared = shmreduce.share(np.ones(LENGTH, np.uint8))
+    map_pages = mapping._mmap
+
+    def no_room(address: int, size: int, protection: int, flags: int, *rest: int) -> Any:
+        if flags & mmap.MAP_PRIVATE:
+            ctypes.set_errno(errno.ENOMEM)
+            return ctypes.c_void_p(-1).value
+        return map_pages(address, size, protection, flags, *rest)
+
+    def told() -> int:
+        return runtime.current().live.exposed_by_parent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mapping, "_mmap", no_room)
+        with pytest.warns(shmreduce.ShmreduceWarning, match="3 arrays .*max_map_count"):
+            pid = in_forked_child(lambda: told() == 3)
+        assert wait_for_exit(pid) == 0
+    # Now there is room: this child has its own.
+    assert wait_for_exit(in_forked_child(lambda: told() == 0)) == 0
+    assert all(each.all() for each in (*received, shared))

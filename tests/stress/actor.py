@@ -25,6 +25,7 @@ from shmreduce.errors import (
     ProducerDied,
     StaleHandleError,
 )
+from shmreduce.memory import runtime
 from tests.stress import breaking
 from tests.stress.links import BROADCAST, Link, PipeLink, pickle_once
 from tests.stress.pattern import complaint, fill, seed_of_slice
@@ -394,8 +395,12 @@ class Actor:
         with warnings.catch_warnings():
             # Queues have threads, and CPython 3.12 warns of every fork beside one.
             warnings.simplefilter("ignore", DeprecationWarning)
+            # The child is told, too, and does as one is advised to.
+            warnings.simplefilter("ignore", shmreduce.ShmreduceWarning)
             pid = os.fork()
         if pid == 0:
+            if runtime.current().live.exposed_by_parent:
+                os._exit(0)
             try:
                 reader.close()
                 self.be_child(choice, writer)
