@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +17,10 @@ from shmreduce.memory.layout import BY_VALUE
 from tests.born.allocator import needs_allocator
 from tests.memory.waiting import wait_for_exit
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_sizes", {})
-
-
-@pytest.fixture
-def ends(shmreduce_no_leaks: None) -> Iterator[tuple[Any, Any]]:
-    """A writer and a reader."""
-    reader, writer = shmreduce.Pipe(duplex=False)
-    yield writer, reader
-    reader.close()
-    writer.close()
 
 
 @pytest.fixture
@@ -54,7 +42,7 @@ def texts(number: int, size: int, count: int = 100) -> list[Any]:
 
 
 def exchange(ends: tuple[Any, Any], obj: Any) -> Any:
-    writer, reader = ends
+    reader, writer = ends
     writer.send(obj)
     return reader.recv()
 
@@ -98,7 +86,7 @@ def test_one_that_needs_no_block_gets_none(ends: tuple[Any, Any]) -> None:
     """It stands in the packet, and no block is made for the next."""
     exchange(ends, texts(1, 5_000))
     for _ in range(2):
-        writer, reader = ends
+        reader, writer = ends
         writer.send(texts(2, 10))
         assert blocks_out() == 0
         assert reader.recv() == texts(2, 10)
@@ -177,7 +165,7 @@ class Unpicklable:
 def test_one_that_fails_leaves_nothing(ends: tuple[Any, Any]) -> None:
     """Not the block that it was being written to either."""
     exchange(ends, texts(1, 5_000))
-    writer, _ = ends
+    _, writer = ends
     with pytest.raises(ZeroDivisionError):
         writer.send([*texts(2, 5_000, 99), Unpicklable()])
     assert blocks_out() == 0
@@ -196,7 +184,7 @@ def test_without_room_for_what_is_expected_there_may_be_for_what_is_needed(
 
 def test_its_bytes_are_the_pickle_and_no_more(ends: tuple[Any, Any]) -> None:
     """``recv_bytes`` does not bring what else is in the block."""
-    writer, reader = ends
+    reader, writer = ends
     for number in range(2):
         sent = texts(number, 5_000)
         writer.send(sent)
@@ -218,7 +206,7 @@ def test_one_that_is_not_sent_gives_its_block_back(ends: tuple[Any, Any]) -> Non
 def test_with_arrays_that_are_moved_or_not(ends: tuple[Any, Any], copied: list[int]) -> None:
     """A pickle that changes once it is known what moves leaves the block."""
     needs_allocator()
-    writer, reader = ends
+    reader, writer = ends
     with shmreduce.shared_allocations():
         for number in range(4):
             stays = np.full(60_000, number)
@@ -264,7 +252,7 @@ def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_message(
     ends: tuple[Any, Any],
 ) -> None:
     """It pickles on from there; what its parent has sent by then stays what it was."""
-    writer, reader = ends
+    reader, writer = ends
     exchange(ends, [texts(1, 5_000), texts(2, 5_000), texts(3, 5_000)])
     rest = texts(5, 5_000)
     forks = Forks(rest)

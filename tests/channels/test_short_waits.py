@@ -44,15 +44,6 @@ class Looked:
 
 
 @pytest.fixture
-def ends(shmreduce_no_leaks: None) -> Iterator[tuple[Any, Any]]:
-    """A reader and a writer."""
-    reader, writer = shmreduce.Pipe(duplex=False)
-    yield reader, writer
-    reader.close()
-    writer.close()
-
-
-@pytest.fixture
 def settings() -> Iterator[None]:
     """The settings are put back."""
     before = get_settings()
