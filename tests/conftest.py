@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from typing import TYPE_CHECKING, Any
 
@@ -147,3 +148,14 @@ def children(request: pytest.FixtureRequest, shmreduce_no_leaks: None) -> Iterat
             yield helper
         finally:
             helper.close()
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of later collections what is there when the tests begin.
+
+    The tests collect garbage before and after each of thousands of them, and the
+    modules and tests in memory would be gone through each time: a third of the
+    whole time.
+    """
+    gc.collect()
+    gc.freeze()
