@@ -299,7 +299,8 @@ def machine() -> dict[str, str]:
         "processor": _processor(),
         "processors": str(os.cpu_count()),
         "memory": f"{total / (1 << 30):.1f} GiB",
-        "system": f"{platform.system()} {platform.release()}",
+        # What follows a dash names a build.
+        "system": " ".join((platform.system(), platform.release().partition("-")[0])),
         "Python": platform.python_version(),
         **{name: _version(name) for name in _DISTRIBUTIONS},
     }
