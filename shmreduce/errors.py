@@ -20,6 +20,7 @@ __all__ = [
     "ForeignSegmentError",
     "InvalidHandleError",
     "LeaseTimeoutError",
+    "MissingExtraError",
     "NotShareableError",
     "OutOfLeasesError",
     "OutOfSharedMemoryError",
@@ -114,6 +115,13 @@ class AllocatorUnavailableError(ShmreduceError):
     """The compiled allocator for ``shared_allocations`` is missing or unusable.
 
     Fields: ``path``, ``reason``.
+    """
+
+
+class MissingExtraError(ShmreduceError, ImportError):
+    """A package of an optional extra is not installed.
+
+    Fields: ``package`` (what could not be imported), ``extra`` (what installs it).
     """
 
 
