@@ -94,18 +94,32 @@ class ShmreduceError(Exception):
 
 
 class ShmreduceWarning(UserWarning):
-    """Something is wrong that does not stop the work, such as a broken plugin."""
+    """Something is wrong that does not stop the work.
+
+    Given for broken plugins, for messages that are lost as their sender ends, and
+    for received arrays that stay shared with a forked child.
+    """
 
 
 class ConfigurationError(ShmreduceError, ValueError):
     """A setting, argument or environment variable has an impossible value.
 
-    Fields: ``setting``, ``value``.
+    Fields: ``setting``, ``value``, ``variable`` (only where it was an
+    environment variable).
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> try:
+    ...     shmreduce.zeros(3, mode="mine")
+    ... except shmreduce.ConfigurationError as error:
+    ...     error.setting, error.value
+    ('mode', 'mine')
     """
 
 
 class PlatformError(ShmreduceError):
-    """The operating system lacks something that shmreduce needs.
+    """The operating system lacks something that the call needs.
 
     Fields: ``missing``.
     """
@@ -197,7 +211,9 @@ class BudgetExceededError(OutOfSharedMemoryError):
 
 
 class OutOfLeasesError(ShmreduceError):
-    """A segment's table has no free lease slot left.
+    """A segment's table has no free lease slot, or no room for one more process.
+
+    Also raised where a family has no room for one more process.
 
     Fields: ``segment``, ``slots``.
     """
