@@ -143,6 +143,15 @@ class UnknownStrategyError(ConfigurationError):
     """No plugin provides a sharing strategy of this name.
 
     Fields: ``name``, ``available`` (names), ``unusable`` (name -> reason).
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> try:
+    ...     shmreduce.set_sharing_strategy("teleport")
+    ... except shmreduce.UnknownStrategyError as error:
+    ...     error.name, "file_system" in error.available
+    ('teleport', True)
     """
 
 
@@ -244,6 +253,19 @@ class AlreadyLoadedError(StaleHandleError):
     """A by-value message was loaded a second time; the first loader owns its array.
 
     Fields: ``segment``, ``block``.
+
+    Examples
+    --------
+    >>> from shmreduce import AlreadyLoadedError, Message, import_block
+    >>> message = Message()
+    >>> view, handle = message.allocate(5)
+    >>> message.commit()
+    >>> block = import_block(handle)
+    >>> try:
+    ...     import_block(handle)
+    ... except AlreadyLoadedError:
+    ...     print("loaded before")
+    loaded before
     """
 
 
@@ -304,6 +326,15 @@ class ProcessRaisedException(ProcessException):
     itself; where it could not be sent, a note says why.
 
     Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> try:
+    ...     shmreduce.start_processes(divmod, (0,), start_method="fork")
+    ... except shmreduce.ProcessRaisedException as error:
+    ...     error.error_index, type(error.__cause__).__name__
+    (0, 'ZeroDivisionError')
     """
 
 
@@ -340,6 +371,17 @@ class WorkerDied(ShmreduceError):
     cannot be known), ``signal_name`` (None if it was not killed), ``index``
     (of the item in the iterable that the pool was given; None for a single
     call, or if the worker died before it had begun with any).
+
+    Examples
+    --------
+    >>> import os
+    >>> import shmreduce
+    >>> with shmreduce.get_context("fork").Pool(1) as pool:
+    ...     try:
+    ...         pool.apply(os._exit, (3,))
+    ...     except shmreduce.WorkerDied as error:
+    ...         error.exitcode, error.signal_name, error.index
+    (3, None, None)
     """
 
 
