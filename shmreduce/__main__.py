@@ -1,4 +1,7 @@
-"""``python -m shmreduce`` is the command ``shmreduce``."""
+"""``python -m shmreduce`` is the command ``shmreduce``.
+
+May import :mod:`shmreduce.cli`.
+"""
 
 from __future__ import annotations
 

@@ -78,6 +78,15 @@ def is_shared(obj: Any) -> bool:
     views of them, and for those received from other processes as such. False
     for arrays received by value, although they lie in shared memory too.
 
+    Parameters
+    ----------
+    obj : object
+        Of any type; False where no reducer handles it.
+
+    Returns
+    -------
+    bool
+
     Examples
     --------
     >>> import shmreduce

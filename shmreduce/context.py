@@ -38,11 +38,58 @@ class _Channels(_Base):
     """What the contexts of shmreduce make differently."""
 
     def Pipe(self, duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
-        """Return two connections; see :func:`shmreduce.Pipe`."""
+        """Return the two ends of a new pipe.
+
+        Parameters
+        ----------
+        duplex : bool
+            Whether both ends can send and receive; if not, the first can only
+            receive and the second only send.
+
+        Returns
+        -------
+        (Connection, Connection)
+            The caller's. Their methods are those of
+            :class:`multiprocessing.connection.Connection`.
+
+        Raises
+        ------
+        OSError
+            If no descriptor is free.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> here, there = shmreduce.Pipe()
+        >>> here.send([1, 2])
+        >>> there.recv()
+        [1, 2]
+        >>> here.close(), there.close()
+        (None, None)
+        """
         return connection.Pipe(duplex)
 
     def SimpleQueue(self) -> Any:  # noqa: N802
-        """Return a queue that is a pipe; see :class:`shmreduce.queues.SimpleQueue`."""
+        """Return a queue that is a pipe and nothing else.
+
+        Returns
+        -------
+        shmreduce.queues.SimpleQueue
+
+        Raises
+        ------
+        OSError
+            If no descriptor is free.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> queue = shmreduce.get_context("fork").SimpleQueue()
+        >>> queue.put("hello")
+        >>> queue.get()
+        'hello'
+        >>> queue.close()
+        """
         if not connection.supported():
             return super().SimpleQueue()
         from shmreduce.queues import SimpleQueue
@@ -50,7 +97,31 @@ class _Channels(_Base):
         return SimpleQueue(ctx=self.get_context())
 
     def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
-        """Return a queue; see :class:`shmreduce.queues.Queue`."""
+        """Return a queue whose ``put`` does not wait for a reader.
+
+        Parameters
+        ----------
+        maxsize : int
+            Most objects that may be under way; 0 for any number.
+
+        Returns
+        -------
+        shmreduce.queues.Queue
+
+        Raises
+        ------
+        OSError
+            If no descriptor is free.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> queue = shmreduce.get_context("fork").Queue()
+        >>> queue.put("hello")
+        >>> queue.get()
+        'hello'
+        >>> queue.close()
+        """
         if not connection.supported():
             return super().Queue(maxsize)
         from shmreduce.queues import Queue
@@ -58,7 +129,33 @@ class _Channels(_Base):
         return Queue(maxsize, ctx=self.get_context())
 
     def JoinableQueue(self, maxsize: int = 0) -> Any:  # noqa: N802
-        """Return a queue that counts what is done; see :class:`shmreduce.queues.JoinableQueue`."""
+        """Return a queue that counts what has not been done yet.
+
+        Parameters
+        ----------
+        maxsize : int
+            Most objects that may be under way; 0 for any number.
+
+        Returns
+        -------
+        shmreduce.queues.JoinableQueue
+
+        Raises
+        ------
+        OSError
+            If no descriptor is free.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> queue = shmreduce.get_context("fork").JoinableQueue()
+        >>> queue.put("hello")
+        >>> queue.get()
+        'hello'
+        >>> queue.task_done()
+        >>> queue.join()
+        >>> queue.close()
+        """
         if not connection.supported():
             return super().JoinableQueue(maxsize)
         from shmreduce.queues import JoinableQueue
@@ -73,7 +170,41 @@ class _Channels(_Base):
         maxtasksperchild: int | None = None,
         **more: Any,
     ) -> Any:
-        """Return a pool of worker processes; see :class:`shmreduce.pool.Pool`."""
+        """Return a pool of worker processes that are started by this context.
+
+        Parameters
+        ----------
+        processes : int, optional
+            How many workers; by default as many as there are processors.
+        initializer : callable, optional
+            Each worker calls ``initializer(*initargs)`` when it starts.
+        initargs : iterable
+            Its arguments.
+        maxtasksperchild : int, optional
+            After so many tasks a worker leaves and a new one takes its place.
+        **more
+            ``retries`` and ``shared_allocations``, as for
+            :class:`shmreduce.pool.Pool`.
+
+        Returns
+        -------
+        shmreduce.pool.Pool
+            A context manager, which terminates the pool.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument is impossible.
+        AllocatorUnavailableError
+            With ``shared_allocations``, if the compiled allocator is missing.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(2, retries=1) as pool:
+        ...     pool.map(abs, [-1, 2, -3])
+        [1, 2, 3]
+        """
         if not connection.supported():
             return super().Pool(processes, initializer, initargs, maxtasksperchild)
         from shmreduce.pool import Pool
@@ -88,7 +219,27 @@ class _Channels(_Base):
         )
 
     def Manager(self) -> Any:  # noqa: N802
-        """Return a started manager; see :class:`shmreduce.managers.SyncManager`."""
+        """Return a manager whose process has been started.
+
+        Returns
+        -------
+        shmreduce.managers.SyncManager
+            A context manager, which ends the process.
+
+        Raises
+        ------
+        OSError, EOFError
+            If the process cannot be started, or ends at once.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Manager() as manager:
+        ...     shelf = manager.list([1, 2])
+        ...     shelf.append(3)
+        ...     len(shelf)
+        3
+        """
         if not connection.supported():
             return super().Manager()
         from shmreduce.managers import SyncManager
@@ -112,7 +263,41 @@ def _get_ready() -> None:
 
 
 class Process(_DefaultProcess):
-    """A process of the default start method; see :class:`multiprocessing.Process`."""
+    """A process of the start method in force, as :class:`multiprocessing.Process`.
+
+    Its arguments travel by shared memory. The child has the settings of this
+    process and the reducers that it registered by hand, and is installed if this
+    process is.
+
+    Parameters
+    ----------
+    group : None
+        Not used.
+    target : callable, optional
+        What the process calls. Except with ``fork`` it must be importable by
+        name in the child.
+    name : str, optional
+        Of the process object.
+    args, kwargs : tuple, dict
+        The arguments. Except with ``fork`` :meth:`start` pickles them.
+    daemon : bool, optional
+        Whether the interpreter terminates it at its end; by default as this
+        process.
+
+    Raises
+    ------
+    OutOfSharedMemoryError, BudgetExceededError
+        From :meth:`start`, if an argument is large and there is no room for it.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> process = shmreduce.get_context("fork").Process(target=sorted, args=([2, 1],))
+    >>> process.start()
+    >>> process.join()
+    >>> process.exitcode
+    0
+    """
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
@@ -181,15 +366,81 @@ class DefaultContext(_Channels, context.DefaultContext):
     Process = Process
 
     def get_context(self, method: str | None = None) -> Any:
-        """Return the context in force, or that of a start method."""
+        """Return the context in force, or that of a start method.
+
+        To ask for the one in force settles the start method, if nobody has
+        chosen one.
+
+        Parameters
+        ----------
+        method : {"fork", "spawn", "forkserver"}, optional
+            None for the start method in force.
+
+        Returns
+        -------
+        multiprocessing context
+            With the channels and processes of shmreduce.
+
+        Raises
+        ------
+        ValueError
+            If there is no such start method here.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> shmreduce.get_context("spawn").get_start_method()
+        'spawn'
+        """
         return _concrete(self.get_start_method() if method is None else method)
 
     def get_start_method(self, allow_none: bool = False) -> Any:
-        """Return how processes are started; see :func:`multiprocessing.get_start_method`."""
+        """Return how processes are started, by shmreduce and by multiprocessing.
+
+        Parameters
+        ----------
+        allow_none : bool
+            Return None where nobody has chosen a start method; without it, the
+            default one is then settled.
+
+        Returns
+        -------
+        str or None
+
+        Examples
+        --------
+        >>> import multiprocessing
+        >>> import shmreduce
+        >>> shmreduce.get_start_method(True) == multiprocessing.get_start_method(True)
+        True
+        """
         return _standard.get_start_method(allow_none)
 
     def set_start_method(self, method: str | None, force: bool = False) -> None:
-        """Choose how processes are started; see :func:`multiprocessing.set_start_method`."""
+        """Choose how processes are started, by shmreduce and by multiprocessing.
+
+        Parameters
+        ----------
+        method : {"fork", "spawn", "forkserver"} or None
+            None, with ``force``, takes the choice back.
+        force : bool
+            Choose again where that has been done before.
+
+        Raises
+        ------
+        RuntimeError
+            If a start method is in force, and not ``force``.
+        ValueError
+            If there is no such start method here.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> shmreduce.set_start_method("teleport", force=True)
+        Traceback (most recent call last):
+            ...
+        ValueError: cannot find context for 'teleport'
+        """
         _standard.set_start_method(method, force)
 
 

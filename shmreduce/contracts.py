@@ -82,6 +82,18 @@ class Reducer(ABC):
     def share(self, obj: Any, mode: Mode) -> Any:
         """Return a shared copy of ``obj``; ``obj`` itself is never touched.
 
+        Parameters
+        ----------
+        obj : object
+            An instance of one of ``types``.
+        mode : {"rw", "ro", "cow"}
+            For :func:`shmreduce.allocate`.
+
+        Returns
+        -------
+        object
+            The caller's. Its memory lives as long as it does.
+
         Raises
         ------
         NotShareableError
@@ -95,7 +107,18 @@ class Reducer(ABC):
         )
 
     def find_block(self, obj: Any) -> Block | None:
-        """Return the block that ``obj``'s memory lies in, or None if it has none."""
+        """Return the block that ``obj``'s memory lies in, or None if it has none.
+
+        Parameters
+        ----------
+        obj : object
+            An instance of one of ``types``.
+
+        Returns
+        -------
+        Block or None
+            From :func:`shmreduce.find_block`. None is the default.
+        """
         return None
 
     def unusable_reason(self) -> str | None:
@@ -128,7 +151,14 @@ class SharingStrategy(ABC):
     """Makes segments, names them for other processes and opens them there.
 
     The core does everything else on the file descriptors: mapping, locks,
-    leases, reservation. Examples: ``shmreduce_fd`` and ``shmreduce_filesystem``.
+    leases, reservation. There is an example in the specification of the hook
+    ``shmreduce_strategies``; ``shmreduce_fd`` and ``shmreduce_filesystem`` are
+    two more.
+
+    Attributes
+    ----------
+    name : str
+        What it is chosen by: an identifier of at most 32 bytes.
     """
 
     name: str
@@ -149,6 +179,11 @@ class SharingStrategy(ABC):
             The segment's identity, 32 unguessable hexadecimal digits, for use
             in names.
 
+        Returns
+        -------
+        SegmentFile
+            The core's, which closes the descriptor.
+
         Raises
         ------
         OSError
@@ -160,15 +195,32 @@ class SharingStrategy(ABC):
     def locator(self, file: SegmentFile) -> str:
         """Return text by which another process can :meth:`open` the file.
 
-        ``file`` is open in the calling process, which need not be its maker.
+        Parameters
+        ----------
+        file : SegmentFile
+            Open in the calling process, which need not be its maker. Its
+            ``name`` may be None although the file has one.
+
+        Returns
+        -------
+        str
+            Good for as long as the calling process has the file open.
         """
 
     @abstractmethod
     def open(self, locator: str) -> SegmentFile:
         """Open a segment's file under a new open file description.
 
-        The caller owns the descriptor and checks that it is the segment it
-        looked for.
+        Parameters
+        ----------
+        locator : str
+            From :meth:`locator`, in this process or another.
+
+        Returns
+        -------
+        SegmentFile
+            The caller owns the descriptor and checks that it is the segment it
+            looked for.
 
         Raises
         ------
@@ -178,34 +230,111 @@ class SharingStrategy(ABC):
         """
 
     def unlink(self, name: str) -> None:
-        """Remove a name; one that is gone already is no error."""
+        """Remove a name; one that is gone already is no error.
+
+        Parameters
+        ----------
+        name : str
+            The name of a :class:`SegmentFile`, or one of :meth:`names`.
+        """
 
     def names(self) -> Iterable[str]:
         """List the names of this user's segments on this machine, dead owners' too.
 
-        Each is a path that can be opened. The core removes those whose owner
-        was killed.
+        The core removes those whose owner was killed.
+
+        Returns
+        -------
+        iterable of str
+            Absolute paths, which the core opens itself.
+
+        Raises
+        ------
+        OSError
+            If they cannot be listed.
         """
         return ()
 
 
 class ArrayFactory(Protocol):
-    """Makes arrays that are born shared, for ``shmreduce.empty`` and its like."""
+    """Makes arrays that are born shared, for ``shmreduce.empty`` and its like.
+
+    A plugin returns one from the hook ``shmreduce_array_factory``. The arrays are
+    the caller's; they lie in blocks of :func:`shmreduce.allocate`.
+    ``shmreduce_numpy`` has the one for NumPy.
+    """
 
     def empty(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return an uninitialised shared array."""
+        """Return an uninitialised shared array.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            Length of each axis.
+        dtype : object
+            What the user gave; None where nothing was given.
+        order : {"C", "F"}
+            Memory layout.
+        mode : {"rw", "ro", "cow"}
+            How receivers see the array; here it is writable.
+
+        Raises
+        ------
+        NotShareableError
+            If elements of that type cannot be shared.
+        OutOfSharedMemoryError, BudgetExceededError
+            From :func:`shmreduce.allocate`, if there is no room.
+        """
 
     def zeros(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return a shared array of zeros."""
+        """Return a shared array of zeros; parameters and errors as :meth:`empty`."""
 
     def ones(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return a shared array of ones."""
+        """Return a shared array of ones; parameters and errors as :meth:`empty`."""
 
     def full(self, shape: Any, fill_value: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return a shared array filled with ``fill_value``."""
+        """Return a shared array filled with ``fill_value``.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            Length of each axis.
+        fill_value : scalar or array_like
+            What every element becomes.
+        dtype : object
+            What the user gave; None where nothing was given.
+        order : {"C", "F"}
+            Memory layout.
+        mode : {"rw", "ro", "cow"}
+            How receivers see the array; here it is writable.
+
+        Raises
+        ------
+        NotShareableError
+            If elements of that type cannot be shared.
+        OutOfSharedMemoryError, BudgetExceededError
+            From :func:`shmreduce.allocate`, if there is no room.
+        """
 
     def array(self, obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return a shared copy of anything that makes an array."""
+        """Return a shared copy of anything that makes an array.
+
+        Parameters
+        ----------
+        obj : array_like
+            Stays as it is.
+        dtype : object
+            What the user gave; None where nothing was given.
+        order : {"K", "A", "C", "F"}
+            Memory layout.
+        mode : {"rw", "ro", "cow"}
+            How receivers see the array; here it is writable.
+
+        Raises
+        ------
+        NotShareableError, OutOfSharedMemoryError, BudgetExceededError
+            As :meth:`empty`.
+        """
 
 
 class AllocatorFunctions(NamedTuple):
@@ -243,14 +372,33 @@ class MemoryHandlers(Protocol):
     A *handler* is what the library itself calls so: an object that stands for
     functions to allocate with. Which one is in use belongs to the thread, or to
     the context of :mod:`contextvars`, that asks. Arrays that there are keep the
-    one that they were made with.
+    one that they were made with. There is an example in the specification of the
+    hook ``shmreduce_memory_handlers``.
     """
 
     def make(self, functions: AllocatorFunctions) -> Any:
-        """Return the handler of the functions, for the same functions the same; it lives on."""
+        """Return the handler of the functions.
+
+        Parameters
+        ----------
+        functions : AllocatorFunctions
+            Of this process.
+
+        Returns
+        -------
+        object
+            For the same functions the same. It is never freed, since arrays
+            keep the one that they were made with.
+        """
 
     def get(self) -> Any:
         """Return the handler in use here."""
 
     def set(self, handler: Any) -> None:
-        """Let new arrays use a handler from now on."""
+        """Let new arrays use a handler from now on.
+
+        Parameters
+        ----------
+        handler : object
+            From :meth:`make` or :meth:`get`.
+        """

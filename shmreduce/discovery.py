@@ -508,6 +508,12 @@ def register_reducer(reducer: Reducer) -> None:
 def unregister_reducer(reducer: Reducer) -> None:
     """Undo :func:`register_reducer`.
 
+    Parameters
+    ----------
+    reducer : Reducer
+        The instance that was registered. Objects that were received stay as
+        they are.
+
     Raises
     ------
     ReducerError

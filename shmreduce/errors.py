@@ -20,6 +20,7 @@ __all__ = [
     "ForeignSegmentError",
     "InvalidHandleError",
     "LeaseTimeoutError",
+    "MissingExtraError",
     "NotShareableError",
     "OutOfLeasesError",
     "OutOfSharedMemoryError",
@@ -93,18 +94,32 @@ class ShmreduceError(Exception):
 
 
 class ShmreduceWarning(UserWarning):
-    """Something is wrong that does not stop the work, such as a broken plugin."""
+    """Something is wrong that does not stop the work.
+
+    Given for broken plugins, for messages that are lost as their sender ends, and
+    for received arrays that stay shared with a forked child.
+    """
 
 
 class ConfigurationError(ShmreduceError, ValueError):
     """A setting, argument or environment variable has an impossible value.
 
-    Fields: ``setting``, ``value``.
+    Fields: ``setting``, ``value``, ``variable`` (only where it was an
+    environment variable).
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> try:
+    ...     shmreduce.zeros(3, mode="mine")
+    ... except shmreduce.ConfigurationError as error:
+    ...     error.setting, error.value
+    ('mode', 'mine')
     """
 
 
 class PlatformError(ShmreduceError):
-    """The operating system lacks something that shmreduce needs.
+    """The operating system lacks something that the call needs.
 
     Fields: ``missing``.
     """
@@ -117,10 +132,26 @@ class AllocatorUnavailableError(ShmreduceError):
     """
 
 
+class MissingExtraError(ShmreduceError, ImportError):
+    """A package of an optional extra is not installed.
+
+    Fields: ``package`` (what could not be imported), ``extra`` (what installs it).
+    """
+
+
 class UnknownStrategyError(ConfigurationError):
     """No plugin provides a sharing strategy of this name.
 
     Fields: ``name``, ``available`` (names), ``unusable`` (name -> reason).
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> try:
+    ...     shmreduce.set_sharing_strategy("teleport")
+    ... except shmreduce.UnknownStrategyError as error:
+    ...     error.name, "file_system" in error.available
+    ('teleport', True)
     """
 
 
@@ -189,7 +220,9 @@ class BudgetExceededError(OutOfSharedMemoryError):
 
 
 class OutOfLeasesError(ShmreduceError):
-    """A segment's table has no free lease slot left.
+    """A segment's table has no free lease slot, or no room for one more process.
+
+    Also raised where a family has no room for one more process.
 
     Fields: ``segment``, ``slots``.
     """
@@ -220,6 +253,19 @@ class AlreadyLoadedError(StaleHandleError):
     """A by-value message was loaded a second time; the first loader owns its array.
 
     Fields: ``segment``, ``block``.
+
+    Examples
+    --------
+    >>> from shmreduce import AlreadyLoadedError, Message, import_block
+    >>> message = Message()
+    >>> view, handle = message.allocate(5)
+    >>> message.commit()
+    >>> block = import_block(handle)
+    >>> try:
+    ...     import_block(handle)
+    ... except AlreadyLoadedError:
+    ...     print("loaded before")
+    loaded before
     """
 
 
@@ -280,6 +326,15 @@ class ProcessRaisedException(ProcessException):
     itself; where it could not be sent, a note says why.
 
     Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> try:
+    ...     shmreduce.start_processes(divmod, (0,), start_method="fork")
+    ... except shmreduce.ProcessRaisedException as error:
+    ...     error.error_index, type(error.__cause__).__name__
+    (0, 'ZeroDivisionError')
     """
 
 
@@ -316,6 +371,17 @@ class WorkerDied(ShmreduceError):
     cannot be known), ``signal_name`` (None if it was not killed), ``index``
     (of the item in the iterable that the pool was given; None for a single
     call, or if the worker died before it had begun with any).
+
+    Examples
+    --------
+    >>> import os
+    >>> import shmreduce
+    >>> with shmreduce.get_context("fork").Pool(1) as pool:
+    ...     try:
+    ...         pool.apply(os._exit, (3,))
+    ...     except shmreduce.WorkerDied as error:
+    ...         error.exitcode, error.signal_name, error.index
+    (3, None, None)
     """
 
 

@@ -1,4 +1,4 @@
-"""Packages that only the command line needs, imported when they are used.
+"""Packages of the optional extras, imported when they are used.
 
 May import :mod:`shmreduce.errors` only.
 """
@@ -8,16 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from shmreduce.errors import ShmreduceError
+from shmreduce.errors import MissingExtraError
 
-__all__ = ["MissingExtraError", "import_extra"]
-
-
-class MissingExtraError(ShmreduceError, ImportError):
-    """A package of an optional extra is not installed.
-
-    Fields: ``package`` (what could not be imported), ``extra`` (what installs it).
-    """
+__all__ = ["import_extra"]
 
 
 def import_extra(module: str, *, extra: str) -> Any:
@@ -40,7 +33,7 @@ def import_extra(module: str, *, extra: str) -> Any:
     >>> import_extra("no_such_package", extra="cli")
     Traceback (most recent call last):
         ...
-    shmreduce.extras.MissingExtraError: no_such_package is not installed: ...
+    shmreduce.errors.MissingExtraError: no_such_package is not installed: ...
     """
     try:
         return import_module(module)

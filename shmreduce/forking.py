@@ -1,6 +1,6 @@
 """Teaches the standard :mod:`multiprocessing` to send arrays by shared memory.
 
-The only module that touches ``multiprocessing.reduction.ForkingPickler``. May
+The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import everything below it: settings, registry, discovery, strategies,
 :mod:`shmreduce.memory`, ``children``, ``pickling`` and ``remote``.
 

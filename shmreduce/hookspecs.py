@@ -8,8 +8,9 @@ its metadata::
     [project.entry-points.shmreduce]
     signals = "signals_shmreduce"
 
-and that implements one or more of the functions below. All of them are asked
-once, when the plugin is loaded. A function that is marked with
+and that implements one or more of the functions below. Reducers and strategies
+are asked for once, when the plugin is loaded; the array factory and the memory
+handlers each time that they are needed. A function that is marked with
 :data:`hookimpl` but is none of these is an error for its plugin.
 """
 
@@ -99,6 +100,7 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
     ...         path = self.folder / token
     ...         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     ...         try:
+    ...             os.fchmod(fd, 0o600)  # whatever the umask
     ...             os.ftruncate(fd, size)
     ...         except OSError:
     ...             os.close(fd)

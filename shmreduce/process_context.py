@@ -164,7 +164,15 @@ class ProcessContext:
         deadline: float = math.inf,
         grace_period: float | None = None,
     ) -> bool:
-        """Wait as :meth:`join` until the deadline, or raise what an interrupt raises."""
+        """Wait as :meth:`join` until the deadline, or raise what an interrupt raises.
+
+        For the core alone: :meth:`join` and ``start_processes`` call it.
+
+        Raises
+        ------
+        ProcessRaisedException, ProcessExitedException
+            As :meth:`join`.
+        """
         if self._failure is None:
             ended = self._reap(deadline, interrupts)
             failed = [index for index in ended if self._children[index].exit_code]

@@ -60,6 +60,20 @@ class SimpleQueue(_StandardSimpleQueue):
     ----------
     ctx : multiprocessing context
         Of the processes that share the queue.
+
+    Raises
+    ------
+    OSError
+        If no descriptor is free.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> queue = SimpleQueue(ctx=shmreduce.get_context("fork"))
+    >>> queue.put("hello")
+    >>> queue.empty(), queue.get()
+    (False, 'hello')
+    >>> queue.close()
     """
 
     _reader: Connection
@@ -72,11 +86,36 @@ class SimpleQueue(_StandardSimpleQueue):
         self._rlock, self._wlock = ctx.Lock(), ctx.Lock()
 
     def get(self) -> Any:
-        """Take the next object out; wait for it. See :meth:`Connection.recv` for errors."""
+        """Take the next object out; wait for it.
+
+        Raises
+        ------
+        EOFError
+            If there is none and nobody can put one in any more.
+        AttachError
+            If its memory cannot be opened here; see :meth:`Connection.recv`.
+        OSError
+            If the queue is closed.
+        """
         return self._reader.recv()
 
     def put(self, obj: Any) -> None:
-        """Put an object in, as it is now. See :meth:`Connection.send` for errors."""
+        """Put an object in, as it is now; wait while the pipe is full.
+
+        Parameters
+        ----------
+        obj : object
+            It stays the caller's.
+
+        Raises
+        ------
+        OutOfSharedMemoryError, BudgetExceededError
+            If it is large and there is no shared memory for it.
+        BrokenPipeError
+            If nobody can take it out any more.
+        OSError
+            If the queue is closed.
+        """
         held = [obj]
         # So that the caller's may be the last reference.
         del obj
@@ -153,6 +192,20 @@ class Queue(_StandardQueue):
         Most objects that may be under way; 0 for any number.
     ctx : multiprocessing context
         Of the processes that share the queue.
+
+    Raises
+    ------
+    OSError
+        If no descriptor is free.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> queue = Queue(ctx=shmreduce.get_context("fork"))
+    >>> queue.put("hello")
+    >>> queue.get()
+    'hello'
+    >>> queue.close()
     """
 
     _reader: Connection
@@ -185,6 +238,15 @@ class Queue(_StandardQueue):
         An object that cannot be pickled is dropped, and told of on standard
         error, as :class:`multiprocessing.Queue` does.
 
+        Parameters
+        ----------
+        obj : object
+            It stays the caller's.
+        block : bool
+            Whether to wait for room in a bounded queue.
+        timeout : float, optional
+            Seconds to wait at most.
+
         Raises
         ------
         Full
@@ -201,6 +263,13 @@ class Queue(_StandardQueue):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take the next object out.
+
+        Parameters
+        ----------
+        block : bool
+            Whether to wait for one.
+        timeout : float, optional
+            Seconds to wait at most.
 
         Raises
         ------
@@ -313,6 +382,22 @@ class JoinableQueue(Queue, _StandardJoinableQueue):
         Most objects that may be under way; 0 for any number.
     ctx : multiprocessing context
         Of the processes that share the queue.
+
+    Raises
+    ------
+    OSError
+        If no descriptor is free.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> queue = JoinableQueue(ctx=shmreduce.get_context("fork"))
+    >>> queue.put("hello")
+    >>> queue.get()
+    'hello'
+    >>> queue.task_done()
+    >>> queue.join()
+    >>> queue.close()
     """
 
     _cond: Any

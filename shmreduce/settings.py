@@ -254,6 +254,17 @@ def get_settings() -> Settings:
     :func:`shmreduce.set_sharing_strategy` changes them they are the
     environment's.
 
+    Returns
+    -------
+    Settings
+        Frozen; of the process, not of the thread.
+
+    Raises
+    ------
+    ConfigurationError
+        If an environment variable cannot be understood; its field ``variable``
+        names it.
+
     Examples
     --------
     >>> get_settings().on_exhausted

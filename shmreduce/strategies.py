@@ -116,6 +116,19 @@ def current_strategy() -> SharingStrategy:
 def get_sharing_strategy() -> str:
     """Return the name of the sharing strategy that new segments are made with.
 
+    Returns
+    -------
+    str
+        One of :func:`get_all_sharing_strategies`.
+
+    Raises
+    ------
+    UnknownStrategyError
+        If the settings name one that no plugin provides.
+    StrategyUnusableError
+        If the one that they name does not work on this machine, or, where they
+        name none, no default one does.
+
     Examples
     --------
     >>> get_sharing_strategy() in get_all_sharing_strategies()
@@ -130,10 +143,19 @@ def set_sharing_strategy(new_strategy: str) -> None:
     Arrays that are shared already, and messages under way, stay where they
     are and are received as before.
 
+    Parameters
+    ----------
+    new_strategy : str
+        One of :func:`get_all_sharing_strategies`.
+
     Raises
     ------
-    UnknownStrategyError, StrategyUnusableError
-        As :func:`choose_strategy`. Nothing is changed then.
+    UnknownStrategyError
+        If no plugin provides a strategy of that name.
+    StrategyUnusableError
+        If it does not work on this machine.
+
+    Nothing is changed then. Both errors list the strategies that work.
 
     Examples
     --------
@@ -148,6 +170,11 @@ def set_sharing_strategy(new_strategy: str) -> None:
 
 def get_all_sharing_strategies() -> set[str]:
     """Return the names of the sharing strategies that work on this machine.
+
+    Returns
+    -------
+    set of str
+        Of the strategies that name no reason against themselves.
 
     Examples
     --------

@@ -76,7 +76,18 @@ _DEFINED_IN = {
 
 @hookimpl
 def shmreduce_reducers() -> Iterable[Reducer]:
-    """Provide the reducer of CUDA arrays."""
+    """Provide the reducer of CUDA arrays.
+
+    Returns
+    -------
+    list of Reducer
+
+    Examples
+    --------
+    >>> [reducer] = shmreduce_reducers()
+    >>> "cupy.ndarray" in reducer.types
+    True
+    """
     from shmreduce_cuda.reducer import CudaReducer
 
     return [CudaReducer()]

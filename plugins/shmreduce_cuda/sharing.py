@@ -84,6 +84,16 @@ def share(array: Any, stream: Any = None) -> SharedArray:
         If its memory is of a kind that cannot be sent.
     CudaUnavailableError
         If there is no driver.
+
+    Examples
+    --------
+    What is no array of a device is refused:
+
+    >>> import numpy as np
+    >>> share(np.zeros(3))
+    Traceback (most recent call last):
+        ...
+    shmreduce_cuda.errors.CudaMemoryError: numpy.ndarray cannot be sent: it is host memory; ...
     """
     handle = None if stream is None else stream_handle(stream)
     outgoing = prepare(read_array(array))
@@ -145,7 +155,7 @@ def collect() -> int:
 
 @dataclass(frozen=True)
 class Stats:
-    """What this process has sent and received.
+    """What this process has sent and received; :func:`stats` returns it.
 
     Parameters
     ----------

@@ -42,10 +42,16 @@ def send_torch_tensors(*, enable: bool = True) -> None:
     not call this. Call it after ``import torch``, and in each process that
     sends; ``enable=False`` gives everything back to torch.
 
+    Parameters
+    ----------
+    enable : bool
+        Whether shmreduce or torch sends CUDA tensors from now on. Calling it again
+        with the same value changes nothing.
+
     Raises
     ------
     CudaSharingError
-        If torch has not been imported.
+        If torch has not been imported, or has registered no reducer for tensors.
     """
     torch = sys.modules.get("torch")
     if torch is None:

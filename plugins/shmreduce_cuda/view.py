@@ -41,6 +41,15 @@ class CudaArrayView:
         Whether the sender's array was read-only.
     owner : object
         Keeps the memory. Whatever is made of the view must keep view or owner.
+
+    Examples
+    --------
+    Receivers get it ready-made. One over no memory:
+
+    >>> from shmreduce_cuda.layout import Layout
+    >>> view = CudaArrayView(0, Layout((0, 3), None, "<f4"), device=0, owner=None)
+    >>> view.shape, view.nbytes, view.__cuda_array_interface__["version"]
+    ((0, 3), 0, 3)
     """
 
     __slots__ = ("__weakref__", "_pointer", "device", "layout", "owner", "read_only")

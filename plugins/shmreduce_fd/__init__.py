@@ -20,7 +20,17 @@ __all__ = ["shmreduce_strategies"]
 
 @hookimpl
 def shmreduce_strategies() -> Iterable[SharingStrategy]:
-    """Provide the ``file_descriptor`` strategy."""
+    """Provide the ``file_descriptor`` strategy.
+
+    Returns
+    -------
+    list of SharingStrategy
+
+    Examples
+    --------
+    >>> [strategy.name for strategy in shmreduce_strategies()]
+    ['file_descriptor']
+    """
     from shmreduce_fd.strategy import FileDescriptorStrategy
 
     return [FileDescriptorStrategy()]

@@ -20,7 +20,17 @@ __all__ = ["shmreduce_strategies"]
 
 @hookimpl
 def shmreduce_strategies() -> Iterable[SharingStrategy]:
-    """Provide the ``file_system`` strategy."""
+    """Provide the ``file_system`` strategy.
+
+    Returns
+    -------
+    list of SharingStrategy
+
+    Examples
+    --------
+    >>> [strategy.name for strategy in shmreduce_strategies()]
+    ['file_system']
+    """
     from shmreduce_filesystem.strategy import FileSystemStrategy
 
     return [FileSystemStrategy()]

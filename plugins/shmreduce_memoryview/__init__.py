@@ -21,7 +21,17 @@ __all__ = ["shmreduce_reducers"]
 
 @hookimpl
 def shmreduce_reducers() -> Iterable[Reducer]:
-    """Provide the reducer of ``memoryview``."""
+    """Provide the reducer of ``memoryview``.
+
+    Returns
+    -------
+    list of Reducer
+
+    Examples
+    --------
+    >>> [reducer.types for reducer in shmreduce_reducers()]
+    [(<class 'memoryview'>,)]
+    """
     from shmreduce_memoryview.reducer import MemoryviewReducer
 
     return [MemoryviewReducer()]

@@ -23,7 +23,17 @@ __all__ = ["shmreduce_array_factory", "shmreduce_memory_handlers", "shmreduce_re
 
 @hookimpl
 def shmreduce_reducers() -> Iterable[Reducer]:
-    """Provide the reducer of ``numpy.ndarray`` and its subclasses."""
+    """Provide the reducer of ``numpy.ndarray`` and its subclasses.
+
+    Returns
+    -------
+    list of Reducer
+
+    Examples
+    --------
+    >>> [(reducer.types, reducer.subclasses) for reducer in shmreduce_reducers()]
+    [(('numpy.ndarray',), True)]
+    """
     from shmreduce_numpy.reducer import NumpyReducer
 
     return [NumpyReducer()]
@@ -31,7 +41,17 @@ def shmreduce_reducers() -> Iterable[Reducer]:
 
 @hookimpl
 def shmreduce_array_factory() -> ArrayFactory:
-    """Provide the maker of shared NumPy arrays."""
+    """Provide the maker of shared NumPy arrays.
+
+    Returns
+    -------
+    ArrayFactory
+
+    Examples
+    --------
+    >>> shmreduce_array_factory().zeros(3, None, "C", "rw")
+    array([0., 0., 0.])
+    """
     from shmreduce_numpy.factory import NumpyArrayFactory
 
     return NumpyArrayFactory()
@@ -39,7 +59,18 @@ def shmreduce_array_factory() -> ArrayFactory:
 
 @hookimpl
 def shmreduce_memory_handlers() -> MemoryHandlers:
-    """Provide what lets NumPy allocate elsewhere."""
+    """Provide what lets NumPy allocate elsewhere.
+
+    Returns
+    -------
+    MemoryHandlers
+        The same each time.
+
+    Examples
+    --------
+    >>> shmreduce_memory_handlers() is shmreduce_memory_handlers()
+    True
+    """
     from shmreduce_numpy.handler import memory_handlers
 
     return memory_handlers

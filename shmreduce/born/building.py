@@ -1,6 +1,6 @@
 """Compiles the allocator, a C library without any part of Python in it.
 
-Imports :mod:`shmreduce.errors` and the standard library only: it runs while a
+May import :mod:`shmreduce.errors` and the standard library only: it runs while a
 wheel is built, before anything is installed. Nothing is compiled unless
 somebody asks for it: the builder of a wheel, an editable installation, or
 ``shmreduce build-helper``.

@@ -2,7 +2,8 @@
 
 Highest layer, together with ``bench`` and ``demo``, which know nothing of it.
 This module picks the command; each command has a module of its own, which
-imports what it needs when it runs.
+imports what it needs when it runs. May import :mod:`shmreduce`, errors and the
+commands; each of these may import everything below the command line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``shmreduce bench``: figures of this machine, in one run beside others."""
+"""``shmreduce bench``: figures of this machine, in one run beside others.
+
+May import ``text`` of this package, errors and :mod:`shmreduce.bench`.
+"""
 
 from __future__ import annotations
 

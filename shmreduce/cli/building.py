@@ -1,4 +1,7 @@
-"""``shmreduce build-helper``: compiles the allocator that ``shared_allocations`` needs."""
+"""``shmreduce build-helper``: compiles the allocator that ``shared_allocations`` needs.
+
+May import :mod:`shmreduce.born.building`.
+"""
 
 from __future__ import annotations
 

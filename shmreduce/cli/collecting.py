@@ -1,4 +1,7 @@
-"""``shmreduce gc``: removes the segments that killed owners left."""
+"""``shmreduce gc``: removes the segments that killed owners left.
+
+May import ``text`` of this package and :mod:`shmreduce.memory.inspection`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``shmreduce demo``: a pool filters images; a table compares and says what is left."""
+"""``shmreduce demo``: a pool filters images; a table compares and says what is left.
+
+May import ``text`` of this package, errors, extras, :mod:`shmreduce.demo`,
+:mod:`shmreduce.fresh_process` and :mod:`shmreduce.memory.inspection`.
+"""
 
 from __future__ import annotations
 

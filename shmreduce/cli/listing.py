@@ -1,4 +1,7 @@
-"""``shmreduce ls``: the live segments of this user on this machine."""
+"""``shmreduce ls``: the live segments of this user on this machine.
+
+May import ``text`` of this package and :mod:`shmreduce.memory.inspection`.
+"""
 
 from __future__ import annotations
 

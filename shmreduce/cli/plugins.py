@@ -1,4 +1,7 @@
-"""``shmreduce plugins``: what was found, from where, and why some do not work."""
+"""``shmreduce plugins``: what was found, from where, and why some do not work.
+
+May import ``text`` of this package, errors and discovery.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Everything happens in one fresh process, see :func:`serve`, so that the caller
 can look at what is left when that process has ended.
+
+May import ``filters`` and ``images`` of this package, errors, settings, the
+public names of :mod:`shmreduce`, and NumPy.
 """
 
 from __future__ import annotations

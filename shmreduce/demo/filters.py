@@ -1,7 +1,7 @@
 """The demo's work: one image in, one filtered image out.
 
 Runs in the pool's workers. Knows nothing of shared memory: it is what a user
-would write for plain :mod:`multiprocessing`.
+would write for plain :mod:`multiprocessing`. May import extras and NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The demo's input: images that scikit-image ships, or an array from a file."""
+"""The demo's input: images that scikit-image ships, or an array from a file.
+
+May import errors, extras and NumPy.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,11 @@
 The modules, lowest first; each may import only those before it:
 
 ``locks``       byte locks of open file descriptions
+``processes``   whether another process lives, or is just being ended
 ``mapping``     address ranges over a file, shared or private
+``handle``      the bytes that name a block in a message
 ``layout``      what stands where in a segment's file
+``block_locks`` the lock of each block
 ``segment``     one open segment: tables, lease transitions under block locks
 ``ledger``      which forked children may still see this process's memory
 ``sweep``       removes the names that killed owners left
@@ -14,7 +17,10 @@ The modules, lowest first; each may import only those before it:
 ``attachments`` the segments of other processes, opened once
 ``blocks``      live blocks of this process and the death of their last view
 ``idle``        gives idle memory back
-``message``     leases on behalf of one pickled message; handles
 ``runtime``     the one state of this process; fork, exit, idle return
+``filling``     a block while the bytes of a message are written to it
+``message``     what a message gives out: the sender's side
+``loading``     what a message brings: the receiver's side
+``allocation``  shared blocks born here, and blocks found by what lies in them
 ``inspection``  what is alive on this machine, for people
 """

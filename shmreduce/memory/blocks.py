@@ -138,6 +138,16 @@ class Block:
         True for a shared block, False for one that carried an array by value.
     buffer : memoryview
         The bytes, format ``B``; read-only at receivers of a ``ro`` block.
+
+    Examples
+    --------
+    >>> from shmreduce import allocate
+    >>> block = allocate(5, mode="ro")
+    >>> view = block.buffer
+    >>> view[:] = b"hello"
+    >>> del block
+    >>> bytes(view)
+    b'hello'
     """
 
     __slots__ = ("_read_only", "_record", "_root", "address", "mode", "nbytes", "shared")

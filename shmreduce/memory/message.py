@@ -77,6 +77,18 @@ class Message:
     ----------
     shared_memory : bool
         False for a message that goes to another host: nothing is given out.
+
+    Examples
+    --------
+    A message that is made by hand must be committed or rolled back by hand:
+
+    >>> from shmreduce import Message, import_block
+    >>> message = Message()
+    >>> view, handle = message.allocate(5)
+    >>> view[:] = b"hello"
+    >>> message.commit()
+    >>> bytes(import_block(handle).buffer)
+    b'hello'
     """
 
     __slots__ = ("_runtime", "_taken", "inline_limit", "shared_memory")
@@ -92,6 +104,11 @@ class Message:
 
     def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None:
         """Give out a block that carries ``nbytes`` by value.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes, 0 included.
 
         Returns
         -------

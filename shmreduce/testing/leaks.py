@@ -33,7 +33,7 @@ _PAUSE = 0.01
 
 @dataclass(frozen=True)
 class Census:
-    """What one process holds at one moment.
+    """What one process holds at one moment; :func:`take_census` makes it.
 
     Parameters
     ----------

@@ -32,6 +32,11 @@ class OtherProcess:
     patience : float
         Seconds to wait for an answer or for its end.
 
+    Attributes
+    ----------
+    process : multiprocessing.Process
+        The child.
+
     Examples
     --------
     >>> import os
@@ -52,7 +57,21 @@ class OtherProcess:
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what ``function(*arguments)`` returns there, or raise what it raises.
 
-        Function, arguments and answer travel as one message each.
+        The question travels as one message, and so does the answer.
+
+        Parameters
+        ----------
+        function : callable
+            Importable by name in the child, and what it returns picklable.
+        *arguments
+            Its arguments. They stay the caller's.
+
+        Raises
+        ------
+        Exception
+            The one that the function raised.
+        pytest.fail.Exception
+            If the child does not answer in time, or has died.
         """
         self._connection.send((function, arguments))
         if not self._connection.poll(self._patience):

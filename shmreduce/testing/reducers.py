@@ -58,18 +58,43 @@ class ReducerContract:
     picklable: bool = True
 
     def make(self, nbytes: int) -> Any:
-        """Return a new object of about ``nbytes`` bytes; for 0 the smallest there is.
+        """Return a new object; a test class must define it.
 
-        Objects of one size are equal to each other.
+        Parameters
+        ----------
+        nbytes : int
+            About how many bytes it has; for 0 the smallest there is.
+
+        Returns
+        -------
+        object
+            Equal to all others of the same ``nbytes``.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define make()")
 
     def equal(self, first: Any, second: Any) -> bool:
-        """Return whether two objects have the same contents."""
+        """Return whether two objects have the same contents; by default, by ``==``.
+
+        Parameters
+        ----------
+        first, second : object
+            From :meth:`make`, or received.
+
+        Returns
+        -------
+        bool
+        """
         return bool(first == second)
 
     def write(self, obj: Any) -> None:
-        """Change a large object in place, so that it is equal to its old self no more."""
+        """Change an object in place; a test class must define it.
+
+        Parameters
+        ----------
+        obj : object
+            A large one, from :meth:`make` or received. It must not be equal to
+            its old self afterwards.
+        """
         raise NotImplementedError(f"{type(self).__qualname__} must define write()")
 
     @pytest.fixture(autouse=True)

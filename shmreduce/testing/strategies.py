@@ -47,7 +47,13 @@ class StrategyContract:
     """
 
     def make_strategy(self) -> SharingStrategy:
-        """Return the strategy to test; another process must be able to unpickle it."""
+        """Return the strategy to test; a test class must define it.
+
+        Returns
+        -------
+        SharingStrategy
+            Another process must be able to unpickle it.
+        """
         raise NotImplementedError(f"{type(self).__qualname__} must define make_strategy()")
 
     @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import shmreduce
-from shmreduce import ShmreduceError
+from shmreduce import MissingExtraError, ShmreduceError
 from shmreduce.cli import main, plugins
-from shmreduce.extras import MissingExtraError, import_extra
+from shmreduce.extras import import_extra
 from tests.cli.commands import PATIENCE, read_json, run
 
 
@@ -92,6 +93,8 @@ def test_a_missing_package_is_told_with_the_extra_that_installs_it() -> None:
     assert (caught.value.package, caught.value.extra) == ("no_such_package", "cli")
     assert "pip install 'shmreduce[cli]'" in str(caught.value)
     assert isinstance(caught.value, ShmreduceError)
+    assert isinstance(caught.value, ImportError)
+    assert pickle.loads(pickle.dumps(caught.value)).fields == caught.value.fields
 
 
 def test_plugins_lists_the_shipped_ones() -> None:

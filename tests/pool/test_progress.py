@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmreduce.extras import MissingExtraError
+from shmreduce import MissingExtraError
 from shmreduce.pool import Pool
 from tests.pool.work import add, square
 

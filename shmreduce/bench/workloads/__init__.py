@@ -2,5 +2,5 @@
 
 ``base`` says what a workload with turns is; :mod:`shmreduce.bench.turns` gives
 them to systems. ``live_arrays``, ``burst``, ``killed``, ``stages`` and
-``import_time`` are measured in ways of their own.
+``import_time`` are measured in ways of their own. This module imports nothing.
 """

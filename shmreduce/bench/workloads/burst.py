@@ -2,6 +2,9 @@
 
 Counted are the pages that the kernel has allocated for the segments of the
 sender and of the receiver (``st_blocks``, see inode(7)).
+
+May import ``measurements`` and ``systems`` of the benchmarks,
+:mod:`shmreduce.fresh_process`, :mod:`shmreduce.memory.inspection` and NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How much longer an interpreter takes to start when it imports something."""
+"""How much longer an interpreter takes to start when it imports something.
+
+May import ``measurements`` and :mod:`shmreduce.fresh_process`.
+"""
 
 from __future__ import annotations
 

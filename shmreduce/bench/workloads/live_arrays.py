@@ -2,6 +2,9 @@
 
 Measured under a low limit of open files, as the default limits of containers
 and desktops are low compared with the number of arrays that programs hold.
+
+May import ``measurements`` and ``systems`` of the benchmarks,
+:mod:`shmreduce.fresh_process` and NumPy.
 """
 
 from __future__ import annotations

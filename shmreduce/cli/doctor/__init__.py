@@ -2,6 +2,8 @@
 
 ``limits``, ``system`` and ``installation`` hold the checks; each returns
 ``Finding`` objects: a verdict, what was found, what to do.
+
+May import ``text`` of the command line, errors and ``headroom`` of the memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Checks of shmreduce itself: settings, plugins, strategies, leftovers."""
+"""Checks of shmreduce itself: settings, plugins, strategies, allocator, leftovers.
+
+May import ``findings``, ``plugins`` of the command line, and everything below
+the command line.
+"""
 
 from __future__ import annotations
 

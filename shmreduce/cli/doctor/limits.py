@@ -1,4 +1,8 @@
-"""Checks of how much memory, address space and descriptors there are."""
+"""Checks of how much memory, address space and descriptors there are.
+
+May import ``findings``, ``text`` of the command line and ``headroom`` of the
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of the kernel, of what a container allows, and of Python."""
+"""Checks of the kernel, of what a container allows, and of Python.
+
+May import ``findings``, and ``headroom`` and ``locks`` of the memory.
+"""
 
 from __future__ import annotations
 
