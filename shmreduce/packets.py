@@ -27,8 +27,8 @@ from shmreduce.errors import (
     ShmreduceError,
 )
 from shmreduce.memory.handle import Handle
-from shmreduce.memory.loading import Loading, discard_message, hold_message, import_block
-from shmreduce.memory.message import Message
+from shmreduce.memory.loading import Loading, hold_message, import_block
+from shmreduce.memory.message import Lease, Message
 from shmreduce.memory.segment import MESSAGE
 from shmreduce.pickling import dumps, load_message
 
@@ -77,24 +77,24 @@ class Packet:
         All that is to be written, at once.
     segments : sequence of Segment
         Whose descriptors are to go with it.
-    handles : bytes-like
-        Where the handles stand that it refers to.
+    leases : sequence of Lease
+        What it gives to its reader.
     body : bytes, optional
         The handle of the block that has the message.
     """
 
-    __slots__ = ("_body", "_handles", "data", "segments")
+    __slots__ = ("_body", "_leases", "data", "segments")
 
     def __init__(
         self,
         data: bytes,
         segments: Sequence[Segment],
-        handles: bytes | memoryview = b"",
+        leases: Sequence[Lease] = (),
         body: bytes | None = None,
     ) -> None:
         self.data = data
         self.segments = segments
-        self._handles = handles
+        self._leases = leases
         self._body = body
 
     def descriptors(self) -> list[int]:
@@ -125,7 +125,7 @@ class Packet:
             if handle is None:
                 return self
             segments = list(dict.fromkeys([*self.segments, *message.segments()]))
-            return _in_packet(_IN_BLOCK, handle, segments, self._handles, message)
+            return _in_packet(_IN_BLOCK, handle, segments, message, self._leases)
         except ShmreduceError:
             message.rollback()
             return self
@@ -145,10 +145,15 @@ class Packet:
         )
 
     def discard(self) -> None:
-        """Give back what the message refers to: it will not be sent."""
-        if self.segments:
-            discard_message(self._handles)
-            discard_message(self.data)
+        """Give back what the message refers to: it will not be sent.
+
+        That is what was given out for this message. Others whose pickles are
+        in it, as bytes, may be loaded from elsewhere.
+        """
+        for lease in self._leases:
+            # In a forked child it is the parent's.
+            if lease.segment.lock_fd != -1:
+                lease.undo()
 
 
 def pack(obj: Any) -> Packet:
@@ -183,7 +188,7 @@ def pack_last(held: list[Any]) -> Packet:
     """
     if not moving.started:
         return pack(held.pop())
-    with moving.Moves() as moves:
+    with moving.Moves(held) as moves:
         pickled, message = dumps(held[0], block_from=INLINE_BODY)
         try:
             held.clear()
@@ -234,7 +239,7 @@ def _make(body: memoryview, message: Message | None) -> Packet:
             handle = message.handle_of(body) or _move_to_block(body, message)
             if handle is not None:
                 kind, written = _IN_BLOCK, memoryview(handle)
-        return _in_packet(kind, written, message.segments(), body, message)
+        return _in_packet(kind, written, message.segments(), message)
     except BaseException:
         message.rollback()
         raise
@@ -244,15 +249,16 @@ def _in_packet(
     kind: int,
     written: bytes | memoryview,
     segments: list[Segment],
-    handles: bytes | memoryview,
     message: Message,
+    leases: Sequence[Lease] = (),
 ) -> Packet:
-    """Commit a message and return its packet."""
+    """Commit a message, which may be added to others' leases, and return its packet."""
     segments = segments[:MOST_DESCRIPTORS]
     tokens = [segment.token for segment in segments]
     data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))
+    leases = [*leases, *message.leases()]
     message.commit()
-    return Packet(data, segments, handles, bytes(written) if kind == _IN_BLOCK else None)
+    return Packet(data, segments, leases, bytes(written) if kind == _IN_BLOCK else None)
 
 
 def _move_to_block(body: memoryview, message: Message) -> bytes | None:

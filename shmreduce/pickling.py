@@ -15,6 +15,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -32,7 +33,7 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.memory.loading import Loading, discard_message, import_block
-from shmreduce.memory.message import Message
+from shmreduce.memory.message import Message, take_mover
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import get_settings
 
@@ -47,6 +48,8 @@ PASSES_ON = "_shmreduce_passes_on"
 """Where a ``reducer_override`` that does what :class:`Pickler` does by itself keeps the next."""
 _MESSAGE = "_shmreduce_message"
 """Where a pickler keeps the message of the run under way; None until it is needed."""
+_MOVER = "_shmreduce_mover"
+"""Where a pickler keeps who moves the arrays of that message, if anybody."""
 _PROTOCOL = 5
 """The first with buffers out of band: https://peps.python.org/pep-0574/"""
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
@@ -97,7 +100,9 @@ def ask_reducer(
         return NotImplemented
     message = pickler.__dict__[_MESSAGE]
     if message is None:
-        message = pickler.__dict__[_MESSAGE] = Message(shared_memory=shared_memory())
+        message = pickler.__dict__[_MESSAGE] = Message(
+            shared_memory=shared_memory(), mover=pickler.__dict__[_MOVER]
+        )
     result = claim.reducer.reduce(obj, message)
     if result is not NotImplemented and not isinstance(result, tuple | str):
         _reject_result(claim, obj, result)
@@ -118,6 +123,7 @@ def dump_message(
     """
     state = pickler.__dict__
     state[_MESSAGE] = begun
+    state[_MOVER] = take_mover(obj)
     try:
         dump(pickler, obj)
     except BaseException:
@@ -128,7 +134,7 @@ def dump_message(
         message: Message | None = state[_MESSAGE]
         return message
     finally:
-        del state[_MESSAGE]
+        del state[_MESSAGE], state[_MOVER]
 
 
 def load_message(
@@ -160,6 +166,7 @@ def load_message(
         return load(data, **options)
     except BaseException as error:
         if _may_pass(error):
+            _clear_frames(error)
             loading.undo()
             error.message_bytes = bytes(data)
         elif not isinstance(error, AlreadyLoadedError):
@@ -183,6 +190,16 @@ def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> 
         and reduce is not copyreg.dispatch_table.get(cls)
         and reduce is not outranked.get(cls)
     )
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables of what has failed: views there would count as somebody's."""
+    trace = error.__traceback__
+    while trace is not None:
+        # That of load_message is running, and refuses.
+        with suppress(RuntimeError):
+            trace.tb_frame.clear()
+        trace = trace.tb_next
 
 
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
@@ -357,7 +374,7 @@ def dumps(obj: Any, block_from: int | None = None) -> Pickled:
     claim = get_registry().find(kind)
     if claim is None or kind in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
         return _dump_whole(obj, block_from=block_from)
-    message = Message()
+    message = Message(mover=take_mover(obj))
     try:
         reduced = claim.reducer.reduce(obj, message)
         if type(reduced) is tuple and len(reduced) == 2 and _says_all(reduced[1]):
@@ -390,7 +407,7 @@ def _dump_whole(obj: Any, begun: Begun | None = None, block_from: int | None = N
     file: io.BytesIO | Body = io.BytesIO()
     expected = 0 if block_from is None else expected_size(obj)
     if block_from is not None and expected:
-        message = message or Message()
+        message = message or Message(mover=take_mover(obj))
         file = Body(message, expected, block_from)
     buffers = _Buffers()
     message = Pickler(file, buffers.keep, begun, message).dump(obj)

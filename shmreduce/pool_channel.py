@@ -89,7 +89,7 @@ class Channel:
 
         Arrays born in shared memory that nobody has afterwards are moved.
         """
-        with Moves() as moves:
+        with Moves(held) as moves:
             data = ForkingPickler.dumps(held[0])
             try:
                 held.clear()

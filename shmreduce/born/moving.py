@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmreduce.born.heap import BornHeap, heap_of
 from shmreduce.born.library import EXPOSED, FREED, PRIVATE, load
-from shmreduce.errors import OutOfSharedMemoryError, SegmentError
+from shmreduce.errors import OutOfSharedMemoryError, ReducerError, SegmentError
 from shmreduce.memory.handle import padded
-from shmreduce.memory.message import Message, sending
+from shmreduce.memory.message import Lease, Message, sending
 from shmreduce.settings import get_settings
 from shmreduce.strategies import current_strategy
 
@@ -41,7 +41,7 @@ class _Move(NamedTuple):
     heap: BornHeap
     number: int
     message: Message
-    lease: object
+    lease: Lease
     handle: bytes
     """As it stands in the pickle, padded."""
 
@@ -49,15 +49,25 @@ class _Move(NamedTuple):
 class Moves:
     """The arrays of one message that are moved if its sender is the last to have them.
 
-    A context for the pickling. What is pickled in it, in this thread, names
-    born arrays without copying them; :meth:`settle` must follow when the sender
-    has dropped them, and before anybody else can see the pickle.
+    A context for the pickling. The message of the object names born arrays
+    without copying them; :meth:`settle` must follow when the sender has dropped
+    them, and before anybody else can see the pickle.
+
+    Parameters
+    ----------
+    held : list
+        Its one item is the object that is going to be pickled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: list[Any]) -> None:
+        self._held = held
         self._moves: list[_Move] = []
         self._outer: Any = None
         self._process = os.getpid()
+
+    def serves(self, obj: object) -> bool:
+        """Return whether this is the object."""
+        return bool(self._held) and self._held[0] is obj
 
     def __enter__(self) -> Self:
         self._outer = sending.mover
@@ -129,7 +139,7 @@ class Moves:
             move = self._moves[-1]
             entry = table[move.number]
             gone = entry.state == FREED and not entry.flags & (PRIVATE | EXPOSED)
-            if not gone:
+            if not gone and not move.lease.ended:
                 data = self._copy(move, entry.address, entry.size, data)
             self._moves.pop()
             if gone:
@@ -162,10 +172,21 @@ class Moves:
                 errno=0,
                 segment=None,
             )
+        text = bytes(data)
+        place = text.find(move.handle)
+        if place == -1:
+            raise ReducerError(
+                "the handle of an array that was to be moved is not in the pickle as it is. "
+                "Reducers must pass on what Message.move() returns as bytes of its own",
+                reducer=None,
+                type_name=None,
+                reason="handle not found",
+            )
         # Not by a view of the array: it may be freed at any moment. Its block
         # stays as it is until this move has been settled.
         ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(memory)), address, size)
-        replaced = bytes(data).replace(move.handle, padded(handle, len(move.handle)), 1)
+        rest = text[place + len(move.handle) :]
+        replaced = b"".join((text[:place], padded(handle, len(move.handle)), rest))
         move.message.end_lease(move.lease)
         if committed:
             message.commit()
@@ -174,4 +195,6 @@ class Moves:
     def _stay(self, move: _Move) -> None:
         """Let an array be as if it had never been in a message."""
         move.heap.moving.pop(move.number, None)
-        load().unsend(move.number)
+        if not move.lease.segment.heads[move.lease.block]:
+            # Otherwise somebody has it by some message: it is freed as such a block is.
+            load().unsend(move.number)

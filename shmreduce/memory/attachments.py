@@ -149,16 +149,17 @@ class Attachments:
             segment = self._pin(handle.token, mark)
         return segment
 
-    def own_view_of(self, segment: Segment) -> Segment:
-        """Return this process's segment for one that may be its parent's.
+    def own_view_of(self, segment: Segment, mark: object) -> Segment:
+        """Return this process's segment, pinned, for one that may be its parent's.
 
         A forked child must not lock through the descriptions it inherited:
         they are its parent's too, and would not exclude it.
         """
-        known = self.directory.get(segment.token)
-        if known is not None:
-            return known
-        return self._adopt(locks.reopen(segment.fd), segment.file.name, segment)
+        known = self._pin(segment.token, mark)
+        while known is None:
+            self._adopt(locks.reopen(segment.fd), segment.file.name, segment)
+            known = self._pin(segment.token, mark)
+        return known
 
     def _pin(self, token: bytes, mark: object) -> Segment | None:
         segment = self.directory.get(token)

@@ -14,6 +14,7 @@ queue and tried again by :meth:`LiveBlocks.settle`.
 from __future__ import annotations
 
 import _thread
+import sys
 import time
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from shmreduce.errors import SegmentError, ShmreduceWarning
 from shmreduce.memory.handle import block_key
 from shmreduce.memory.heap import Heap, OwnedSegment
 from shmreduce.memory.layout import SHARED
+from shmreduce.memory.ledger import Fork
 from shmreduce.memory.mapping import Mapping, make_root
 
 if TYPE_CHECKING:
@@ -36,7 +38,22 @@ if TYPE_CHECKING:
 _CUTTING_SECONDS = 0.05
 _REAP_SECONDS = 0.3
 
-__all__ = ["Block", "LiveBlocks", "Record", "warn_of_exposed"]
+__all__ = ["UNSHARED", "Block", "LiveBlocks", "Record", "warn_of_exposed"]
+
+
+class _Sample:
+    """Refers to an object as a Block, or a Filling, does to its root."""
+
+    __slots__ = ("root",)
+
+    def __init__(self) -> None:
+        self.root = object()
+
+
+_sample = _Sample()
+# Counted, since versions of CPython differ in what an expression adds.
+UNSHARED = sys.getrefcount(_sample.root)
+"""What ``sys.getrefcount`` says of a root to which nothing else refers."""
 
 
 class Record:
@@ -102,8 +119,8 @@ class Record:
         self.in_place = False
         self.ended = False
         """Whether the hold was given up already, before the views died."""
-        self.cutting = _thread.allocate_lock()
-        """Taken for good by the one thread that makes the pages private."""
+        self.cutting: dict[None, object] = {}
+        """Has the mark of the one call that makes the pages private, for good."""
         self.birth = self.death = live.ledger.birth
         self.written: bytes | None = None
         """What is the same in all handles that this process makes for the block."""
@@ -264,9 +281,9 @@ class LiveBlocks:
         reference.identity = id(root)
         if record.slot is None:
             segment.records[block] = record
-        else:
-            segment.holds[record.slot] = record
         self._roots[id(root)] = reference
+        if record.slot is not None:
+            segment.holds[record.slot] = record
         if self.ledger.pending and not record.shared and record.slot is not None:
             # Another thread is about to fork and has not seen this one, perhaps.
             self.make_private(record)
@@ -291,7 +308,8 @@ class LiveBlocks:
         """Return a shared block that is alive here already, by its key in handles."""
         reference = self._shared.get(key)
         root = reference() if reference is not None else None
-        if reference is None or root is None:
+        # Looked at when there is a root: see take_back().
+        if reference is None or root is None or reference.record.ended:
             return None
         return Block(reference.record, root, read_only=reference.record.mode == "ro")
 
@@ -311,20 +329,59 @@ class LiveBlocks:
         instant for whoever is given a lease on it. The hold must last as long
         as the views: unwritten pages are still the block's.
         """
-        # Covering twice would throw away what was written in between.
-        if record.private or not record.cutting.acquire(blocking=False):
-            return False
         segment, block = record.segment, record.block
+        mark = object()
         try:
+            # Covering twice would throw away what was written in between.
+            if record.private or record.cutting.setdefault(None, mark) is not mark:
+                return False
+            # First: whatever comes now, the next block here will show the file again.
+            record.in_place = True
             record.mapping.cover(
                 segment.fd, segment.offsets[block], segment.capacities[block], private=True
             )
+            record.private = True
         except SegmentError:
             # vm.max_map_count is reached; the caller copies instead.
-            record.cutting.release()
+            record.in_place = False
+            record.cutting.clear()
             return False
-        record.private = record.in_place = True
+        except BaseException:
+            # Ctrl-C, before or after the pages were covered.
+            if record.cutting.get(None) is mark:
+                record.private = record.mapping.is_private(segment.offsets[block])
+                if not record.private:
+                    record.in_place = False
+                    record.cutting.clear()
+            raise
         return True
+
+    def take_back(self, block: Block) -> bool:
+        """Forget a received block that nobody has seen but the caller, who then has its lease.
+
+        Returns
+        -------
+        bool
+            False if that is not so: then it stays as it is.
+        """
+        record = block._record
+        # First: who finds it as a shared block from here on leaves it alone.
+        record.ended = True
+        unseen = sys.getrefcount(block._root) == UNSHARED and not self.ledger.visible(
+            record.birth, self.ledger.forks
+        )
+        if not unseen or not self._show_file(record):
+            record.ended = False
+            return False
+        reference = self._roots.get(id(block._root))
+        if reference is not None:
+            self._strike_off(reference)
+        record.segment.holds.pop(record.slot, None)  # type: ignore[arg-type]
+        return True
+
+    def is_watched(self, record: Record) -> bool:
+        """Return whether the death of a root is going to end a record."""
+        return any(reference.record is record for reference in list(self._roots.values()))
 
     def _died(self, reference: RootReference) -> None:
         record = reference.record
@@ -365,16 +422,8 @@ class LiveBlocks:
             if record.heap is not None and isinstance(segment, OwnedSegment):
                 record.heap.give_back(segment, block)
             return True
-        if record.in_place:
-            # The next block here must show the file again; until it does, the
-            # hold keeps this one from being reused.
-            try:
-                record.mapping.cover(
-                    segment.fd, segment.offsets[block], segment.capacities[block], private=False
-                )
-            except SegmentError:
-                return False
-            record.in_place = False
+        if not self._show_file(record):
+            return False
         # Once at most, also if Ctrl-C comes in the middle: the slot may be
         # another hold's as soon as it is free.
         record.ended = True
@@ -385,6 +434,21 @@ class LiveBlocks:
             del segment.holds[record.slot]
         if not segment.holds:
             self.on_unused(segment)
+        return True
+
+    def _show_file(self, record: Record) -> bool:
+        """Show the file's pages again where they were made private; return whether it is so."""
+        if record.in_place:
+            segment, block = record.segment, record.block
+            # The next block here must show the file again; until it does, the
+            # hold keeps this one from being reused.
+            try:
+                record.mapping.cover(
+                    segment.fd, segment.offsets[block], segment.capacities[block], private=False
+                )
+            except SegmentError:
+                return False
+            record.in_place = False
         return True
 
     def settle(self) -> None:
@@ -423,7 +487,16 @@ class LiveBlocks:
         the kernel refuses that, it is told afterwards, since a fork cannot be
         called off by a hook.
         """
-        number = self.ledger.announce()
+        fork = Fork()
+        try:
+            self.ledger.announce(fork)
+            self._prepare(fork)
+        except BaseException as error:
+            # After Ctrl-C comes another attempt, after anything else the fork.
+            self.ledger.withdraw(fork, unguarded=isinstance(error, Exception))
+            raise
+
+    def _prepare(self, fork: Fork) -> None:
         # A list first: other threads go on until the fork.
         references = list(self._roots.values())
         exposed = 0
@@ -436,7 +509,7 @@ class LiveBlocks:
         # Other threads may make more before the fork happens. Not by
         # threading.active_count(), which waits for a lock.
         guarded = bool(references or self.fillings) or self.guards_forks or _thread._count() > 0
-        self.ledger.before_fork(number, guarded=guarded)
+        self.ledger.before_fork(fork, guarded=guarded)
 
     def warn_of_exposed(self) -> None:
         """Warn of arrays that the child just forked shares, if there are any."""
@@ -467,7 +540,7 @@ def warn_of_exposed(count: int) -> None:
 def _await_private(record: Record) -> None:
     """Let another thread finish what it began; not for ever, it may be this very thread."""
     deadline = time.monotonic() + _CUTTING_SECONDS
-    while not record.private and record.cutting.locked() and time.monotonic() < deadline:
+    while not record.private and record.cutting and time.monotonic() < deadline:
         time.sleep(0)
 
 

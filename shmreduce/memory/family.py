@@ -151,6 +151,17 @@ class Family:
         if fd != -1:
             os.close(fd)
 
+    def leave(self, *, with_mailbox: bool) -> None:
+        """Close a membership that nobody has used."""
+        # The mapping keeps the description, and so the lock, until it is gone, too.
+        locks.unlock(self.fd, _LOCK_MEMBER + self._index)
+        self.give_up_locks()
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+        if with_mailbox:
+            for end in self.mailbox:
+                end.close()
+
     def _join(self) -> int:
         for index in range(_MEMBERS):
             if locks.try_lock(self.fd, _LOCK_MEMBER + index):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from shmreduce.memory.blocks import owner_record
+from shmreduce.memory.blocks import UNSHARED, owner_record
 from shmreduce.memory.mapping import make_root
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Filling:
         self.root = make_root(
             data.pages, segment.offsets[block] - data.offset, segment.capacities[block]
         )
+        # The heap has put an entry there that is anybody's.
+        segment.records[block] = self
         live.fillings[self] = None
 
     def view(self) -> memoryview:
@@ -49,32 +51,22 @@ class Filling:
 
     def end(self) -> None:
         """Leave the block to its leases, or free it if it has none; once."""
-        if self.root is None:
-            # A commit that was interrupted is taken back.
-            return
         segment, block = self._segment, self._block
+        if segment.records.get(block) is not self:
+            # A commit that was interrupted is taken back. The block may be another's.
+            self._forget()
+            return
         # A child that was forked meanwhile may have a view that is gone here.
-        if sys.getrefcount(self.root) == _UNSHARED and self._birth == self._live.ledger.forks:
-            segment.records.pop(block, None)
+        if sys.getrefcount(self.root) == UNSHARED and self._birth == self._live.ledger.forks:
+            del segment.records[block]
             if not segment.heads[block]:
                 self._heap.give_back(segment, block)
         else:
             record = owner_record(self._live, self._heap, segment, block, self._nbytes, "rw")
             record.birth = self._birth
             self._live.watch(record, self.root)
+        self._forget()
+
+    def _forget(self) -> None:
         self.root = None
         self._live.fillings.pop(self, None)
-
-
-class _Sample:
-    """Refers to an object as a Filling does to its root."""
-
-    __slots__ = ("root",)
-
-    def __init__(self) -> None:
-        self.root = object()
-
-
-_sample = _Sample()
-# Counted, since versions of CPython differ in what an expression adds.
-_UNSHARED = sys.getrefcount(_sample.root)

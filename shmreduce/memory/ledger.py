@@ -22,9 +22,21 @@ import threading
 
 from shmreduce.memory import locks
 
-__all__ = ["ForkLedger"]
+__all__ = ["Fork", "ForkLedger"]
 
 _LOCK_FORK = 1 << 44
+
+
+class Fork:
+    """One fork that is about to happen."""
+
+    __slots__ = ("number", "token")
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Which of the process's forks it is; 0 until it is announced."""
+        self.token = -1
+        """A descriptor that the child inherits and the parent closes."""
 
 
 class ForkLedger:
@@ -43,7 +55,7 @@ class ForkLedger:
         self.pending: dict[int, None] = {}
         """Numbers of forks that are about to happen."""
         self._fd = -1
-        self._tokens: dict[int, list[tuple[int, int]]] = {}
+        self._ready: dict[int, list[Fork]] = {}
         self._unguarded_until = 0
 
     @property
@@ -62,45 +74,65 @@ class ForkLedger:
             return self.forks
         return min(self.pending, default=self.forks + 1) - 1
 
-    def announce(self) -> int:
+    def announce(self, fork: Fork) -> None:
         """Give a number to the fork that this thread is about to make.
 
         To be called before looking at what is alive: what is born later looks
         at :attr:`pending`.
         """
-        # No call between the two lines, so no other thread.
+        # No call between the lines, so no other thread.
         self.forks += 1
-        number = self.forks
-        self.pending[number] = None
-        return number
+        fork.number = self.forks
+        self.pending[fork.number] = None
 
-    def before_fork(self, number: int, *, guarded: bool) -> None:
+    def before_fork(self, fork: Fork, *, guarded: bool) -> None:
         """Make the token that the child is going to inherit, where there is a need."""
-        token = -1
         if guarded:
             try:
                 if self._fd == -1:
                     self._fd = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
-                token = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
-                if not locks.try_lock(token, _LOCK_FORK + number):
-                    self._unguarded_until = max(self._unguarded_until, number)
+                fork.token = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+                if not locks.try_lock(fork.token, _LOCK_FORK + fork.number):
+                    self._unguarded_until = max(self._unguarded_until, fork.number)
             except OSError:
                 # Out of descriptors, say. What is alive now is then never reused.
-                self._unguarded_until = max(self._unguarded_until, number)
+                self._unguarded_until = max(self._unguarded_until, fork.number)
         # Of this thread, since another may be forking too. A stack, since a
         # signal handler may fork between this hook and the fork.
-        self._tokens.setdefault(threading.get_ident(), []).append((number, token))
+        self._ready.setdefault(threading.get_ident(), []).append(fork)
+
+    def withdraw(self, fork: Fork, *, unguarded: bool) -> None:
+        """Take back what was done for a fork so far.
+
+        Either another attempt at the same fork begins, or it happens
+        ``unguarded``: what is alive now is then never reused.
+        """
+        if unguarded:
+            self._unguarded_until = max(self._unguarded_until, fork.number)
+        elif fork.number == self.forks:
+            # The allocator of shmreduce.born counts forks, not attempts.
+            self.forks -= 1
+        self._close_token(fork)
+        stack = self._ready.get(threading.get_ident(), [])
+        if fork in stack:
+            stack.remove(fork)
+        self.pending.pop(fork.number, None)
 
     def after_fork_in_parent(self) -> None:
         """Leave the token to the child alone."""
-        me = threading.get_ident()
-        stack = self._tokens.get(me)
+        stack = self._ready.get(threading.get_ident())
         if not stack:
             return
-        number, token = stack.pop()
+        # Ctrl-C may come at any call, and this be called again: its place last.
+        fork = stack[-1]
+        self._close_token(fork)
+        self.pending.pop(fork.number, None)
+        del stack[-1]
         if not stack:
-            self._tokens.pop(me, None)
-        self.pending.pop(number, None)
+            self._ready.pop(threading.get_ident(), None)
+
+    def _close_token(self, fork: Fork) -> None:
+        token, fork.token = fork.token, -1
         if token != -1:
             os.close(token)
 

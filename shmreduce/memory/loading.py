@@ -12,7 +12,13 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shmreduce.errors import AttachError, InvalidHandleError, SegmentError, StaleHandleError
+from shmreduce.errors import (
+    AttachError,
+    InvalidHandleError,
+    OutOfLeasesError,
+    SegmentError,
+    ShmreduceError,
+)
 from shmreduce.memory.blocks import Block, Record
 from shmreduce.memory.handle import MARK, Handle, check_handle, key_of, lease_of
 from shmreduce.memory.layout import SHARED
@@ -74,14 +80,23 @@ class Loading:
         self._known.append((block, slot, nonce))
 
     def undo(self) -> None:
-        """Turn what was claimed back into what it was."""
+        """Turn what was claimed back into what it was.
+
+        What somebody has by now is theirs: an object of the message may have
+        kept its array, another thread have found a shared block, a child have
+        been forked. A shared block gets its message back beside their hold; a
+        by-value one is not loaded again.
+        """
+        live = current().live
         for block, what in self._claims:
             record = block._record
-            if record.slot is not None:
-                # From here on the death of the views means nothing any more.
-                record.ended = True
-                record.segment.holds.pop(record.slot, None)
+            if record.live is not live or record.slot is None:
+                # A child that was forked in the middle: it is the parent's.
+                continue
+            if live.take_back(block):
                 record.segment.unclaim(record.block, record.slot, what.nonce, what.slot)
+            elif record.shared and record.slot == what.slot:
+                _hold_elsewhere(record, what)
         self._claims.clear()
         self._known.clear()
 
@@ -166,6 +181,7 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
     slot, alone = segment.claim(
         what.block, what.generation, what.slot, what.nonce, shared=what.shared
     )
+    record = None
     try:
         offset, capacity = segment.offsets[what.block], segment.capacities[what.block]
         if (
@@ -198,11 +214,28 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
         segment.unclaim(what.block, slot, what.nonce, what.slot)
         raise
     except BaseException:
-        segment.try_release(what.block, slot)
+        # After Ctrl-C a traceback may keep the root: then its death ends the hold,
+        # which must not be ended twice. The slot may be another's by then.
+        if record is None or not runtime.live.is_watched(record):
+            segment.try_release(what.block, slot)
         raise
     if _here.loading is not None:
         _here.loading.claimed(found, what)
     return found
+
+
+def _hold_elsewhere(record: Record, what: Handle) -> None:
+    """Move a hold of a shared block to another slot, and make the handle's a message again."""
+    segment, before = record.segment, what.slot
+    try:
+        slot, _ = segment.claim(record.block, record.generation, before, what.nonce, shared=True)
+    except OutOfLeasesError:
+        # As long as they have it, it is found without the message.
+        return
+    segment.holds[slot] = record
+    record.slot = slot
+    segment.holds.pop(before, None)
+    segment.unclaim(record.block, before, what.nonce, before)
 
 
 def _end_known(known: Block, slot: int, nonce: int) -> None:
@@ -222,8 +255,8 @@ def discard_message(data: bytes | bytearray | memoryview) -> None:
         try:
             with _pinned(what) as segment:
                 segment.consume(what.block, what.generation, what.slot, what.nonce)
-        except (AttachError, StaleHandleError):
-            # Nothing is left that could be released.
+        except ShmreduceError:
+            # Nothing is left that could be released, or not now. The others are.
             continue
 
 

@@ -144,6 +144,24 @@ class Mapping:
         if _mmap(where, size, _READ_WRITE, flags, fd, offset) != where:
             raise _refused("mmap", size, ctypes.get_errno())
 
+    def is_private(self, offset: int) -> bool:
+        """Return whether the pages at an offset are private; True where nobody tells.
+
+        For those who were interrupted when they covered it: it reads the list
+        of all mappings of this process (proc_pid_maps(5)).
+        """
+        address = self.address + offset - self.offset
+        try:
+            with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+                for line in maps:
+                    where, permissions, _ = line.split(maxsplit=2)
+                    start, _, end = where.partition("-")
+                    if int(start, 16) <= address < int(end, 16):
+                        return permissions[3] == "p"
+        except OSError:
+            pass
+        return True
+
     def populate(self, offset: int, size: int) -> None:
         """Map writable pages in one call instead of by one fault each.
 

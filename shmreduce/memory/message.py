@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shmreduce.errors import OutOfSharedMemoryError
 from shmreduce.memory.filling import Filling
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import Mode
     from shmreduce.memory.blocks import Block
 
-__all__ = ["Message", "Mover", "sending"]
+__all__ = ["Lease", "Message", "Mover", "sending", "take_mover"]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
@@ -53,17 +53,36 @@ os.register_at_fork(after_in_child=_new_nonces)
 class Mover(Protocol):
     """Lets arrays travel without a copy whose memory nobody else has; see ``born.moving``."""
 
+    def serves(self, obj: object) -> bool:
+        """Return whether this is the object whose arrays it moves."""
+
     def move(self, message: Message, address: int, used: int) -> bytes | None:
         """See :meth:`Message.move`."""
 
 
 class _SendingHere(threading.local):
-    """Who moves arrays in the message that the current thread is pickling, if anybody."""
+    """Who moves arrays in the message that the current thread is about to pickle, if anybody."""
 
     mover: Mover | None = None
 
 
 sending = _SendingHere()
+
+
+def take_mover(obj: object) -> Mover | None:
+    """Return who moves the arrays of an object that is pickled from now on, if anybody.
+
+    It is nobody's any more then. While the object is pickled its parts may
+    pickle and send other messages, a signal handler may. Those are read before
+    it is known who has the arrays, so nothing may be moved in them.
+    """
+    mover = sending.mover
+    if mover is None:
+        return None
+    # Whatever is pickled first: if it is something else, it is in the way of a pickler
+    # that is not ours, and what comes next is a part of that.
+    sending.mover = None
+    return mover if mover.serves(obj) else None
 
 
 class Message:
@@ -77,6 +96,8 @@ class Message:
     ----------
     shared_memory : bool
         False for a message that goes to another host: nothing is given out.
+    mover : Mover, optional
+        Who lets arrays travel in it without a copy; the core's.
 
     Examples
     --------
@@ -91,16 +112,17 @@ class Message:
     b'hello'
     """
 
-    __slots__ = ("_runtime", "_taken", "inline_limit", "shared_memory")
+    __slots__ = ("_mover", "_runtime", "_taken", "inline_limit", "shared_memory")
 
-    def __init__(self, shared_memory: bool = True) -> None:
+    def __init__(self, shared_memory: bool = True, mover: Mover | None = None) -> None:
         settings = get_settings()
         self.shared_memory = shared_memory
         """Whether anything can be given out: not to another host, which may lack plugins, too."""
         self.inline_limit = settings.inline_limit
         """Bytes below which a by-value buffer should be pickled in the ordinary way."""
+        self._mover = mover
         self._runtime: Runtime | None = None
-        self._taken: list[_Taken] = []
+        self._taken: list[Lease] = []
 
     def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None:
         """Give out a block that carries ``nbytes`` by value.
@@ -135,12 +157,13 @@ class Message:
             if get_settings().on_exhausted == "pickle":
                 return None
             raise
-        taken = _Taken(segment, block, segment.generations[block], next(_nonces) & NONCE_MASK)
+        taken = Lease(segment, block, segment.generations[block], next(_nonces) & NONCE_MASK)
         taken.filling = Filling(runtime.live, heap, segment, block, nbytes)
         try:
             taken.slot = segment.start_message(block, taken.nonce)
         except BaseException:
             taken.filling.end()
+            segment.unpin(taken)
             raise
         self._taken.append(taken)
         return taken.filling.view(), pack_handle(
@@ -191,8 +214,14 @@ class Message:
             return None
         segment = record.segment
         if inherited:
-            segment = runtime.attachments.own_view_of(segment)
-        taken = self._add(segment, record.block, record.generation)
+            mark = object()
+            segment = runtime.attachments.own_view_of(segment, mark)
+            try:
+                taken = self._add(segment, record.block, record.generation)
+            finally:
+                segment.unpin(mark)
+        else:
+            taken = self._add(segment, record.block, record.generation)
         written = record.written
         # A forked child that sends what it inherited is another sender.
         if written is None or segment is not record.segment:
@@ -211,7 +240,7 @@ class Message:
     @property
     def moves(self) -> bool:
         """Whether :meth:`move` can be worth a try."""
-        return sending.mover is not None
+        return self._mover is not None
 
     def move(self, address: int, used: int) -> bytes | None:
         """Return a handle by which memory from ``shared_allocations`` travels without a copy.
@@ -233,12 +262,11 @@ class Message:
             A handle to all of the memory; None asks for a copy by
             :meth:`allocate`. It must stand in the pickle as it is.
         """
-        mover = sending.mover
-        return None if mover is None else mover.move(self, address, used)
+        return None if self._mover is None else self._mover.move(self, address, used)
 
     def add_lease(
         self, segment: Segment, block: int, generation: int, nbytes: int
-    ) -> tuple[bytes, object]:
+    ) -> tuple[bytes, Lease]:
         """Name a by-value block that the caller keeps from being reused.
 
         Returns the handle, and what :meth:`end_lease` takes.
@@ -249,9 +277,9 @@ class Message:
         written = _constant(segment, block, generation, nbytes, shared=False, mode="rw")
         return pack_handle(taken.slot, taken.nonce, written), taken
 
-    def end_lease(self, lease: Any) -> None:
+    def end_lease(self, lease: Lease) -> None:
         """Take back what :meth:`add_lease` gave out, also if the message was committed."""
-        lease.segment.consume(lease.block, lease.generation, lease.slot, lease.nonce)
+        lease.undo()
         if lease in self._taken:
             self._taken.remove(lease)
 
@@ -274,7 +302,7 @@ class Message:
         for taken in self._taken:
             if taken.is_filled_by(view):
                 self._taken.remove(taken)
-                _undo(taken)
+                taken.undo()
                 return
 
     @property
@@ -285,6 +313,10 @@ class Message:
     def segments(self) -> list[Segment]:
         """Return the segments that the message refers to, until it is committed."""
         return list(dict.fromkeys([taken.segment for taken in self._taken]))
+
+    def leases(self) -> list[Lease]:
+        """Return what was given out and neither kept nor taken back so far."""
+        return list(self._taken)
 
     def commit(self) -> None:
         """Keep what was given out: the message is complete."""
@@ -299,16 +331,22 @@ class Message:
             )
             if taken.filling is not None:
                 taken.filling.end()
+            # From here on the unread message keeps the segment open.
+            taken.segment.unpin(taken)
         self._taken.clear()
 
     def rollback(self) -> None:
         """Take back what was given out: the message will not be sent."""
         while self._is_ours():
-            _undo(self._taken.pop())
+            self._taken.pop().undo()
 
-    def _add(self, segment: Segment, block: int, generation: int) -> _Taken:
-        taken = _Taken(segment, block, generation, next(_nonces) & NONCE_MASK)
-        taken.slot = segment.add_message(block, generation, taken.nonce)
+    def _add(self, segment: Segment, block: int, generation: int) -> Lease:
+        taken = Lease(segment, block, generation, next(_nonces) & NONCE_MASK)
+        try:
+            taken.slot = segment.add_message(block, generation, taken.nonce)
+        except BaseException:
+            segment.unpin(taken)
+            raise
         self._taken.append(taken)
         return taken
 
@@ -325,10 +363,14 @@ class Message:
         return self._runtime
 
 
-class _Taken:
-    """One lease that a message gives out."""
+class Lease:
+    """One lease that a message gives out.
 
-    __slots__ = ("block", "filling", "generation", "nonce", "segment", "slot")
+    It keeps the segment open until the message is complete: the last view may
+    die before, and nobody would be left who could pass the segment on.
+    """
+
+    __slots__ = ("block", "ended", "filling", "generation", "nonce", "segment", "slot")
 
     def __init__(self, segment: Segment, block: int, generation: int, nonce: int) -> None:
         self.segment = segment
@@ -337,16 +379,21 @@ class _Taken:
         self.nonce = nonce
         self.slot = -1
         self.filling: Filling | None = None
+        self.ended = False
+        """Whether it was taken back."""
+        segment.pins[self] = None
 
     def is_filled_by(self, view: memoryview) -> bool:
         """Return whether a view is of this block, while that is being filled."""
         return self.filling is not None and view.obj is self.filling.root
 
-
-def _undo(taken: _Taken) -> None:
-    taken.segment.consume(taken.block, taken.generation, taken.slot, taken.nonce)
-    if taken.filling is not None:
-        taken.filling.end()
+    def undo(self) -> None:
+        """Take it back, unless somebody has loaded the message by now."""
+        self.ended = True
+        self.segment.consume(self.block, self.generation, self.slot, self.nonce)
+        if self.filling is not None:
+            self.filling.end()
+        self.segment.unpin(self)
 
 
 def _constant(

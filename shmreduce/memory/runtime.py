@@ -71,10 +71,13 @@ class Runtime:
     def family(self) -> Family:
         """Membership of the process in its family; a process without one begins a family."""
         if self._family is None:
-            if self._parent_family is not None:
-                self._family = self._parent_family.rejoined()
+            parents = self._parent_family
+            made = Family.found(_default_budget()) if parents is None else parents.rejoined()
+            # No call between the two lines, so no other thread.
+            if self._family is None:
+                self._family = made
             else:
-                self._family = Family.found(_default_budget())
+                made.leave(with_mailbox=parents is None)
         return self._family
 
     def _get_family(self) -> Family:
@@ -233,11 +236,15 @@ def current() -> Runtime:
     """Return the state of this process."""
     global _current
     if _current is None:
-        _current = Runtime()
-        _finish_at_exit(_current)
-        # multiprocessing clears its finalizers in the children it forks, after
-        # the hooks of os.register_at_fork; what is registered here runs then.
-        util.register_after_fork(_leave, _finish_at_exit)
+        made = Runtime()
+        # Another thread may have been faster, and arrays be in its state already.
+        # No call between the two lines, so no other thread.
+        if _current is None:
+            _current = made
+            _finish_at_exit(_current)
+            # multiprocessing clears its finalizers in the children it forks, after
+            # the hooks of os.register_at_fork; what is registered here runs then.
+            util.register_after_fork(_leave, _finish_at_exit)
     return _current
 
 

@@ -25,7 +25,6 @@ import errno
 import os
 import stat
 import time
-from collections import deque
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,6 +75,7 @@ _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 _WORTH_A_RESCAN = 64
 
 _PRUNE_FROM = 1024
+_RESERVED_AT_ONCE = 16 << 20
 
 
 class Sent(NamedTuple):
@@ -151,8 +151,8 @@ class Segment(BlockLocks):
         """Lease slots by which this process holds blocks."""
         self.pins: dict[object, None] = {}
         """Calls under way that need the segment to stay open."""
-        self.outbox: deque[Sent] = deque()
-        """Messages sent by this process; read ones are pruned."""
+        self.outbox: dict[int, Sent] = {}
+        """Messages sent by this process, by nonce; read ones are pruned."""
         self._prune_at = _PRUNE_FROM
         self.orphan = False
         """Whether the segment was found in the mailbox: nobody allocates from it."""
@@ -243,22 +243,20 @@ class Segment(BlockLocks):
 
     def sent(self, message: Sent) -> None:
         """Remember a message that was sent by this process."""
-        self.outbox.append(message)
+        self.outbox[message.nonce] = message
         if len(self.outbox) > self._prune_at:
             self._prune_at = max(_PRUNE_FROM, 2 * len(self.unread()))
 
     def unread(self) -> list[Sent]:
         """Return this process's messages that nobody has read."""
         found = []
-        # Item by item, since other threads send meanwhile.
-        for _ in range(len(self.outbox)):
-            try:
-                sent = self.outbox.popleft()
-            except IndexError:
-                break
-            if self.words[sent.slot] == MESSAGE | sent.nonce:
-                self.outbox.append(sent)
+        # A list first, since other threads send meanwhile. Only what has been read is
+        # taken out: another thread that asks at the same time must see the others.
+        for nonce, sent in list(self.outbox.items()):
+            if self.words[sent.slot] == MESSAGE | nonce:
                 found.append(sent)
+            else:
+                self.outbox.pop(nonce, None)
         return found
 
     def give_up(self, timeout: float | None) -> None:
@@ -640,8 +638,12 @@ def reserve_pages(fd: int, offset: int, nbytes: int) -> None:
     Touching a page that the file system has no room for is a ``SIGBUS``;
     ``posix_fallocate(3)`` reports it as ``ENOSPC`` beforehand.
     """
-    start = offset & -PAGE_SIZE
-    os.posix_fallocate(fd, start, page_ceil(offset + nbytes) - start)
+    place, end = offset & -PAGE_SIZE, page_ceil(offset + nbytes)
+    while place < end:
+        # Older kernels begin anew at each signal (EINTR): a timer's must not come in each call.
+        length = min(end - place, _RESERVED_AT_ONCE)
+        os.posix_fallocate(fd, place, length)
+        place += length
 
 
 def check_file(fd: int, token: bytes | None) -> SegmentHeader:

@@ -593,6 +593,51 @@ def test_killed_producer_loses_nothing_of_a_segment_known_before(children: Child
     here.close()
 
 
+class Forwarding:
+    """Receives what it consists of when it is pickled."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def __reduce__(self) -> Any:
+        return list, ([self._connection.recv()],)
+
+
+@pytest.mark.parametrize("kind", ["shared", "value"])
+def test_what_its_last_holder_sends_on_in_passing_arrives(children: Children, kind: str) -> None:
+    """A message keeps open what it refers to, also when its maker was killed and the
+    last view dies before the message is complete.
+    """
+    reader, writer = context_of(children).Pipe(duplex=False)
+    process = children.start(produce_one_and_vanish, writer, kind)
+    writer.close()
+    children.join(process)
+    here, there = shmreduce.Pipe()
+    here.send(Forwarding(reader))
+    (array,) = within(there.recv)
+    assert (array == 7).all()
+    for end in (reader, here, there):
+        end.close()
+
+
+def produce_one_and_vanish(writer: Any, kind: str) -> None:
+    """Send one array, and be killed."""
+    writer.send(shmreduce.full(1 << 18, 7) if kind == "shared" else np.full(1 << 18, 7))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_packet_that_is_not_sent_gives_back_its_own_only(pipe: tuple[Any, Any]) -> None:
+    """Another message, which it has as bytes, can be loaded all the same."""
+    here, there = pipe
+    with shmreduce.install():
+        inner = bytes(ForkingPickler.dumps(np.full(1 << 18, 5)))
+    packet = pack({"inner": inner, "data": np.full(1 << 18, 6)})
+    packet.discard()
+    here.send(inner)
+    with shmreduce.install():
+        assert (ForkingPickler.loads(there.recv()) == 5).all()
+
+
 def echo(connection: Any) -> None:
     """Send back what comes, until None does."""
     while (message := connection.recv()) is not None:

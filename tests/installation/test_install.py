@@ -317,7 +317,8 @@ class Recorder:
 
     made: ClassVar[list[Recorder]] = []
 
-    def __init__(self, shared_memory: bool = True) -> None:
+    def __init__(self, shared_memory: bool = True, mover: object = None) -> None:
+        del mover
         self.shared_memory = shared_memory
         self.fate: list[str] = []
         self.made.append(self)

@@ -427,10 +427,10 @@ def test_ctrl_c_in_a_fork_hook_does_not_leave_the_fork_unguarded(
     interrupts = iter([KeyboardInterrupt()])
     announce = ledger.announce
 
-    def interrupted() -> int:
+    def interrupted(fork: Any) -> None:
         for interrupt in interrupts:
             raise interrupt
-        return announce()
+        announce(fork)
 
     ignored: list[Any] = []
     monkeypatch.setattr(ledger, "announce", interrupted)
@@ -479,6 +479,7 @@ def test_ctrl_c_while_the_last_view_dies_does_not_free_what_a_child_sees(
     eventually(lambda: process_state().waiting == 0, "the block is released")
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_that_cannot_keep_arrays_apart_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room for private pages a received array is shared with the child: the
     parent is warned of how many there are, and so is told who looks in the child.

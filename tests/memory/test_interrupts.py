@@ -1,8 +1,9 @@
-"""Ctrl-C at any instant leaves no lock taken."""
+"""Ctrl-C at any instant leaves no lock taken, and nothing half done that does harm."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -10,19 +11,27 @@ import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import pytest
 
 import shmreduce
-from shmreduce.memory import locks, runtime
+from shmreduce.memory import locks, mapping, runtime
+from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET
-from shmreduce.memory.layout import LOCK_BLOCK
+from shmreduce.memory.heap import Heap
+from shmreduce.memory.layout import BY_VALUE, LOCK_BLOCK
+from shmreduce.memory.ledger import ForkLedger
+from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from shmreduce.memory.heap import OwnedSegment
+
 ROUNDS = 300
+LENGTH = 300_000
 _AGAIN = 0.05
 """Seconds until the next interrupt: Python ignores one that strikes in a destructor."""
 
@@ -108,3 +117,154 @@ def blocks_taken() -> list[Any]:
                 if taken is not None or segment._busy:
                     found.append((segment.token, taken))
     return found
+
+
+# What has to happen at one instant only, forced there.
+
+
+def resent(array: Any) -> Any:
+    """Return an array as it arrives by value."""
+    return ForkingPickler.loads(ForkingPickler.dumps(array))
+
+
+def descriptors() -> int:
+    """Return how many descriptors are open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_pages_are_what_they_are_said_to_be_after_an_interrupt(
+    installed: None, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Ctrl-C while a received array is made private: what comes later in its block shows,
+    the array can be sent on, and a fork keeps it apart without any warning.
+    """
+    received = resent(np.full(LENGTH, 1.0))
+    cover = mapping.Mapping.cover
+
+    def interrupted(self: Any, *arguments: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        if when == "after":
+            cover(self, *arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mapping.Mapping, "cover", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resent(received)
+    received[:] = 2
+    arrays = [received, resent(received)]
+    received[:] = 3
+    del received
+
+    def look() -> bool:
+        return [set(each.tolist()) for each in arrays] == [{3.0}, {2.0}]
+
+    assert look()
+    assert wait_for_exit(in_forked_child(look)) == 0
+    arrays.clear()
+    for number in range(4):
+        assert (resent(np.full(LENGTH, float(number))) == number).all()
+
+
+def test_a_hold_is_ended_once_after_an_interrupt(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when an array has just been received, and the traceback is kept: with that
+    goes the hold, and no other that has come into its place.
+    """
+    expose = LiveBlocks.expose
+    data = ForkingPickler.dumps(np.full(LENGTH, 1.0))
+
+    def interrupted(self: LiveBlocks, record: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        kept = expose(self, record, **options)
+        raise KeyboardInterrupt(kept)
+
+    monkeypatch.setattr(LiveBlocks, "expose", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ForkingPickler.loads(data)
+    (block,) = caught.value.args
+    segment, slot = block._record.segment, block._record.slot
+    assert segment.holds[slot] is block._record
+    assert segment.words[slot] == segment.importer
+    del block
+    caught.value.args = ()
+    del caught
+    gc.collect()
+    assert slot not in segment.holds
+    assert segment.words[slot] == 0
+
+
+def test_a_block_that_was_filled_is_given_back_once(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when a message is taken back, which is then done again: a block that
+    another message has been given meanwhile stays that one's.
+    """
+    message = shmreduce.Message()
+    given = message.allocate(LENGTH)
+    assert given is not None
+    (lease,) = message.leases()
+    filling = lease.filling
+    assert filling is not None
+    del given
+    give_back = Heap.give_back
+
+    def interrupted(self: Heap, segment: Any, block: int) -> None:
+        monkeypatch.undo()
+        give_back(self, segment, block)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Heap, "give_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        message.rollback()
+    heap = runtime.current().heap(BY_VALUE)
+    assert heap.allocate(LENGTH) == (lease.segment, lease.block)
+    filling.end()
+    other = heap.allocate(LENGTH)
+    assert other != (lease.segment, lease.block)
+    for segment, block in (other, (lease.segment, lease.block)):
+        del segment.records[block]
+        heap.give_back(cast("OwnedSegment", segment), block)
+
+
+def test_an_interrupted_fork_hook_is_done_again(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at its end: no fork is left that never comes, so blocks are used again."""
+    arrays = [resent(np.full(LENGTH, 1.0))]
+    live = runtime.current().live
+    ledger = live.ledger
+    before_fork = ForkLedger.before_fork
+
+    def interrupted(self: ForkLedger, fork: Any, **options: Any) -> None:
+        monkeypatch.setattr(ForkLedger, "before_fork", before_fork)
+        before_fork(self, fork, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(ForkLedger, "before_fork", interrupted)
+    count, forks = descriptors(), ledger.forks
+    assert wait_for_exit(in_forked_child(lambda: bool((arrays[0] == 1).all()))) == 0
+    assert ledger.pending == {}
+    assert ledger.forks == forks + 1
+    # The ledger's own file may be new.
+    assert descriptors() <= count + 1
+    arrays.clear()
+    assert live.unsettled == 0
+
+
+def test_a_fork_hook_that_fails_leaves_the_fork_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python forks all the same: what the child sees is never used again."""
+    ledger = ForkLedger()
+    live = LiveBlocks(ledger)
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ledger, "before_fork", failing)
+    with pytest.raises(MemoryError):
+        live.before_fork()
+    assert ledger.pending == {}
+    assert ledger.visible(0, ledger.forks)
+    assert not ledger.visible(ledger.forks, ledger.forks)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,9 +14,10 @@ import pytest
 
 import shmreduce
 from shmreduce.memory import runtime
+from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import SHARED
-from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce_numpy.blocks import find_block_of
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
@@ -99,11 +102,13 @@ def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
     about to fork.
     """
     ledger = ForkLedger()
-    first = ledger.announce()
+    first = Fork()
+    ledger.announce(first)
     ledger.before_fork(first, guarded=True)
 
     def fork_elsewhere() -> None:
-        second = ledger.announce()
+        second = Fork()
+        ledger.announce(second)
         ledger.before_fork(second, guarded=True)
         ledger.after_fork_in_parent()
 
@@ -189,7 +194,7 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
             if what == "family":
                 held.enter_context(runtime.current().family._locked(1 << 41))
             else:
-                mine = runtime.current().attachments.own_view_of(segment)
+                mine = runtime.current().attachments.own_view_of(segment, object())
                 mine.lock_block(0, held)
             in_forked_child(wait)
             os._exit(0)
@@ -204,3 +209,88 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
         segment.unlock_block(0, mark)
     os.close(reader)
     os.close(writer)
+
+
+def in_another_thread(function: Callable[[], object]) -> Callable[[], None]:
+    """Return what calls a function in another thread, the first time it is called."""
+    left = [function]
+
+    def happens() -> None:
+        while left:
+            thread = threading.Thread(target=left.pop())
+            thread.start()
+            thread.join(PATIENCE)
+
+    return happens
+
+
+def test_threads_that_come_first_at_the_same_time_share_one_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one of them has made shared is shared for the other, too."""
+    made: list[Any] = []
+    happens = in_another_thread(lambda: made.append(runtime.current()))
+
+    class Slow(runtime.Runtime):
+        def __init__(self, parent: runtime.Runtime | None = None) -> None:
+            super().__init__(parent)
+            happens()
+
+    def race() -> bool:
+        monkeypatch.setattr(runtime, "_current", None)
+        monkeypatch.setattr(runtime, "Runtime", Slow)
+        return runtime.current() is made[0]
+
+    assert wait_for_exit(in_forked_child(race)) == 0
+
+
+@pytest.mark.parametrize("way", ["found", "rejoined"])
+def test_a_process_is_a_member_of_its_family_once(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Also if two of its threads are the first to ask."""
+    _ = runtime.current().family
+
+    def race() -> bool:
+        state = runtime.current()
+        if way == "found":
+            state._parent_family = None
+        happens = in_another_thread(lambda: state.family)
+        make = Family._join
+
+        def slow(family: Family) -> int:
+            happens()
+            return make(family)
+
+        monkeypatch.setattr(Family, "_join", slow)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        members = [pid for pid, _ in state.family.members()]
+        opened = len(list(Path("/proc/self/fd").iterdir())) - before
+        return members.count(os.getpid()) == 1 and opened == (4 if way == "found" else 2)
+
+    assert wait_for_exit(in_forked_child(race)) == 0
+
+
+def test_who_looks_for_unread_messages_hides_none_from_others() -> None:
+    """A segment with an unread message counts as in use all the time."""
+    array = shmreduce.full(LENGTH, 1, np.uint8)
+    segment = own_segment_of(array)
+    data = ForkingPickler.dumps(array)
+    seen: list[int] = []
+
+    class Words:
+        """The slots' words; who reads one sees what another thread would see then."""
+
+        def __getitem__(self, slot: int) -> int:
+            seen.append(len(segment.outbox))
+            return words[slot]
+
+    words = segment.words
+    segment.words = Words()  # type: ignore[assignment]
+    try:
+        assert len(segment.unread()) == 1
+    finally:
+        segment.words = words
+    assert seen == [1]
+    ForkingPickler.loads(data)
+    assert segment.unread() == []

@@ -11,7 +11,7 @@ from typing import Any
 
 from shmreduce.errors import AlreadyLoadedError
 from shmreduce.memory.blocks import LiveBlocks
-from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment import Segment
 
@@ -22,8 +22,14 @@ VARIABLE = "SHMREDUCE_STRESS_BREAK"
 
 def ignore_forks() -> None:
     """Reuse what a forked child still sees, and let it see later writes."""
+
+    def before_fork(live: LiveBlocks) -> None:
+        fork = Fork()
+        live.ledger.announce(fork)
+        live.ledger.before_fork(fork, guarded=False)
+
     patch: Any = LiveBlocks
-    patch.before_fork = lambda live: live.ledger.before_fork(live.ledger.announce(), guarded=False)
+    patch.before_fork = before_fork
     ledger: Any = ForkLedger
     ledger.visible = lambda _ledger, _birth, _death: False
 

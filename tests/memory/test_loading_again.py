@@ -1,0 +1,169 @@
+"""A load that fails for the moment: what somebody has by then stays theirs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import AlreadyLoadedError, AttachError
+from shmreduce.memory.inspection import process_state
+from shmreduce.testing.processes import OtherProcess
+from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.usefixtures("installed", "nothing_happens")
+
+LENGTH = 300_000
+
+
+class Trouble:
+    """Stands in a message behind its array: something happens there, then the load fails once."""
+
+    happens: ClassVar[Callable[[], object]]
+    left: ClassVar[int]
+
+    def __reduce__(self) -> Any:
+        return _pass, ()
+
+
+def _pass() -> None:
+    if Trouble.left:
+        Trouble.left -= 1
+        Trouble.happens()
+        raise AttachError(
+            "no descriptor is free", segment="", locator="", reason="", errno=errno.EMFILE
+        )
+
+
+@pytest.fixture
+def nothing_happens() -> Iterator[None]:
+    """Nothing happens, and the first load fails."""
+    Trouble.left = 1
+    Trouble.happens = lambda: None
+    yield
+    _kept.clear()
+
+
+class Cached:
+    """Has its array kept when it is loaded."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+        _kept.append(self.array)
+
+
+_kept: list[Any] = []
+
+
+def dumped(obj: Any) -> bytes:
+    return bytes(ForkingPickler.dumps((obj, Trouble())))
+
+
+def make_shared() -> tuple[bytes, bytes]:
+    """Return a message about a new shared array, and another one without trouble."""
+    _kept[:] = [shmreduce.full(LENGTH, 1.0)]
+    return dumped(_kept[0]), bytes(ForkingPickler.dumps(_kept[0]))
+
+
+def make_others() -> None:
+    """Drop the shared array, and make others where there is room for them."""
+    _kept.clear()
+    _kept.extend(shmreduce.full(LENGTH, 666.0) for _ in range(3))
+
+
+def fail_to_load(data: bytes) -> bytes:
+    """Return the bytes of the message for another try."""
+    with pytest.raises(AttachError) as caught:
+        ForkingPickler.loads(data)
+    again: bytes | None = caught.value.message_bytes
+    assert again is not None
+    return again
+
+
+def test_what_nobody_has_is_loaded_by_the_next_try() -> None:
+    """And is the loader's alone, though the traceback of the error is kept."""
+    with pytest.raises(AttachError) as caught:
+        ForkingPickler.loads(dumped(np.full(LENGTH, 1.0)))
+    assert caught.value.message_bytes is not None
+    array, _ = ForkingPickler.loads(caught.value.message_bytes)
+    assert (array == 1).all()
+    array[:] = 2
+    assert (ForkingPickler.loads(ForkingPickler.dumps(array)) == 2).all()
+
+
+def test_an_array_by_value_that_an_object_has_kept_is_not_given_out_again() -> None:
+    """The next try says so, and the array that was kept is never reused."""
+    again = fail_to_load(dumped(Cached(np.full(LENGTH, 1.0))))
+    with pytest.raises(AlreadyLoadedError):
+        ForkingPickler.loads(again)
+    for number in range(3):
+        ForkingPickler.loads(ForkingPickler.dumps(np.full(LENGTH, float(number))))[:] = 5
+    assert (_kept[0] == 1).all()
+
+
+def test_a_shared_array_that_another_thread_has_stays_its() -> None:
+    """It is not reused while that thread has it, and the next try brings it once more."""
+    found: list[Any] = []
+    with OtherProcess("fork") as owner:
+        data, another = owner.ask(make_shared)
+
+        def find_elsewhere() -> None:
+            thread = threading.Thread(target=lambda: found.append(ForkingPickler.loads(another)))
+            thread.start()
+            thread.join(PATIENCE)
+
+        Trouble.happens = find_elsewhere
+        again = fail_to_load(data)
+        owner.ask(make_others)
+        assert (found[0] == 1).all()
+        found.clear()
+        # The message alone keeps it now.
+        array, _ = ForkingPickler.loads(again)
+        assert (array == 1).all()
+        del array
+        owner.ask(_kept.clear)
+
+
+def test_an_array_that_a_forked_child_has_is_not_given_out_again() -> None:
+    """The child may see it for as long as it lives: the next try finds it loaded."""
+    reader, writer = os.pipe()
+    pids: list[int] = []
+
+    def wait() -> bool:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+
+    def fork() -> None:
+        pids.append(in_forked_child(wait))
+
+    Trouble.happens = fork
+    again = fail_to_load(dumped(np.full(LENGTH, 1.0)))
+    with pytest.raises(AlreadyLoadedError):
+        ForkingPickler.loads(again)
+    os.close(writer)
+    os.close(reader)
+    assert wait_for_exit(pids[0]) == 0
+    eventually(lambda: process_state().waiting == 0, "the block is released")
+
+
+def test_pages_that_a_fork_has_made_private_are_the_blocks_again() -> None:
+    """What the next loader writes is what it sends, though a fork came into the first try."""
+    Trouble.happens = lambda: wait_for_exit(in_forked_child(lambda: True))
+    again = fail_to_load(dumped(np.full(LENGTH, 1.0)))
+    array, _ = ForkingPickler.loads(again)
+    array[:] = -9
+    assert (ForkingPickler.loads(ForkingPickler.dumps(array)) == -9).all()
+    assert (array == -9).all()
