@@ -309,17 +309,28 @@ _DEFINED_IN = {
         "set_sharing_strategy",
     ),
 }
+_SHARED_MODULES = frozenset(("connection", "context", "managers", "pool", "queues"))
+"""Modules here that are also in multiprocessing; theirs is what is not in ours."""
+_OTHER_MODULES = frozenset(
+    ("dummy", "process", "reduction", "shared_memory", "sharedctypes", "synchronize", "util")
+)
+"""Modules of multiprocessing that its users reach as attributes of it."""
 _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it (PEP 562)."""
+    from importlib import import_module
+
     module = _MODULE_OF.get(name)
+    if name in _SHARED_MODULES:
+        return import_module(f"shmreduce.{name}")
+    if name in _OTHER_MODULES:
+        return import_module(f"multiprocessing.{name}")
     if module is None:
         if name not in __all__:
             raise AttributeError(f"module 'shmreduce' has no attribute {name!r}")
         module = "shmreduce.errors"
-    from importlib import import_module
 
     value: object = getattr(import_module(module), name)
     globals()[name] = value

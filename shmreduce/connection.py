@@ -42,6 +42,7 @@ from shmreduce.packets import (
     refers_to_nothing,
 )
 from shmreduce.settings import get_settings
+from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
     from shmreduce.packets import Packet
@@ -437,3 +438,7 @@ def give_buffer(buffer: bytearray) -> None:
     """Take back what :meth:`Connection.try_recv` gave out."""
     if len(_spare) < _SPARE_BUFFERS:
         _spare.append(buffer)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("connection")

@@ -21,6 +21,7 @@ from multiprocessing import resource_sharer  # noqa: F401 isort: skip
 from shmreduce import connection
 from shmreduce.memory import runtime
 from shmreduce.settings import get_settings
+from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -503,3 +504,7 @@ reducer = _default.reducer
 set_executable = _default.set_executable
 set_forkserver_preload = _default.set_forkserver_preload
 set_start_method = _default.set_start_method
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("context")

@@ -6,6 +6,13 @@ May import :mod:`shmreduce.descriptor`.
 a process and the note that there is one. In a hook of fork() and in a
 destructor it is printed and lost. So where processes are started and joined,
 the signal is noted, and passed on at places where it can be dealt with.
+
+A fork in another thread than the main one takes signals from that: the kernel
+has a fork begin anew when a signal is pending (ERESTARTNOINTR), and delivers it
+to the thread that forks. The main thread, which alone handles signals, is not
+woken then, and goes on waiting for a lock. So such a thread has them blocked
+while it forks, and passes on what has come meanwhile: to unblock a signal that
+is pending is to take it.
 """
 
 from __future__ import annotations
@@ -141,7 +148,23 @@ def _for_children() -> Interrupts | None:
     return inner if inner is not None and inner._to_children and here else None
 
 
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+"""Of the thread in which they come; not to be held back."""
+_FROM_OUTSIDE = signal.valid_signals() - _FAULTS
+
+
+class _ForkingHere(threading.local):
+    """The signal mask that a thread other than the main one returns to after its fork."""
+
+    mask: set[int] | None = None
+
+
+_here = _ForkingHere()
+
+
 def _before_fork() -> None:
+    if threading.get_ident() != threading.main_thread().ident:
+        _here.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     inner = _for_children()
     if inner is not None:
         # CPython forgets, in the child, what came before the hooks that run there.
@@ -149,6 +172,16 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_parent() -> None:
+    if _here.mask is not None:
+        mask, _here.mask = _here.mask, None
+        main = threading.main_thread().ident
+        # Not until nothing is found: unlike this, to wait lets other threads run, and
+        # so more signals come before they are unblocked.
+        while main is not None and signal.sigpending():
+            found = signal.sigtimedwait(_FROM_OUTSIDE, 0)
+            if found is not None:
+                signal.pthread_kill(main, found.si_signo)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     inner = _for_children()
     if inner is not None and inner._mask is not None:
         mask, inner._mask = inner._mask, None
@@ -156,6 +189,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    if _here.mask is not None:
+        mask, _here.mask = _here.mask, None
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     inner = _innermost()
     if inner is None:
         return

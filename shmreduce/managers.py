@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import os
 from multiprocessing import connection, managers
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import dumps, loads
 from shmreduce.remote import crosses_hosts
+from shmreduce.standard_names import names_of
 
 __all__ = ["SyncManager"]
 
@@ -101,3 +102,7 @@ class SyncManager(managers.SyncManager):
     def __init__(self, address: Any = None, authkey: bytes | None = None, **named: Any) -> None:
         named["serializer"] = _SERIALIZER
         super().__init__(address, authkey, **named)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("managers")

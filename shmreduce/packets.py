@@ -187,7 +187,9 @@ def pack_last(held: list[Any]) -> Packet:
         As :func:`pack`. The object may have gone then.
     """
     if not moving.started:
-        return pack(held.pop())
+        packet = pack(held[0])
+        held.clear()
+        return packet
     with moving.Moves(held) as moves:
         pickled, message = dumps(held[0], block_from=INLINE_BODY)
         try:

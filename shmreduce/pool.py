@@ -27,6 +27,7 @@ from shmreduce.pool_results import (
 )
 from shmreduce.pool_tasks import EACH, EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import Orders
+from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -543,3 +544,7 @@ def processors() -> int:
     """Return how many processors this process may use, as Python 3.13 counts them."""
     count = getattr(os, "process_cpu_count", os.cpu_count)
     return count() or 1
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("pool")

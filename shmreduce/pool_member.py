@@ -120,7 +120,12 @@ def _remedy(name: str | None, task: Task | None) -> str:
     elif name in {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}:
         advice = "PYTHONFAULTHANDLER=1 shows where"
     elif name is None:
-        advice = "does the function call sys.exit() or os._exit(), or was it Ctrl-C?"
+        advice = (
+            "does the function call sys.exit() or os._exit(), or was it Ctrl-C?"
+            if task is not None
+            else "its standard error tells why; a program that is imported again by 'spawn' or "
+            "'forkserver' needs: if __name__ == \"__main__\":"
+        )
     else:
         advice = "somebody sent it this signal"
     return f": {advice}" + ("; retries= asks for another try" if task is not None else "")

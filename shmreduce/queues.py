@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shmreduce.connection import Pipe, give_buffer
 from shmreduce.errors import ShmreduceError
 from shmreduce.packets import Packet, pack_last
+from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
     import collections
@@ -440,3 +441,7 @@ def _end(buffer: collections.deque[Any], not_empty: threading.Condition) -> None
     with not_empty:
         buffer.append(_END)
         not_empty.notify()
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of("queues")

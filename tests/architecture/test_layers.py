@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"errors"},
+    {"errors", "standard_names"},
     {"contracts"},
     {"settings"},
     {"hookspecs", "registry"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import multiprocessing
 import pickle
@@ -35,6 +36,40 @@ def test_every_name_of_multiprocessing_is_there(name: str) -> None:
         standard = multiprocessing.get_context(method)
         if hasattr(standard, name):
             assert hasattr(shmreduce.get_context(method), name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "connection.wait",
+        "connection.Listener",
+        "context.BaseContext",
+        "dummy.Pool",
+        "managers.BaseManager",
+        "pool.ThreadPool",
+        "process.current_process",
+        "queues.Full",
+        "reduction.ForkingPickler",
+        "shared_memory.SharedMemory",
+        "sharedctypes.copy",
+        "synchronize.SEM_VALUE_MAX",
+        "util.log_to_stderr",
+    ],
+)
+def test_what_is_in_the_modules_of_multiprocessing_is_there(name: str) -> None:
+    """Also where a module of ours has the name of one of them."""
+    module, name = name.split(".")
+    theirs = getattr(importlib.import_module(f"multiprocessing.{module}"), name)
+    assert getattr(getattr(shmreduce, module), name) is theirs
+
+
+def test_what_is_nowhere_is_an_attribute_error() -> None:
+    """It names both places that were looked at."""
+    ours: Any = shmreduce
+    with pytest.raises(AttributeError, match=r"neither shmreduce\.pool nor multiprocessing\.pool"):
+        _ = ours.pool.nothing
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ours.nothing
 
 
 def test_nothing_of_the_standard_library_is_changed(tmp_path: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import queue as standard_queue
 import signal
 import threading
 import time
 from collections import Counter
 from multiprocessing import resource_sharer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 
 import shmreduce
 from shmreduce import connection
+from shmreduce.queues import Queue
 from tests.channels.channels import PATIENCE, context_of, within
 
 if TYPE_CHECKING:
@@ -426,3 +428,28 @@ def test_blocks_are_used_again(queue: Any) -> None:
         queue.put(np.full(1 << 18, number))
         assert within(queue.get)[0] == number
     assert process_state().reserved - before < 64 << 20
+
+
+class Telling(Queue):
+    """Keeps what could not be sent, and why."""
+
+    told: ClassVar[list[tuple[Exception, Any]]] = []
+
+    @staticmethod
+    def _on_queue_feeder_error(error: Exception, obj: Any) -> None:
+        Telling.told.append((error, obj))
+
+
+def test_who_is_told_of_what_cannot_be_pickled_gets_it(shmreduce_no_leaks: None) -> None:
+    """With the error, as by the standard library's queue."""
+    unpicklable = (1, lambda: None)
+    queue = Telling(ctx=shmreduce.get_context())
+    queue.put(unpicklable)
+    queue.put("next")
+    assert within(queue.get) == "next"
+    ((error, obj),) = Telling.told
+    assert isinstance(error, pickle.PicklingError | AttributeError)
+    assert obj is unpicklable
+    Telling.told.clear()
+    queue.close()
+    queue.join_thread()

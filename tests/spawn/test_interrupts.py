@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from multiprocessing.connection import Pipe, wait
@@ -273,3 +274,54 @@ def test_processes_can_be_started_and_joined_in_a_thread() -> None:
     thread.start()
     thread.join(PATIENCE)
     assert results == [[0]]
+
+
+_FORKS_BESIDE = """
+import os, signal, sys, threading, time
+
+def interrupt_main_thread():
+    # Hooks from before the import of ours run after ours.
+    stat = f"/proc/self/task/{threading.main_thread().native_id}/stat"
+    while open(stat).read().rpartition(")")[2].split()[0] != "S" and time.monotonic() < end:
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+os.register_at_fork(before=interrupt_main_thread)
+import shmreduce.interrupts
+
+def fork():
+    pid = os.fork()
+    if not pid:
+        os._exit(signal.pthread_sigmask(signal.SIG_BLOCK, []) != set())
+    codes.add(os.waitpid(pid, 0)[1])
+    blocked.update(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+codes, blocked, never = set(), set(), threading.Lock()
+never.acquire()
+for number in range(50):
+    end = time.monotonic() + 10
+    thread = threading.Thread(target=fork)
+    try:
+        thread.start()
+        never.acquire(timeout=10)
+    except KeyboardInterrupt:
+        pass
+    if time.monotonic() > end:
+        sys.exit(f"signal {number} did not wake the main thread")
+    thread.join()
+print(codes, blocked)
+"""
+
+
+def test_ctrl_c_wakes_the_main_thread_while_another_forks() -> None:
+    """A fork in another thread takes no signal from it; afterwards that thread has none
+    blocked, and the child has none.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKS_BESIDE],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "{0} set()\n"), done.stderr
