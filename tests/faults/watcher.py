@@ -211,21 +211,34 @@ class _Run:
             if now < since or not pid or (strike.after >= 0 and begun == now):
                 continue
             self._instants.remove(strike)
-            with contextlib.suppress(ProcessLookupError):
-                if strike.act == "kill group":
+            if strike.act == "kill group":
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
-                elif strike.act == "kill":
-                    os.kill(pid, signal.SIGKILL)
-                    self.outcome.killed += 1
-                else:
-                    self._due[pid] = now + strike.seconds
-                    os.kill(pid, signal.SIGSTOP)
-                    self.outcome.stopped += 1
+            elif strike.act == "kill":
+                self.outcome.killed += self._signal(pid, signal.SIGKILL)
+            else:
+                self._due[pid] = now + strike.seconds
+                self.outcome.stopped += self._signal(pid, signal.SIGSTOP)
         for index in self.tally.in_rain.nonzero()[0]:
             pid = int(self.tally.pids[index])
             # Looked at again: the pid may be that of another who plays the part.
             if self.tally.in_rain[index]:
                 self._rain_on(pid)
+
+    def _signal(self, pid: int, number: signal.Signals) -> bool:
+        """Signal a process of this run; return False if the pid is not one's any more.
+
+        It may be that of a process of another run, which has it used again.
+        """
+        try:
+            process = Descriptor(os.pidfd_open(pid))
+            if os.getsid(pid) != self._session:
+                return False
+            # What was looked at, or it has ended since.
+            signal.pidfd_send_signal(process.fileno(), number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def _rain_on(self, pid: int) -> None:
         # Not by the pid, which may be another's as soon as this one was killed.
@@ -243,8 +256,7 @@ class _Run:
         for pid, when in list(self._due.items()):
             if now >= when:
                 del self._due[pid]
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+                self._signal(pid, signal.SIGCONT)
 
     def _end_hang(self) -> None:
         self.outcome.hangs += 1
