@@ -154,8 +154,10 @@ class ProcessPoolExecutor(Executor):
         )
         self._crew.wanted = max_workers if self._forks else 1
         self._lock = threading.Lock()
-        self._started = self._shut = False
+        self._shut = False
         self._pending: set[Future[Any]] = set()
+        # At the end of the interpreter what was submitted is done first.
+        util.Finalize(self._crew, _finish, args=(weakref.ref(self._crew),), exitpriority=15)
         # Dropped without shutdown: what was submitted is done, then the workers leave.
         weakref.finalize(self, self._crew.close).atexit = False
 
@@ -231,12 +233,12 @@ class ProcessPoolExecutor(Executor):
         """
         with self._lock:
             self._shut = True
-            if cancel_futures:
-                for future in list(self._pending):
-                    future.cancel()
-            self._crew.close()
-            started = self._started
-        if wait and started:
+            pending = list(self._pending) if cancel_futures else []
+        # Not with the lock: callbacks run, which may shut down as well.
+        for future in pending:
+            future.cancel()
+        self._crew.close()
+        if wait:
             self._crew.join()
 
     def _submit(self, call: Call, first: int | None) -> Future[Any]:
@@ -256,12 +258,18 @@ class ProcessPoolExecutor(Executor):
                 self._pending.discard(promise.future)
                 task.discard()
                 raise
-            if not self._forks:
-                needed = min(self._max_workers, len(self._pending))
-                self._crew.wanted = max(self._crew.wanted, needed)
-            if not self._started:
-                self._start()
-            self._crew.submit(task)
+            try:
+                if not self._forks:
+                    needed = min(self._max_workers, len(self._pending))
+                    self._crew.wanted = max(self._crew.wanted, needed)
+                # By its thread: Ctrl-C may come before anything else is noted.
+                if self._crew.thread.ident is None:
+                    self._crew.start()
+                self._crew.submit(task)
+            except BaseException:
+                self._pending.discard(promise.future)
+                task.discard()
+                raise
             return promise.future
 
     def _check_open(self) -> None:
@@ -269,12 +277,6 @@ class ProcessPoolExecutor(Executor):
             raise _broken(self._crew.broken_by)
         if self._shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
-
-    def _start(self) -> None:
-        self._crew.start()
-        self._started = True
-        # At the end of the interpreter what was submitted is done first.
-        util.Finalize(self._crew, _finish, args=(weakref.ref(self._crew),), exitpriority=15)
 
 
 def _finish(reference: weakref.ref[Crew]) -> None:

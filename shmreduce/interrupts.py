@@ -175,10 +175,12 @@ def _after_fork_in_parent() -> None:
     if _here.mask is not None:
         mask, _here.mask = _here.mask, None
         main = threading.main_thread().ident
+        # Those that were blocked before are for somebody who waits for them.
+        ours = _FROM_OUTSIDE - mask
         # Not until nothing is found: unlike this, to wait lets other threads run, and
         # so more signals come before they are unblocked.
-        while main is not None and signal.sigpending():
-            found = signal.sigtimedwait(_FROM_OUTSIDE, 0)
+        while main is not None and signal.sigpending() & ours:
+            found = signal.sigtimedwait(ours, 0)
             if found is not None:
                 signal.pthread_kill(main, found.si_signo)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

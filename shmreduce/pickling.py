@@ -194,12 +194,18 @@ def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> 
 
 def _clear_frames(error: BaseException) -> None:
     """Drop the local variables of what has failed: views there would count as somebody's."""
-    trace = error.__traceback__
-    while trace is not None:
-        # That of load_message is running, and refuses.
-        with suppress(RuntimeError):
-            trace.tb_frame.clear()
-        trace = trace.tb_next
+    seen: list[BaseException | None] = [None]
+    left = [error]
+    while left:
+        each = left.pop()
+        seen.append(each)
+        left += [one for one in (each.__cause__, each.__context__) if one and one not in seen]
+        trace = each.__traceback__
+        while trace is not None:
+            # Frames that are running, as that of load_message, refuse.
+            with suppress(RuntimeError):
+                trace.tb_frame.clear()
+            trace = trace.tb_next
 
 
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:

@@ -105,6 +105,7 @@ class Pool:
         shared_allocations: bool = False,
     ) -> None:
         self._pid = os.getpid()
+        self._state = "INIT"
         if processes is None:
             processes = processors()
         if processes < 1:
@@ -135,8 +136,9 @@ class Pool:
             died=WorkerDied,
             broken=lambda error: error,
         )
-        self._crew.start()
+        # First: Ctrl-C may come before there is a pool that could be terminated.
         self._terminate = util.Finalize(self, self._crew.terminate, exitpriority=15)
+        self._crew.start()
         self._state = RUN
 
     @staticmethod
@@ -435,13 +437,17 @@ class Pool:
         total = len(iterable) if isinstance(iterable, Sized) else None
         bar = make_bar(progress, total) if progress else None
         tries = self._tries(retries)
-        self._crew.announce()
-        threading.Thread(
-            target=self._feed,
-            args=(result, func, iterable, chunksize, tries),
-            name="shmreduce-pool-imap",
-            daemon=True,
-        ).start()
+        self._crew.announce(result)
+        try:
+            threading.Thread(
+                target=self._feed,
+                args=(result, func, iterable, chunksize, tries),
+                name="shmreduce-pool-imap",
+                daemon=True,
+            ).start()
+        except BaseException:
+            self._crew.revoke(result)
+            raise
         results: Iterator[Any] = result
         if chunksize > 1:
             results = (value for chunk in result for value in chunk)
@@ -464,12 +470,12 @@ class Pool:
                     return
                 index += 1
             result.expect(index)
-        except Exception as error:
-            # The iterable's own.
+        except BaseException as error:
+            # The iterable's own, SystemExit included: somebody waits.
             result.answer(index, False, error)
             result.expect(index + 1)
         finally:
-            self._crew.revoke()
+            self._crew.revoke(result)
 
     # What all of them do
 
@@ -515,7 +521,9 @@ class Pool:
         """Kill the workers at once. Results that are not there yet fail."""
         util.debug("terminating pool")
         self._state = TERMINATE
-        self._terminate()
+        # Not by the finalizer alone, which is used up by a call that Ctrl-C ends.
+        self._crew.terminate()
+        self._terminate.cancel()
 
     def join(self) -> None:
         """Wait until the workers have left, after :meth:`close` or :meth:`terminate`."""

@@ -174,10 +174,11 @@ class _OwnChannel(Channel):
         packet = packets.pack_bytes(memoryview(data))
         if packet.segments:
             self._in_block = packet
-        self._connection.transmit(packet)
+        # Without memory in the kernel (ENOBUFS) for the moment the other side still lives.
+        self._connection.transmit(packet, patient=True)
 
     def send_packed(self, message: Any) -> None:
-        self._connection.transmit(message)
+        self._connection.transmit(message, patient=True)
 
     def receive(self) -> Callable[[], Any]:
         found = self._connection.receive(wait=True)

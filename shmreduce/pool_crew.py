@@ -60,7 +60,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import ProducerDied, TaskAbandonedError
+from shmreduce.errors import ProducerDied, ShmreduceError, TaskAbandonedError
 from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import Lifeline
 from shmreduce.pool_channel import (
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.process import BaseProcess
 
+    from shmreduce.pool_results import Receiver
     from shmreduce.pool_tasks import Task
 
 __all__ = ["Crew"]
@@ -95,6 +96,8 @@ _SHORT = 1e-3
 """Seconds: tasks that take less are worth sending ahead."""
 _DEPTH = 4
 """Short tasks that a worker may have: it then need not sleep between them."""
+_TURN = 0.1
+"""Seconds to wait for the turn to start a worker before looking around."""
 _AHEAD = 2 << 10
 """Bytes of a task that may be sent to a worker that is not reading."""
 
@@ -159,6 +162,8 @@ class Crew:
         self._inbox: queue.SimpleQueue[Task | int] = queue.SimpleQueue()
         self._waiting: collections.deque[Task] = collections.deque()
         self._producers = 0
+        self._fed: dict[Receiver, None] = {}
+        """Who waits for answers to tasks that are announced."""
         self._pace = 5 * _SHORT
         self._failures = 0
         self._next_start = 0.0
@@ -185,10 +190,14 @@ class Crew:
                 while len(self.workers) < self.wanted:
                     self._hire()
                     interrupts.pass_on()
-            self.thread.start()
+                self.thread.start()
         except BaseException:
-            self._kill()
-            self._close()
+            if self.thread.ident is None:
+                self._kill()
+                self._close()
+            else:
+                # What there is belongs to the thread.
+                self.terminate()
             raise
 
     def submit(self, task: Task) -> None:
@@ -196,12 +205,19 @@ class Crew:
         self._inbox.put(task)
         self.wake()
 
-    def announce(self) -> None:
-        """Say that tasks will come from a thread, also after :meth:`close`."""
+    def announce(self, receiver: Receiver | None = None) -> None:
+        """Say that tasks will come from a thread, also after :meth:`close`.
+
+        The one who waits for their answers is told if they never come.
+        """
+        if receiver is not None:
+            self._fed[receiver] = None
         self._inbox.put(1)
 
-    def revoke(self) -> None:
+    def revoke(self, receiver: Receiver | None = None) -> None:
         """Say that there are no more of those announced."""
+        if receiver is not None:
+            self._fed.pop(receiver, None)
         self._inbox.put(-1)
         self.wake()
 
@@ -223,9 +239,10 @@ class Crew:
 
     def terminate(self) -> None:
         """Kill the workers now, and wait until that is done."""
+        # First what makes the thread end, which does the rest as well: Ctrl-C may come.
         self._terminating = True
-        self.room.close()
         self.wake()
+        self.room.close()
         self.join()
 
     def join(self) -> None:
@@ -314,8 +331,8 @@ class Crew:
         while not self._complete() and time.monotonic() >= self._next_start:
             try:
                 self._hire()
-            except OSError as error:
-                # No descriptor, or no process, is free at the moment.
+            except Exception as error:
+                # No descriptor, no process or no memory is free at the moment.
                 self._failed_to_start(error)
                 return
 
@@ -323,20 +340,35 @@ class Crew:
         slot = next(i for i in itertools.count() if all(i != w.slot for w in self.workers))
         marks = Marks(self._board, slot)
         marks.begun = 0
+        turn = _starting
+        while not turn.acquire(timeout=_TURN):
+            # The collector may have this pool end in the thread that has the turn.
+            if self._terminating:
+                raise InterruptedError("the pool is terminated")
+        try:
+            worker = self._start_worker(slot, marks)
+        finally:
+            turn.release()
+        self.workers.append(worker)
+        self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, worker)
+        self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
+
+    def _start_worker(self, slot: int, marks: Marks) -> Worker:
+        # In turn from here on: a worker that is forked by another pool meanwhile must
+        # not have these ends.
         ours, theirs = make_channels(self._context)
         lifeline = Lifeline()
         try:
             close_in_forked_children(ours)
-            with _starting:
-                process = self._make_process(
-                    self._context,
-                    target=work,
-                    args=(theirs, lifeline.reader, marks, self._orders),
-                )
-                process.name = process.name.replace("Process", "PoolWorker")
-                process.start()
-                theirs.close()
-            worker = Worker(process, ours, lifeline, marks, slot)
+            process = self._make_process(
+                self._context,
+                target=work,
+                args=(theirs, lifeline.reader, marks, self._orders),
+            )
+            process.name = process.name.replace("Process", "PoolWorker")
+            process.start()
+            theirs.close()
+            return Worker(process, ours, lifeline, marks, slot)
         except BaseException:
             ours.close()
             lifeline.cut()
@@ -344,9 +376,6 @@ class Crew:
         finally:
             theirs.close()
             lifeline.reader.close()
-        self.workers.append(worker)
-        self._selector.register(ours.fileno(), selectors.EVENT_READ, worker)
-        self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
 
     def _bury(self, worker: Worker) -> None:
         """Deal with the end of a worker's process."""
@@ -456,10 +485,14 @@ class Crew:
             worker.sent += 1
             try:
                 worker.channel.send_bytes(task.data)
-            except OSError:
+            except ConnectionError:
                 # It has died. Its process will be seen to end, and the task goes on then.
                 return False
             except Exception as error:
+                if isinstance(error, OSError) and not isinstance(error, ShmreduceError):
+                    # Nobody knows how much of it was written: as if it had died.
+                    worker.process.kill()
+                    return False
                 # No memory for a large one.
                 worker.tasks.pop()
                 worker.sent -= 1
@@ -484,8 +517,12 @@ class Crew:
                 worker.process.kill()
                 return
             kind, value = False, error
-        except Exception as error:
+        except BaseException as error:
+            # What is unpickled is the user's, and may raise anything.
             kind, value = False, error
+        if not worker.ready and kind != READY:
+            # Before it is ready it answers nothing: the error cannot be unpickled.
+            kind = FAILED
         if kind == READY:
             worker.ready = True
             self._failures = 0
@@ -512,6 +549,8 @@ class Crew:
 
     def _abandon(self, error: BaseException) -> None:
         """Fail what will not be done any more."""
+        for receiver in list(self._fed):
+            receiver.abandon(error)
         self._take_in()
         while True:
             try:

@@ -46,7 +46,7 @@ def _call(callback: Callable[[Any], object] | None, value: Any) -> None:
         return
     try:
         callback(value)
-    except Exception:
+    except BaseException:  # also SystemExit: whoever waits for the result gets it
         report = (*sys.exc_info(), threading.current_thread())
         threading.excepthook(threading.ExceptHookArgs(report))
 

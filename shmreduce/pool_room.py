@@ -69,8 +69,8 @@ class Wake:
         """Wake whoever selects, once."""
         with self._lock:
             if not self._set and self._writer.fileno() != -1:
-                self._set = True
                 self._writer.send(b"!")
+                self._set = True
 
     def clear(self) -> None:
         """Take note that it has been woken."""

@@ -58,7 +58,12 @@ class MemoryviewReducer(Reducer):
 
     def find_block(self, obj: memoryview) -> Block | None:
         """Return the block below the view, also through arrays that it is a view of."""
-        return find_block(bottom_of(obj))
+        block = find_block(bottom_of(obj))
+        if block is None or not obj.nbytes:
+            return block
+        # What has a ``base`` may have its bytes elsewhere all the same.
+        inside = block.address <= address_of(obj) < block.address + block.nbytes
+        return block if inside else None
 
 
 def _reduce_by_value(view: memoryview, block: Block | None, message: Message) -> Any:

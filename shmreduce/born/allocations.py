@@ -166,7 +166,8 @@ def _still_open() -> tuple[weakref.ref[SharedAllocations], ...]:
 
 
 def _lend_from(heap: BornHeap | None) -> None:
-    if heap is None:
+    if heap is None or not heap.is_own:
+        # In a child that was forked inside the block, the heap is its parent's.
         return
     if len(_open):
         heap.start_lending()

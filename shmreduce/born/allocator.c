@@ -449,9 +449,10 @@ EXPORT int shmreduce_drop_range(uint32_t number)
 /* Give a block with pages to whoever asks for its size; 0 if there is no room. */
 EXPORT uint32_t shmreduce_lend(uint32_t range, uint32_t block, uint64_t address, uint64_t capacity)
 {
-    uint32_t number;
+    uint32_t number = 0;
     enter();
-    number = fill_entry(range, block, address, capacity, KNOWN);
+    if (ranges[range].size)
+        number = fill_entry(range, block, address, capacity, KNOWN);
     if (number)
         push_idle(number);
     leave();
@@ -463,6 +464,10 @@ EXPORT void shmreduce_lend_region(uint32_t range, uint64_t address, uint64_t siz
                                   const uint32_t *blocks, uint32_t count)
 {
     enter();
+    if (!ranges[range].size) {
+        leave();
+        return;
+    }
     region.range = range;
     region.next = address;
     region.end = address + size;

@@ -92,6 +92,7 @@ class BornHeap(Heap):
         self._threshold = self._served = self._prepared = 0
         self.lending = False
         """Whether arrays may be born here now."""
+        self._process = os.getpid()
         self.moving: dict[int, None] = {}
         """Entries that a message under way may move; nobody else decides about them."""
         # A child sees arrays that no root of this process tells of.
@@ -185,6 +186,11 @@ class BornHeap(Heap):
         with _turn() as ours:
             while ours and (number := self._library.unknown()):
                 heap_of(number)._place_of(number)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made the heap, and did not inherit it by a fork."""
+        return self._process == os.getpid()
 
     def stop_lending(self) -> None:
         """Let no more arrays be born here; those that live go on."""

@@ -21,6 +21,7 @@ from shmreduce.errors import (
     ForeignSegmentError,
     InvalidHandleError,
     ProducerDied,
+    SegmentError,
     WrongHostError,
 )
 from shmreduce.memory import locks
@@ -90,11 +91,28 @@ def open_process_descriptor(pid: int, fd: int) -> int:
 
 
 def boot_identity() -> bytes:
-    """Return 16 bytes that name this boot of this host (proc_sys_kernel(5), boot_id)."""
+    """Return 16 bytes that name this boot of this host (proc_sys_kernel(5), boot_id).
+
+    Zeros where nobody tells.
+
+    Raises
+    ------
+    SegmentError
+        If no descriptor is free: it can be told later.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return bytes.fromhex(file.read().strip().replace("-", ""))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        number = getattr(error, "errno", None)
+        if number in _EXHAUSTED:
+            raise SegmentError(
+                f"no descriptor is free to begin with shared memory: {error}. Close files, or "
+                "raise the limit (ulimit -n)",
+                operation="open",
+                errno=number,
+                segment=None,
+            ) from error
         return bytes(16)
 
 
@@ -108,14 +126,20 @@ class Attachments:
         sender has gone.
     inherited : dict
         The parent's segments at the fork that made this process.
+    boot : bytes, optional
+        What :func:`boot_identity` has told the parent.
     """
 
     def __init__(
-        self, family: Callable[[], Family], inherited: dict[bytes, Segment] | None = None
+        self,
+        family: Callable[[], Family],
+        inherited: dict[bytes, Segment] | None = None,
+        boot: bytes | None = None,
     ) -> None:
         self.directory: dict[bytes, Segment] = {}
         """Open segments by token; heaps list theirs here too."""
-        self.boot = boot_identity()
+        # Not anew in a forked child, which may have no descriptor free.
+        self.boot = boot_identity() if boot is None else boot
         self._family = family
         self._inherited = dict(inherited or {})
 

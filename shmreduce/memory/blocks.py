@@ -25,14 +25,13 @@ from shmreduce.errors import SegmentError, ShmreduceWarning
 from shmreduce.memory.handle import block_key
 from shmreduce.memory.heap import Heap, OwnedSegment
 from shmreduce.memory.layout import SHARED
-from shmreduce.memory.ledger import Fork
 from shmreduce.memory.mapping import Mapping, make_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shmreduce.contracts import Mode
-    from shmreduce.memory.ledger import ForkLedger
+    from shmreduce.memory.ledger import Fork, ForkLedger
     from shmreduce.memory.segment import Segment
 
 _CUTTING_SECONDS = 0.05
@@ -478,7 +477,7 @@ class LiveBlocks:
 
     # Fork
 
-    def before_fork(self) -> None:
+    def before_fork(self, fork: Fork) -> None:
         """Keep by-value arrays apart, and note what the child is going to see.
 
         A received array is private memory to its user, and a forked child must
@@ -487,7 +486,6 @@ class LiveBlocks:
         the kernel refuses that, it is told afterwards, since a fork cannot be
         called off by a hook.
         """
-        fork = Fork()
         try:
             self.ledger.announce(fork)
             self._prepare(fork)

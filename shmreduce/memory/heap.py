@@ -470,6 +470,15 @@ class Heap:
             punch_hole(segment.fd, offset, size)
             raise self._no_room(size, None, error.errno or 0) from error
 
+    def _check_room(self, size: int) -> None:
+        """Refuse what there is no room for, before a part of it fills the memory."""
+        family, budget = self._host.family, self._host.budget()
+        family.reserve(size, budget)
+        family.reserve(-size, budget)
+        available = headroom(_MACHINE)
+        if available is not None and size > available:
+            raise self._no_room(size, available, errno.ENOMEM)
+
     def _no_room(self, size: int, available: int | None, number: int) -> OutOfSharedMemoryError:
         left = "" if available is None else f", {available} bytes are available"
         return OutOfSharedMemoryError(
@@ -486,18 +495,20 @@ class Heap:
     def _grow(self, size: int) -> OwnedSegment:
         wanted = max(self._next_segment, 2 * size)
         try:
-            segment = self._create(wanted)
+            segment = self._create(wanted, size)
         except SegmentError:
             # Address space or file size may be limited: ask for just enough.
-            segment = self._create(size)
+            segment = self._create(size, size)
         self._next_segment = min(max(_GROWTH * wanted, _FIRST_SEGMENT), _LARGEST_STEP)
         self._host.directory[segment.token] = segment
         self.segments.append(segment)
         return segment
 
-    def _create(self, data: int) -> OwnedSegment:
+    def _create(self, data: int, needed: int) -> OwnedSegment:
+        """Make a segment with room for ``data`` bytes, of which ``needed`` are asked for now."""
         blocks, slots = _table_sizes(self.kind, data)
         layout = Layout.plan(blocks, slots)
+        self._check_room(layout.slot_words + needed)
         token = os.urandom(16)
         size = layout.data_offset + page_ceil(data) + PAGE_SIZE
         header = SegmentHeader(

@@ -70,7 +70,12 @@ class IdleReturn:
         self._thread = threading.Thread(
             target=self._run, args=(stop,), name="shmreduce-idle", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # None can be had (a limit of processes), or the interpreter ends: somebody
+            # asks again when more memory is taken.
+            self._thread = None
 
     def stop(self) -> bool:
         """End the thread, waiting for it boundedly; return whether there was one."""

@@ -78,19 +78,27 @@ class ForkLedger:
         """Give a number to the fork that this thread is about to make.
 
         To be called before looking at what is alive: what is born later looks
-        at :attr:`pending`.
+        at :attr:`pending`. In a second attempt at the same fork it keeps its
+        number: the allocator of shmreduce.born counts forks, not attempts.
         """
         # No call between the lines, so no other thread.
-        self.forks += 1
-        fork.number = self.forks
-        self.pending[fork.number] = None
+        if not fork.number:
+            self.forks += 1
+            fork.number = self.forks
+            self.pending[fork.number] = None
 
     def before_fork(self, fork: Fork, *, guarded: bool) -> None:
         """Make the token that the child is going to inherit, where there is a need."""
         if guarded:
             try:
                 if self._fd == -1:
-                    self._fd = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
+                    made = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
+                    # Another thread may have been faster: all tokens are of one file.
+                    # No call between the two lines.
+                    if self._fd == -1:
+                        self._fd = made
+                    else:
+                        os.close(made)
                 fork.token = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
                 if not locks.try_lock(fork.token, _LOCK_FORK + fork.number):
                     self._unguarded_until = max(self._unguarded_until, fork.number)
@@ -102,21 +110,18 @@ class ForkLedger:
         self._ready.setdefault(threading.get_ident(), []).append(fork)
 
     def withdraw(self, fork: Fork, *, unguarded: bool) -> None:
-        """Take back what was done for a fork so far.
+        """Take back what was done for a fork so far, but for its number.
 
         Either another attempt at the same fork begins, or it happens
         ``unguarded``: what is alive now is then never reused.
         """
-        if unguarded:
-            self._unguarded_until = max(self._unguarded_until, fork.number)
-        elif fork.number == self.forks:
-            # The allocator of shmreduce.born counts forks, not attempts.
-            self.forks -= 1
         self._close_token(fork)
         stack = self._ready.get(threading.get_ident(), [])
         if fork in stack:
             stack.remove(fork)
-        self.pending.pop(fork.number, None)
+        if unguarded:
+            self._unguarded_until = max(self._unguarded_until, fork.number)
+            self.pending.pop(fork.number, None)
 
     def after_fork_in_parent(self) -> None:
         """Leave the token to the child alone."""
@@ -138,9 +143,9 @@ class ForkLedger:
 
     def after_fork_in_child(self) -> ForkLedger:
         """Return the child's own ledger; the inherited token stays open for life."""
-        if self._fd != -1:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd != -1:
+            os.close(fd)
         return ForkLedger()
 
     def visible(self, birth: int, death: int) -> bool:

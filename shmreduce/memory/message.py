@@ -352,15 +352,18 @@ class Message:
 
     def _is_ours(self) -> bool:
         """Whether there is anything here that this process gave out."""
-        if self._taken and self._runtime is not current():
-            # A child that was forked in the middle of a pickling: it is the parent's.
-            self._taken.clear()
+        if self._taken:
+            self._current()
         return bool(self._taken)
 
     def _current(self) -> Runtime:
-        if self._runtime is None:
-            self._runtime = current()
-        return self._runtime
+        runtime = current()
+        if self._runtime is not runtime:
+            # In a child that was forked in the middle of a pickling, what was given
+            # out so far is the parent's.
+            self._taken.clear()
+            self._runtime = runtime
+        return runtime
 
 
 class Lease:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from contextlib import suppress
 from multiprocessing import context, reduction, util
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,9 @@ from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import Family, Letter
 from shmreduce.memory.headroom import Machine, headroom
-from shmreduce.memory.heap import Heap
+from shmreduce.memory.heap import Heap, HeapBusyError
 from shmreduce.memory.idle import IdleReturn
-from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.sweep import sweep
 from shmreduce.settings import Settings, get_settings
 from shmreduce.strategies import current_strategy
@@ -54,7 +55,9 @@ class Runtime:
             LiveBlocks(ForkLedger()) if parent is None else parent.live.in_child()
         )
         lineage: dict[bytes, Segment] = {} if parent is None else parent.attachments.lineage()
-        self.attachments: Attachments = Attachments(self._get_family, lineage)
+        self.attachments: Attachments = Attachments(
+            self._get_family, lineage, boot=None if parent is None else parent.boot
+        )
         self.live.on_unused = self.attachments.close_ownerless
         self.idle_return = IdleReturn(self.live, lambda: self.heaps, _idle_limits)
         self._heaps: dict[tuple[int, str, str], Heap] = {}
@@ -144,8 +147,9 @@ class Runtime:
         for heap in self.heaps:
             if heap is not asking:
                 heap.collect()
-                # Not waiting: that heap's thread may be waiting for this one.
-                with heap.exclusive(wait=False) as got:
+                # Not waiting: that heap's thread may be waiting for this one. It may
+                # be this thread, which a signal handler has interrupted there.
+                with suppress(HeapBusyError), heap.exclusive(wait=False) as got:
                     if got:
                         heap.reap()
                         released += heap.cool(0)
@@ -164,10 +168,10 @@ class Runtime:
 
     # Fork
 
-    def before_fork(self) -> None:
+    def before_fork(self, fork: Fork) -> None:
         """Get ready for a child that sees what this process sees."""
         self.idle_return.before_fork()
-        self.live.before_fork()
+        self.live.before_fork(fork)
 
     def after_fork_in_parent(self) -> None:
         """Go on."""
@@ -291,8 +295,10 @@ def _to_the_end(step: Callable[[], None]) -> None:
 
 
 def _before_fork() -> None:
-    if _current is not None:
-        _to_the_end(_current.before_fork)
+    runtime = _current
+    if runtime is not None:
+        fork = Fork()
+        _to_the_end(lambda: runtime.before_fork(fork))
 
 
 def _after_fork_in_parent() -> None:
@@ -301,13 +307,17 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    if _current is not None:
-        _to_the_end(_renew)
+    parent = _current
+    if parent is not None:
+        _to_the_end(lambda: _renew(parent))
 
 
-def _renew() -> None:
+def _renew(parent: Runtime) -> None:
     global _current
-    _current = Runtime(_current)
+    # Whatever comes into it: its parent's state is never this process's to go on with.
+    parent.live.current = False
+    _current = None
+    _current = Runtime(parent)
     # For os.fork; inherited finalizers know that they are not this process's.
     _finish_at_exit(None)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import doctest
 import gc
+import os
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,7 @@ import pytest
 
 import shmreduce
 from shmreduce.born import allocations
+from shmreduce.born.heap import get_heap
 from shmreduce.testing import OtherProcess
 from tests.born.allocator import LARGE, counters, filled, handler_name, is_born
 
@@ -234,3 +238,45 @@ def test_an_interrupt_at_any_instruction_leaves_nothing_switched_on() -> None:
     # In a process of its own: a message that was being sent may keep its block.
     with OtherProcess("spawn") as other:
         other.ask(interrupt_everywhere)
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["one block", "two blocks"])
+def test_a_forked_child_leaves_its_parents_block_to_it(outer: bool) -> None:
+    """It makes its arrays elsewhere, and its parent's stay as they are."""
+    with contextlib.ExitStack() as stack:
+        pipe = shmreduce.Pipe()
+        for end in pipe:
+            stack.callback(end.close)
+        if outer:
+            stack.enter_context(shmreduce.shared_allocations())
+        inner = shmreduce.shared_allocations()
+        with inner:
+            # Blocks of arrays that were moved, received and dropped are used again.
+            moved = []
+            for _ in range(4):
+                pipe[0].send(filled(1))
+                moved.append(pipe[1].recv())
+            moved.clear()
+            heap = get_heap()
+            heap.collect()
+            assert heap.warm
+            kept = filled(2)
+            reader, writer = os.pipe()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if not pid:
+                os.read(reader, 1)
+                inner.__exit__(None, None, None)
+                arrays = [filled(66) for _ in range(3)]
+                os._exit(0 if (arrays[0] == 66).all() and (kept == 2).all() else 1)
+            with shmreduce.shared_allocations():
+                others = [filled(3) for _ in range(3)]
+            os.write(writer, b"!")
+            os.close(reader)
+            os.close(writer)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert (kept == 2).all()
+            assert all((each == 3).all() for each in others)
+            assert is_born(filled(4))
+        del kept, others

@@ -21,7 +21,10 @@ import pytest
 
 import shmreduce
 from shmreduce.memory import mapping, runtime
+from shmreduce.memory.attachments import boot_identity
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.loading import discard_message
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
 if TYPE_CHECKING:
@@ -505,3 +508,86 @@ def test_a_fork_that_cannot_keep_arrays_apart_says_so(monkeypatch: pytest.Monkey
     # Now there is room: this child has its own.
     assert wait_for_exit(in_forked_child(lambda: told() == 0)) == 0
     assert all(each.all() for each in (*received, shared))
+
+
+class Forking:
+    """Forks when it is pickled, and both processes go on."""
+
+    def __init__(self, then: Any) -> None:
+        self.pid = -1
+        self._then = then
+
+    def __reduce__(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if not self.pid:
+            self._then()
+        return int, ()
+
+
+@pytest.mark.parametrize("kind", ["value", "shared", "received"])
+def test_a_child_that_is_forked_while_a_message_is_made_makes_its_own(kind: str) -> None:
+    """It does not write to what its parent's reader gets, nor end its parent's leases."""
+    first, second = (np.full(LENGTH, number, np.uint8) for number in (1, 2))
+    if kind == "shared":
+        first, second = shmreduce.share(first), shmreduce.share(second)
+    elif kind == "received":
+        first, second = resent(first), resent(second)
+    later = resent(second) if kind == "value" else second
+
+    def change() -> None:
+        if kind == "value":
+            second[:] = 66
+
+    forking = Forking(change)
+    data = None
+    try:
+        data = ForkingPickler.dumps([first, forking, second])
+    finally:
+        if not forking.pid:
+            if data is not None and kind == "shared":
+                # Nobody is going to read it.
+                discard_message(data)
+            os._exit(0 if data is not None else 1)
+    assert wait_for_exit(forking.pid) == 0
+    received = ForkingPickler.loads(data)
+    assert [set(each.tolist()) for each in (received[0], received[2])] == [{1}, {2}]
+    assert set(later.tolist()) == {2}
+    for number in range(3):
+        resent(np.full(LENGTH, 10 + number, np.uint8))
+    assert [set(each.tolist()) for each in (received[0], received[2])] == [{1}, {2}]
+
+
+def test_a_child_never_goes_on_with_its_parents_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes into the hook that gives it one of its own."""
+    parents = runtime.current()
+
+    def failing(*_: Any) -> Any:
+        raise MemoryError
+
+    def look() -> bool:
+        monkeypatch.undo()
+        return runtime.current() is not parents and not parents.live.current
+
+    monkeypatch.setattr(ForkLedger, "after_fork_in_child", failing)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    pid = in_forked_child(look)
+    monkeypatch.undo()
+    assert wait_for_exit(pid) == 0
+
+
+def test_a_child_knows_the_host_without_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been told by its parent; who begins without one is told so."""
+    boot = runtime.current().boot
+
+    def no_descriptor(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "none free")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", no_descriptor)
+        with pytest.raises(shmreduce.SegmentError) as caught:
+            boot_identity()
+        pid = in_forked_child(lambda: runtime.current().boot == boot)
+    assert caught.value.errno == errno.EMFILE
+    assert wait_for_exit(pid) == 0

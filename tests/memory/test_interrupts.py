@@ -22,7 +22,7 @@ from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE, LOCK_BLOCK
-from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.ledger import Fork, ForkLedger
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def test_a_fork_hook_that_fails_leaves_the_fork_counted(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ledger, "before_fork", failing)
     with pytest.raises(MemoryError):
-        live.before_fork()
+        live.before_fork(Fork())
     assert ledger.pending == {}
     assert ledger.visible(0, ledger.forks)
     assert not ledger.visible(ledger.forks, ledger.forks)

@@ -24,7 +24,7 @@ import shmreduce
 from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
-from shmreduce.memory.layout import BY_VALUE
+from shmreduce.memory.layout import BY_VALUE, LOCK_OWNER
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 from shmreduce.testing.processes import OtherProcess
@@ -116,11 +116,14 @@ def test_what_the_kernel_has_no_lock_for_is_tried_again(monkeypatch: pytest.Monk
     refusals: list[int] = []
 
     def refuse_sometimes(fd: int, command: int, argument: Any = 0) -> Any:
-        if command == fcntl.F_OFD_SETLK and argument[:2] == write and refusals:
+        if command != fcntl.F_OFD_SETLK or not refusals:
+            return real(fd, command, argument)
+        kind, _, start = struct.unpack_from("@hhq", argument)
+        if kind == fcntl.F_WRLCK and start in (places or {start}):
             raise OSError(refusals.pop(), "no locks available")
         return real(fd, command, argument)
 
-    real, write = fcntl.fcntl, struct.pack("h", fcntl.F_WRLCK)
+    real, places = fcntl.fcntl, set[int]()
     shared = shmreduce.ones(LENGTH, np.uint8)
     with OtherProcess("fork") as other:
         array = other.ask(np.ones, LENGTH, np.uint8)
@@ -134,8 +137,9 @@ def test_what_the_kernel_has_no_lock_for_is_tried_again(monkeypatch: pytest.Monk
         eventually(lambda: process_state().waiting == 0, "the array is released")
         refusals += [errno.ENOLCK]
         # The owner's own lock must not be missing.
+        places.add(LOCK_OWNER)
         with pytest.raises(shmreduce.OutOfSharedMemoryError) as caught:
-            heap_of_its_own()._create(1 << 20)
+            heap_of_its_own()._create(1 << 20, 1 << 20)
         assert caught.value.errno == errno.ENOLCK
 
 
@@ -167,7 +171,7 @@ def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(
     before = open_descriptors()
     monkeypatch.setattr(mapping, "_mmap", refuse_one)
     try:
-        segment = heap._create(1 << 20)
+        segment = heap._create(1 << 20, 1 << 20)
     except shmreduce.SegmentError:
         assert call < 2
     else:
@@ -385,3 +389,13 @@ def test_a_sweep_that_finds_no_descriptor_is_left_to_the_next() -> None:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_what_can_never_fit_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before a file is made for it, whose tables alone would fill the memory."""
+    heap = heap_of_its_own()
+    made: list[int] = []
+    monkeypatch.setattr(heap.strategy, "create", lambda size, _: made.append(size))
+    with pytest.raises(shmreduce.OutOfSharedMemoryError):
+        heap.allocate(1 << 50)
+    assert made == []

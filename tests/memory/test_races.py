@@ -140,8 +140,8 @@ def test_what_is_born_between_the_hook_and_the_fork_counts_as_older() -> None:
     live = runtime.current().live
     before_fork = live.before_fork
 
-    def hook() -> None:
-        before_fork()
+    def hook(fork: Fork) -> None:
+        before_fork(fork)
         # Hooks of others, registered earlier, run now, and threads meanwhile.
         thread = threading.Thread(target=receive)
         thread.start()
@@ -294,3 +294,57 @@ def test_who_looks_for_unread_messages_hides_none_from_others() -> None:
     assert seen == [1]
     ForkingPickler.loads(data)
     assert segment.unread() == []
+
+
+def test_the_first_forks_of_two_threads_are_of_one_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each child counts for what was alive when it was forked."""
+    ledger = ForkLedger()
+    forks = [Fork(), Fork()]
+    create = os.memfd_create
+    left = [1]
+
+    def slow(*arguments: Any) -> int:
+        if left:
+            left.clear()
+            in_another_thread(lambda: ledger.before_fork(forks[1], guarded=True))()
+        return create(*arguments)
+
+    for fork in forks:
+        ledger.announce(fork)
+    monkeypatch.setattr(os, "memfd_create", slow)
+    ledger.before_fork(forks[0], guarded=True)
+    monkeypatch.undo()
+    assert ledger.visible(0, 1)
+    assert ledger.visible(1, 2)
+    for fork in forks:
+        ledger.withdraw(fork, unguarded=False)
+    assert not ledger.visible(0, 2)
+    ledger.after_fork_in_child()
+
+
+def test_memory_is_had_where_no_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that gives idle memory back cannot be started: nothing is lost by that."""
+    state = runtime.current()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = state.live.unsettled, len(state.live)
+    with shmreduce.install(idle_keep=0), monkeypatch.context() as patch:
+        state.idle_return.stop()
+        patch.setattr(threading.Thread, "start", refuse)
+        arrays = [shmreduce.full(30 << 20, 1, np.uint8) for _ in range(2)]
+        assert [each[-1] for each in arrays] == [1, 1]
+        arrays.clear()
+    assert (state.live.unsettled, len(state.live)) == before
+    for heap in state.heaps:
+        heap.collect()
+    assert sum(len(segment.out) for heap in state.heaps for segment in heap.segments) == 0
+
+
+def test_a_heap_that_this_thread_is_in_is_passed_over_when_others_make_room() -> None:
+    """A signal handler that needs memory gets it, or a named error."""
+    state = runtime.current()
+    shared, other = state.heap(SHARED), state.spare_heap(SHARED)
+    with shared.exclusive():
+        assert state.cool_others(other) >= 0

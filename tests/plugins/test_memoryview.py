@@ -6,6 +6,7 @@ import array
 import ctypes
 import mmap
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -250,3 +251,18 @@ def test_views_of_mapped_files() -> None:
 def test_rows(view: memoryview, expected: Rows | None) -> None:
     """Only what slicing of the first dimension leads to is made of rows."""
     assert rows_of(view) == expected
+
+
+class Based(bytearray):
+    """Has its own bytes, and a ``base`` that is something else."""
+
+    base: Any = None
+
+
+def test_bytes_that_only_seem_to_lie_in_a_block_are_copied() -> None:
+    """An exporter's ``base`` need not be where its memory is."""
+    with shmreduce.install(inline_limit=0):
+        source = Based(b"x" * 8)
+        source.base = shmreduce.zeros(100)
+        received = ForkingPickler.loads(ForkingPickler.dumps(memoryview(source)))
+    assert bytes(received) == b"x" * 8

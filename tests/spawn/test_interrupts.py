@@ -325,3 +325,36 @@ def test_ctrl_c_wakes_the_main_thread_while_another_forks() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "{0} set()\n"), done.stderr
+
+
+_WAITED_FOR = """
+import os, signal, threading
+import shmreduce.interrupts
+
+waited = {signal.SIGUSR1, signal.SIGABRT}
+signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+for number in waited:
+    os.kill(os.getpid(), number)
+thread = threading.Thread(target=lambda: os.waitpid(os.fork() or os._exit(0), 0))
+thread.start()
+thread.join()
+found = []
+thread = threading.Thread(
+    target=lambda: found.extend(signal.sigtimedwait(waited, 5).si_signo for _ in waited)
+)
+thread.start()
+thread.join()
+print(set(found) == waited)
+"""
+
+
+def test_a_signal_that_somebody_waits_for_stays_pending() -> None:
+    """A fork in another thread takes none that was blocked before."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _WAITED_FOR],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -23,8 +23,7 @@ VARIABLE = "SHMREDUCE_STRESS_BREAK"
 def ignore_forks() -> None:
     """Reuse what a forked child still sees, and let it see later writes."""
 
-    def before_fork(live: LiveBlocks) -> None:
-        fork = Fork()
+    def before_fork(live: LiveBlocks, fork: Fork) -> None:
         live.ledger.announce(fork)
         live.ledger.before_fork(fork, guarded=False)
 

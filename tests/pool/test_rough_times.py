@@ -1,0 +1,269 @@
+"""Pools when the kernel has no room, users' code raises anything, and Ctrl-C comes anywhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import shmreduce
+from shmreduce import OutOfSharedMemoryError, TaskAbandonedError, pool_crew
+from shmreduce.connection import Connection
+from shmreduce.executor import ProcessPoolExecutor
+from shmreduce.pool import Pool
+from shmreduce.pool_crew import Crew
+from shmreduce.pool_room import Room
+from tests.conftest import PATIENCE, descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+FORK: Any = shmreduce.get_context("fork")
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Neither threads nor processes are left."""
+    before = set(threading.enumerate()), {each.pid for each in descendants()}
+    yield
+    assert {each.name for each in set(threading.enumerate()) - before[0]} <= {
+        "shmreduce-idle",
+        "tqdm_monitor",
+    }
+    assert {each.pid for each in descendants()} <= before[1]
+
+
+def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
+    """Have a function raise once, and work from then on."""
+    works = getattr(owner, name)
+
+    def fails(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(owner, name, works)
+        raise error
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Have the kernel be without memory at one of the packets that are written here."""
+    write = Connection._write
+    left = [count]
+
+    def refusing(self: Connection, packet: Any, flags: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        write(self, packet, flags)
+
+    monkeypatch.setattr(Connection, "_write", refusing)
+
+
+def test_results_are_those_of_their_calls_when_the_kernel_lacks_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with short tasks, which are sent ahead."""
+    with Pool(1, context=FORK) as pool:
+        pool.map(abs, range(2000), chunksize=1)
+        fail_at(monkeypatch, 5)
+        results = [pool.apply_async(abs, (-number,)) for number in range(60)]
+        assert [each.get(PATIENCE) for each in results] == list(range(60))
+
+
+class UnloadableError(Exception):
+    """Cannot be unpickled: its arguments are not those of its class."""
+
+    def __init__(self, first: object, second: object) -> None:
+        super().__init__(first)
+        del second
+
+
+def fail_to_initialize() -> None:
+    raise UnloadableError(1, 2)
+
+
+def test_an_initializers_error_that_cannot_be_unpickled_is_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As the error of unpickling; the worker's own is on standard error."""
+    with Pool(1, fail_to_initialize, context=FORK) as pool, pytest.raises(TypeError):
+        pool.apply_async(abs, (-1,)).get(PATIENCE)
+    assert "UnloadableError: 1" in capfd.readouterr().err
+
+
+def test_ctrl_c_while_the_thread_starts_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither workers nor the thread."""
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        if self.name == "shmreduce-pool":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Pool(2, context=FORK)
+
+
+def test_ctrl_c_when_the_crew_is_there_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that was never returned is terminated when it is dropped."""
+    start = Crew.start
+
+    def interrupted(self: Crew) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Crew, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Pool(2, context=FORK)
+
+
+def test_an_executor_whose_start_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call does not start its workers again."""
+    start = Crew.start
+
+    def interrupted(self: Crew) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    with ProcessPoolExecutor(1, mp_context=FORK) as executor:
+        with monkeypatch.context() as patch:
+            patch.setattr(Crew, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.submit(abs, -1)
+        assert executor.submit(abs, -2).result(PATIENCE) == 2
+        assert len(executor._processes) == 1
+
+
+def test_an_executor_that_cannot_start_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task is given back, and does not count."""
+    with ProcessPoolExecutor(2, mp_context=FORK) as executor:
+        once(monkeypatch, Crew, "start", OSError(errno.EMFILE, "none free"))
+        with pytest.raises(OSError, match="none free"):
+            executor.submit(len, bytes(1 << 20))
+        assert executor._pending == set()
+        assert executor.submit(abs, -2).result(PATIENCE) == 2
+
+
+def test_terminate_can_be_repeated_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call ends what the first did not."""
+    pool = Pool(2, context=FORK)
+    assert pool.apply(abs, (-1,)) == 1
+    workers: list[Any] = list(pool._pool)
+    once(monkeypatch, Room, "close", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        pool.terminate()
+    pool.terminate()
+    assert not any(worker.is_alive() for worker in workers if worker._popen is not None)
+    pool.join()
+
+
+def test_a_callback_of_a_cancelled_future_may_shut_down() -> None:
+    """Nobody waits for a lock that the caller has."""
+    executor = ProcessPoolExecutor(1, mp_context=FORK)
+    assert executor.submit(abs, -1).result(PATIENCE) == 1
+    futures = [executor.submit(abs, -number) for number in range(50)]
+    futures[-1].add_done_callback(lambda _: executor.shutdown(wait=False))
+    executor.shutdown(cancel_futures=True)
+    assert all(each.done() for each in futures)
+
+
+def test_who_waits_for_a_generator_is_told_that_the_pool_was_terminated() -> None:
+    """Though no task is under way that could tell."""
+    items: queue.Queue[int | None] = queue.Queue()
+    items.put(-1)
+    pool = Pool(1, context=FORK)
+    results = pool.imap(abs, iter(items.get, None))
+    assert next(results) == 1
+    pool.terminate()
+    with pytest.raises(TaskAbandonedError):
+        results.next(PATIENCE)  # type: ignore[attr-defined]
+    items.put(None)
+    for thread in threading.enumerate():
+        if thread.name == "shmreduce-pool-imap":
+            thread.join(PATIENCE)
+
+
+def test_a_thread_that_cannot_be_had_is_an_error_of_imap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool can be closed and joined afterwards."""
+    with Pool(1, context=FORK) as pool:
+        once(monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.imap(abs, [1])
+        assert list(pool.imap(abs, [-1])) == [1]
+        pool.close()
+        pool.join()
+
+
+def test_a_worker_that_cannot_be_replaced_for_lack_of_memory_is_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pool goes on; another try succeeds."""
+    with Pool(2, maxtasksperchild=1, context=FORK) as pool:
+        once(monkeypatch, Crew, "_start_worker", OutOfSharedMemoryError("none free"))
+        assert pool.map(abs, range(-6, 0), chunksize=1) == [6, 5, 4, 3, 2, 1]
+
+
+def leave(*_: object) -> None:
+    """Raise what ends a program."""
+    sys.exit(3)
+
+
+class Leaving:
+    """Raises SystemExit when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return leave, ()
+
+
+def make_leaving(_: int) -> Leaving:
+    return Leaving()
+
+
+def exiting_generator() -> Iterator[int]:
+    yield -1
+    sys.exit(4)
+
+
+@pytest.mark.parametrize("where", ["callback", "result", "generator"])
+def test_system_exit_in_users_code_ends_no_pool(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The result comes, or is SystemExit; the next one comes, too."""
+    # Told of what a callback raises.
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with Pool(1, context=FORK) as pool:
+        if where == "callback":
+            assert pool.apply_async(abs, (-1,), callback=leave).get(PATIENCE) == 1
+        elif where == "result":
+            with pytest.raises(SystemExit):
+                pool.apply_async(make_leaving, (1,)).get(PATIENCE)
+        else:
+            results: Any = pool.imap(abs, exiting_generator())
+            assert results.next(PATIENCE) == 1
+            with pytest.raises(SystemExit):
+                results.next(PATIENCE)
+        assert pool.apply_async(abs, (-2,)).get(PATIENCE) == 2
+
+
+def test_the_ends_of_one_pools_worker_are_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one pool makes the connection of a worker, no other pool starts one."""
+    inside: list[bool] = []
+    crews: Any = pool_crew
+    make_channels: Callable[[Any], Any] = crews.make_channels
+
+    def watched(context: Any) -> Any:
+        inside.append(crews._starting.locked())
+        return make_channels(context)
+
+    monkeypatch.setattr(crews, "make_channels", watched)
+    with Pool(2, context=FORK) as pool:
+        assert pool.apply(abs, (-1,)) == 1
+    assert inside == [True, True]
