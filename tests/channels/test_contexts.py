@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import multiprocessing
@@ -16,6 +17,7 @@ import pytest
 
 import shmreduce
 from shmreduce import Reducer
+from shmreduce.memory import runtime
 from shmreduce.settings import set_settings
 from tests.channels.channels import PATIENCE, context_of, within
 
@@ -291,3 +293,29 @@ def test_manager_and_pool_and_locks(children: Children) -> None:
     assert all((each == 2).all() for each in results)
     with context.Lock(), context.RLock():
         assert context.Semaphore(1).acquire(timeout=PATIENCE)
+
+
+def blocks_out() -> int:
+    """Return how many blocks of this process are in use."""
+    heaps = runtime.current().heaps
+    for heap in heaps:
+        heap.collect()
+    return sum(len(segment.out) for heap in heaps for segment in heap.segments)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_child_that_cannot_be_started_keeps_nothing(
+    shmreduce_no_leaks: None, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The memory of its arguments is free again."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no process is free")
+
+    monkeypatch.setattr("multiprocessing.util.spawnv_passfds", refuse)
+    monkeypatch.setattr("multiprocessing.forkserver.connect_to_new_process", refuse)
+    process = shmreduce.get_context(method).Process(target=len, args=(np.ones(100_000),))
+    before = blocks_out()
+    with pytest.raises(OSError, match="no process is free"):
+        process.start()
+    assert blocks_out() == before
