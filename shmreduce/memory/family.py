@@ -199,21 +199,25 @@ class Family:
             If the living members together would then be over ``budget`` bytes.
         """
         with self._locked(_LOCK_BUDGET):
-            in_use = sum(reserved for _, reserved in self.members())
-            if nbytes > 0 and in_use + nbytes > budget:
-                raise BudgetExceededError(
-                    f"{nbytes} bytes more would take this family of processes over its budget: "
-                    f"{in_use} of {budget} bytes of shared memory are reserved. Read or drop "
-                    "arrays, or raise the budget (install(budget=...) or SHMREDUCE_BUDGET)",
-                    operation="reserve",
-                    errno=0,
-                    requested=nbytes,
-                    in_use=in_use,
-                    budget=budget,
-                    available=max(0, budget - in_use),
-                    strategy=None,
-                )
+            self.check(nbytes, budget)
             self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
+
+    def check(self, nbytes: int, budget: int) -> None:
+        """Raise what :meth:`reserve` would raise at this instant."""
+        in_use = sum(reserved for _, reserved in self.members())
+        if nbytes > 0 and in_use + nbytes > budget:
+            raise BudgetExceededError(
+                f"{nbytes} bytes more would take this family of processes over its budget: "
+                f"{in_use} of {budget} bytes of shared memory are reserved. Read or drop "
+                "arrays, or raise the budget (install(budget=...) or SHMREDUCE_BUDGET)",
+                operation="reserve",
+                errno=0,
+                requested=nbytes,
+                in_use=in_use,
+                budget=budget,
+                available=max(0, budget - in_use),
+                strategy=None,
+            )
 
     @property
     def reserved(self) -> int:

@@ -472,9 +472,7 @@ class Heap:
 
     def _check_room(self, size: int) -> None:
         """Refuse what there is no room for, before a part of it fills the memory."""
-        family, budget = self._host.family, self._host.budget()
-        family.reserve(size, budget)
-        family.reserve(-size, budget)
+        self._host.family.check(size, self._host.budget())
         available = headroom(_MACHINE)
         if available is not None and size > available:
             raise self._no_room(size, available, errno.ENOMEM)
