@@ -236,13 +236,14 @@ class _Run:
                 return False
             # What was looked at, or it has ended since.
             signal.pidfd_send_signal(process.fileno(), number)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):
+            # None has it any more, or a thread has (ENOENT, since Linux 6.16).
             return False
         return True
 
     def _rain_on(self, pid: int) -> None:
         # Not by the pid, which may be another's as soon as this one was killed.
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if pid not in self._wet:
                 self._wet[pid] = Descriptor(os.pidfd_open(pid))
             signal.pidfd_send_signal(self._wet[pid].fileno(), signal.SIGUSR1)
