@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.runs:
         _put("fault runs", table(read_journal(options.runs)))
     if options.others:
-        _put("others", table(read_journal(options.others)))
+        # Ours beside them, where both are given.
+        ours = read_journal(options.runs) if options.runs else ()
+        _put("others", table([*ours, *read_journal(options.others)]))
     if options.soak:
         samples = read_samples(options.soak)
         picture = ""
