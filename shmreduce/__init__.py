@@ -322,17 +322,15 @@ def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it (PEP 562)."""
     from importlib import import_module
 
-    module = _MODULE_OF.get(name)
+    value: object
     if name in _SHARED_MODULES:
-        return import_module(f"shmreduce.{name}")
-    if name in _OTHER_MODULES:
-        return import_module(f"multiprocessing.{name}")
-    if module is None:
-        if name not in __all__:
-            raise AttributeError(f"module 'shmreduce' has no attribute {name!r}")
-        module = "shmreduce.errors"
-
-    value: object = getattr(import_module(module), name)
+        value = import_module(f"shmreduce.{name}")
+    elif name in _OTHER_MODULES:
+        value = import_module(f"multiprocessing.{name}")
+    elif name in __all__:
+        value = getattr(import_module(_MODULE_OF.get(name, "shmreduce.errors")), name)
+    else:
+        raise AttributeError(f"module 'shmreduce' has no attribute {name!r}")
     globals()[name] = value
     return value
 

@@ -435,7 +435,7 @@ def _take_buffer() -> bytearray:
 
 
 def give_buffer(buffer: bytearray) -> None:
-    """Take back what :meth:`Connection.try_recv` gave out."""
+    """Take back what :meth:`Connection.receive` gave out."""
     if len(_spare) < _SPARE_BUFFERS:
         _spare.append(buffer)
 

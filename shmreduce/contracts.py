@@ -297,23 +297,8 @@ class ArrayFactory(Protocol):
 
         Parameters
         ----------
-        shape : int or sequence of int
-            Length of each axis.
         fill_value : scalar or array_like
-            What every element becomes.
-        dtype : object
-            What the user gave; None where nothing was given.
-        order : {"C", "F"}
-            Memory layout.
-        mode : {"rw", "ro", "cow"}
-            How receivers see the array; here it is writable.
-
-        Raises
-        ------
-        NotShareableError
-            If elements of that type cannot be shared.
-        OutOfSharedMemoryError, BudgetExceededError
-            From :func:`shmreduce.allocate`, if there is no room.
+            What every element becomes. Other parameters, and errors, as :meth:`empty`.
         """
 
     def array(self, obj: Any, dtype: Any, order: str, mode: Mode) -> Any:

@@ -69,8 +69,7 @@ class Interrupts:
         self._to_children = to_children
         self._handler: Any = None
         """Whose turn it is when the signal is passed on."""
-        self._mask: set[int] | None = None
-        """The signal mask to return to after a fork under way."""
+        self._mask = _Mask()
         self._kept: tuple[int, FrameType | None] | None = None
         self._pipe: tuple[Descriptor, Descriptor] | None = None
 
@@ -151,58 +150,69 @@ def _for_children() -> Interrupts | None:
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 """Of the thread in which they come; not to be held back."""
 _FROM_OUTSIDE = signal.valid_signals() - _FAULTS
+_CAN_PASS_ON = hasattr(signal, "sigtimedwait")
+"""Not on macOS, where what comes in the fork of another thread waits for the next signal."""
 
 
-class _ForkingHere(threading.local):
-    """The signal mask that a thread other than the main one returns to after its fork."""
+class _Mask:
+    """The signals that are blocked for the time of a fork, and what was blocked before."""
 
-    mask: set[int] | None = None
+    before: set[int] | None = None
+
+    def block(self, numbers: set[signal.Signals]) -> None:
+        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def restore(self) -> None:
+        # First: to unblock a signal may run its handler, which may fork.
+        before, self.before = self.before, None
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _ForkingHere(threading.local, _Mask):
+    """That of the current thread, where it is not the main one."""
 
 
 _here = _ForkingHere()
 
 
 def _before_fork() -> None:
-    if threading.get_ident() != threading.main_thread().ident:
-        _here.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
+    if _CAN_PASS_ON and threading.get_ident() != threading.main_thread().ident:
+        _here.block(_FROM_OUTSIDE)
     inner = _for_children()
     if inner is not None:
         # CPython forgets, in the child, what came before the hooks that run there.
-        inner._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        inner._mask.block({signal.SIGINT})
 
 
 def _after_fork_in_parent() -> None:
-    if _here.mask is not None:
-        mask, _here.mask = _here.mask, None
+    if _here.before is not None:
         main = threading.main_thread().ident
         # Those that were blocked before are for somebody who waits for them.
-        ours = _FROM_OUTSIDE - mask
+        ours = _FROM_OUTSIDE - _here.before
         # Not until nothing is found: unlike this, to wait lets other threads run, and
         # so more signals come before they are unblocked.
         while main is not None and signal.sigpending() & ours:
             found = signal.sigtimedwait(ours, 0)
             if found is not None:
                 signal.pthread_kill(main, found.si_signo)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _here.restore()
     inner = _for_children()
-    if inner is not None and inner._mask is not None:
-        mask, inner._mask = inner._mask, None
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if inner is not None:
+        inner._mask.restore()
 
 
 def _after_fork_in_child() -> None:
-    if _here.mask is not None:
-        mask, _here.mask = _here.mask, None
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _here.restore()
     inner = _innermost()
     if inner is None:
         return
     # What came before the fork was for the parent.
     inner._kept = None
-    if inner._mask is None:
+    if inner._mask.before is None:
         _restore()
     else:
-        _after_fork_in_parent()
+        inner._mask.restore()
 
 
 os.register_at_fork(

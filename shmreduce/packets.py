@@ -166,14 +166,8 @@ def pack(obj: Any) -> Packet:
         any error of pickling.
     """
     if _is_plain(obj):
-        plain = pickle.dumps(obj, _PROTOCOL)
-        if len(plain) <= INLINE_BODY:
-            return Packet(_PLAIN + plain, ())
-        return _make(memoryview(plain), None)
-    data, message = dumps(obj, block_from=INLINE_BODY)
-    if data.nbytes <= INLINE_BODY and (message is None or message.is_empty):
-        return Packet(_PLAIN + data, ())
-    return _make(data, message)
+        return _make(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
+    return _make(*dumps(obj, block_from=INLINE_BODY))
 
 
 def pack_last(held: list[Any]) -> Packet:
@@ -231,9 +225,9 @@ def pack_bytes(data: memoryview) -> Packet:
 
 
 def _make(body: memoryview, message: Message | None) -> Packet:
+    if body.nbytes <= INLINE_BODY and (message is None or message.is_empty):
+        return Packet(_PLAIN + body, ())
     if message is None:
-        if body.nbytes <= INLINE_BODY:
-            return Packet(_PLAIN + body, ())
         message = Message()
     try:
         kind, written = _IN_PACKET, body
@@ -254,7 +248,7 @@ def _in_packet(
     message: Message,
     leases: Sequence[Lease] = (),
 ) -> Packet:
-    """Commit a message, which may be added to others' leases, and return its packet."""
+    """Commit a message and return its packet, which has the leases of others, too, if given."""
     segments = segments[:MOST_DESCRIPTORS]
     tokens = [segment.token for segment in segments]
     data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))

@@ -40,6 +40,7 @@ from shmreduce.settings import get_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from shmreduce.memory.message import Mover
     from shmreduce.registry import ReducerClaim
 
 __all__ = ["Pickled", "Pickler", "ask_reducer", "dump_message", "dumps", "load_message", "loads"]
@@ -114,16 +115,18 @@ def dump_message(
     obj: Any,
     dump: Callable[[Any, Any], None],
     begun: Message | None = None,
+    mover: Mover | None = None,
 ) -> Message | None:
     """Pickle an object by ``dump(pickler, obj)``, the pickler's own method.
 
     Returns the message, to be committed or rolled back, or None if no reducer
     needed one; it is ``begun`` if that is given. If pickling fails nothing is
-    held afterwards.
+    held afterwards. ``mover`` is what :func:`take_mover` has said of the object,
+    if that was asked before.
     """
     state = pickler.__dict__
     state[_MESSAGE] = begun
-    state[_MOVER] = take_mover(obj)
+    state[_MOVER] = mover or take_mover(obj)
     try:
         dump(pickler, obj)
     except BaseException:
@@ -263,6 +266,8 @@ class Pickler(ForkingPickler):
         What a reducer has made already of the object to be dumped.
     message : Message, optional
         What the object is a part of; ``begun`` has the same.
+    mover : Mover, optional
+        Who moves the arrays of the object.
     """
 
     def __init__(
@@ -271,11 +276,13 @@ class Pickler(ForkingPickler):
         keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
         begun: Begun | None = None,
         message: Message | None = None,
+        mover: Mover | None = None,
     ) -> None:
         super().__init__(file, _PROTOCOL, True, keep_buffer)
         self._find = get_registry().find
         self._begun = begun
         self._message = message
+        self._mover = mover
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle an object, or NotImplemented for the ordinary way."""
@@ -294,7 +301,7 @@ class Pickler(ForkingPickler):
 
     def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
         """Pickle an object; return the message, not committed yet, if there is one."""
-        return dump_message(self, obj, pickle.Pickler.dump, self._message)
+        return dump_message(self, obj, pickle.Pickler.dump, self._message, self._mover)
 
 
 _NOBODY: Mapping[type, object] = {}
@@ -377,10 +384,11 @@ def dumps(obj: Any, block_from: int | None = None) -> Pickled:
     kind = type(obj)
     if kind in _ATOMS:
         return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
+    mover = take_mover(obj)
     claim = get_registry().find(kind)
     if claim is None or kind in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
-        return _dump_whole(obj, block_from=block_from)
-    message = Message(mover=take_mover(obj))
+        return _dump_whole(obj, mover, block_from=block_from)
+    message = Message(mover=mover)
     try:
         reduced = claim.reducer.reduce(obj, message)
         if type(reduced) is tuple and len(reduced) == 2 and _says_all(reduced[1]):
@@ -391,10 +399,10 @@ def dumps(obj: Any, block_from: int | None = None) -> Pickled:
         message.rollback()
         raise
     if type(reduced) is tuple:
-        return _dump_whole(obj, Begun(obj, reduced, message), block_from)
+        return _dump_whole(obj, mover, Begun(obj, reduced, message), block_from)
     # In the ordinary way; or the reducer is at fault, and is told so there.
     message.rollback()
-    return _dump_whole(obj, block_from=block_from)
+    return _dump_whole(obj, mover, block_from=block_from)
 
 
 def _says_all(arguments: Any) -> bool:
@@ -408,15 +416,17 @@ def _says_all(arguments: Any) -> bool:
     return True
 
 
-def _dump_whole(obj: Any, begun: Begun | None = None, block_from: int | None = None) -> Pickled:
+def _dump_whole(
+    obj: Any, mover: Mover | None, begun: Begun | None = None, block_from: int | None = None
+) -> Pickled:
     message = None if begun is None else begun.message
     file: io.BytesIO | Body = io.BytesIO()
     expected = 0 if block_from is None else expected_size(obj)
     if block_from is not None and expected:
-        message = message or Message(mover=take_mover(obj))
+        message = message or Message(mover=mover)
         file = Body(message, expected, block_from)
     buffers = _Buffers()
-    message = Pickler(file, buffers.keep, begun, message).dump(obj)
+    message = Pickler(file, buffers.keep, begun, message, mover).dump(obj)
     try:
         if buffers.kept:
             message = message or Message()

@@ -327,12 +327,12 @@ class Pool:
         try:
             update = None if bar is None else bar.update
             result = MapResult(self, chunksize, len(items), progress=update)
-            self._crew.announce()
             try:
+                self._crew.announce(result)
                 # Waiting for room while it waits anyway: inputs are not copied far ahead.
                 self._send_chunks(result, how, func, items, chunksize, tries, patient=True)
             finally:
-                self._crew.revoke()
+                self._crew.revoke(result)
             values: list[Any] = result.get()
             return values
         finally:
@@ -437,8 +437,8 @@ class Pool:
         total = len(iterable) if isinstance(iterable, Sized) else None
         bar = make_bar(progress, total) if progress else None
         tries = self._tries(retries)
-        self._crew.announce(result)
         try:
+            self._crew.announce(result)
             threading.Thread(
                 target=self._feed,
                 args=(result, func, iterable, chunksize, tries),

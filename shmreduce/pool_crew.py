@@ -159,9 +159,8 @@ class Crew:
         self._died = died
         self._broken = broken
         self._board = Board.for_workers(size)
-        self._inbox: queue.SimpleQueue[Task | int] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._waiting: collections.deque[Task] = collections.deque()
-        self._producers = 0
         self._fed: dict[Receiver, None] = {}
         """Who waits for answers to tasks that are announced."""
         self._pace = 5 * _SHORT
@@ -205,20 +204,16 @@ class Crew:
         self._inbox.put(task)
         self.wake()
 
-    def announce(self, receiver: Receiver | None = None) -> None:
-        """Say that tasks will come from a thread, also after :meth:`close`.
+    def announce(self, receiver: Receiver) -> None:
+        """Say that tasks will come whose answers are for it, also after :meth:`close`.
 
-        The one who waits for their answers is told if they never come.
+        It is told if they never come.
         """
-        if receiver is not None:
-            self._fed[receiver] = None
-        self._inbox.put(1)
+        self._fed[receiver] = None
 
-    def revoke(self, receiver: Receiver | None = None) -> None:
-        """Say that there are no more of those announced."""
-        if receiver is not None:
-            self._fed.pop(receiver, None)
-        self._inbox.put(-1)
+    def revoke(self, receiver: Receiver) -> None:
+        """Say that there are no more of those announced; once more does nothing."""
+        self._fed.pop(receiver, None)
         self.wake()
 
     def wake(self) -> None:
@@ -282,8 +277,9 @@ class Crew:
         return True
 
     def _busy(self) -> bool:
+        # Those first: who is struck off has put its last task into the inbox before.
         return bool(
-            self._producers
+            self._fed
             or self._waiting
             or any(worker.tasks for worker in self.workers)
             or not self._inbox.empty()
@@ -292,16 +288,14 @@ class Crew:
     def _take_in(self) -> None:
         while True:
             try:
-                item = self._inbox.get_nowait()
+                task = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(item, int):
-                self._producers += item
-            elif self.broken_by is not None:
-                self._fail(item, self._broken(self.broken_by))
+            if self.broken_by is not None:
+                self._fail(task, self._broken(self.broken_by))
             else:
-                self._waiting.append(item)
-            del item
+                self._waiting.append(task)
+            del task
 
     def _look(self) -> None:
         """Wait for news, and deal with them."""

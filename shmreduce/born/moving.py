@@ -150,28 +150,6 @@ class Moves:
         return data
 
     def _copy(self, move: _Move, address: int, size: int, data: Any) -> Any:
-        committed = move.message.is_empty
-        message = Message() if committed else move.message
-        given = message.allocate(size)
-        if given is None:
-            raise OutOfSharedMemoryError(
-                f"no room for a copy of {size} bytes; the message was sent from within another "
-                "that is being made. Send it again",
-                operation="copy",
-                errno=0,
-                requested=size,
-                available=None,
-                strategy=None,
-            )
-        memory, handle = given
-        if len(handle) > len(move.handle):
-            raise SegmentError(
-                f"strategy {move.heap.strategy.name!r} names its segments by texts of very "
-                "different lengths; please report this",
-                operation="copy",
-                errno=0,
-                segment=None,
-            )
         text = bytes(data)
         place = text.find(move.handle)
         if place == -1:
@@ -182,15 +160,20 @@ class Moves:
                 type_name=None,
                 reason="handle not found",
             )
-        # Not by a view of the array: it may be freed at any moment. Its block
-        # stays as it is until this move has been settled.
-        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(memory)), address, size)
-        rest = text[place + len(move.handle) :]
-        replaced = b"".join((text[:place], padded(handle, len(move.handle)), rest))
+        if not move.message.is_empty:
+            handle = _copy_to(move.message, move, address, size)
+        else:
+            # It was committed, by a channel that is not ours: the copy has one of its own.
+            message = Message()
+            try:
+                handle = _copy_to(message, move, address, size)
+                message.commit()
+            except BaseException:
+                message.rollback()
+                raise
         move.message.end_lease(move.lease)
-        if committed:
-            message.commit()
-        return memoryview(replaced)
+        rest = text[place + len(move.handle) :]
+        return memoryview(b"".join((text[:place], handle, rest)))
 
     def _stay(self, move: _Move) -> None:
         """Let an array be as if it had never been in a message."""
@@ -198,3 +181,31 @@ class Moves:
         if not move.lease.segment.heads[move.lease.block]:
             # Otherwise somebody has it by some message: it is freed as such a block is.
             load().unsend(move.number)
+
+
+def _copy_to(message: Message, move: _Move, address: int, size: int) -> bytes:
+    """Copy an array into a block of a message; return a handle as long as the move's."""
+    given = message.allocate(size)
+    if given is None:
+        raise OutOfSharedMemoryError(
+            f"no room for a copy of {size} bytes; the message was sent from within another "
+            "that is being made. Send it again",
+            operation="copy",
+            errno=0,
+            requested=size,
+            available=None,
+            strategy=None,
+        )
+    memory, handle = given
+    if len(handle) > len(move.handle):
+        raise SegmentError(
+            f"strategy {move.heap.strategy.name!r} names its segments by texts of very "
+            "different lengths; please report this",
+            operation="copy",
+            errno=0,
+            segment=None,
+        )
+    # Not by a view of the array: it may be freed at any moment. Its block
+    # stays as it is until this move has been settled.
+    ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(memory)), address, size)
+    return padded(handle, len(move.handle))

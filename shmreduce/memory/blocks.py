@@ -245,8 +245,6 @@ class LiveBlocks:
         self._inherited = inherited
         self.exposed = 0
         """Received arrays that the last forked child shares, for want of private pages."""
-        self.exposed_by_parent = 0 if inherited is None else inherited.exposed
-        """As many as this forked child shares with its parent."""
         self.fillings: dict[object, None] = {}
         """Blocks that are being filled for messages; they have no roots here yet."""
         self._roots: dict[int, RootReference] = {}
@@ -256,6 +254,11 @@ class LiveBlocks:
 
     def __len__(self) -> int:
         return len(self._roots)
+
+    @property
+    def exposed_by_parent(self) -> int:
+        """Received arrays that this forked child shares with its parent."""
+        return 0 if self._inherited is None else self._inherited.exposed
 
     def places(self) -> list[tuple[Segment, int]]:
         """Return segment and number of each block that has views here."""
@@ -364,19 +367,26 @@ class LiveBlocks:
             False if that is not so: then it stays as it is.
         """
         record = block._record
+        slot = record.slot
+        if slot is None:
+            return False
         # First: who finds it as a shared block from here on leaves it alone.
         record.ended = True
-        unseen = sys.getrefcount(block._root) == UNSHARED and not self.ledger.visible(
-            record.birth, self.ledger.forks
-        )
-        if not unseen or not self._show_file(record):
-            record.ended = False
-            return False
-        reference = self._roots.get(id(block._root))
-        if reference is not None:
-            self._strike_off(reference)
-        record.segment.holds.pop(record.slot, None)  # type: ignore[arg-type]
-        return True
+        taken = False
+        try:
+            unseen = sys.getrefcount(block._root) == UNSHARED and not self.ledger.visible(
+                record.birth, self.ledger.forks
+            )
+            taken = unseen and self._show_file(record)
+        finally:
+            # Also after Ctrl-C: the death of its root ends it then.
+            record.ended = taken
+        if taken:
+            reference = self._roots.get(id(block._root))
+            if reference is not None:
+                self._strike_off(reference)
+            record.segment.holds.pop(slot, None)
+        return taken
 
     def is_watched(self, record: Record) -> bool:
         """Return whether the death of a root is going to end a record."""

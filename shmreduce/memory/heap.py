@@ -459,10 +459,7 @@ class Heap:
         segment.reserved += nbytes
 
     def _reserve(self, segment: OwnedSegment, offset: int, size: int) -> None:
-        available = headroom(_MACHINE)
-        if available is not None and size > available:
-            # The kernel would not refuse, it would kill somebody.
-            raise self._no_room(size, available, errno.ENOMEM)
+        self._check_headroom(size)
         try:
             segment.data.make_huge(segment.fd, offset, size)
             reserve_pages(segment.fd, offset, size)
@@ -473,8 +470,12 @@ class Heap:
     def _check_room(self, size: int) -> None:
         """Refuse what there is no room for, before a part of it fills the memory."""
         self._host.family.check(size, self._host.budget())
+        self._check_headroom(size)
+
+    def _check_headroom(self, size: int) -> None:
         available = headroom(_MACHINE)
         if available is not None and size > available:
+            # The kernel would not refuse, it would kill somebody.
             raise self._no_room(size, available, errno.ENOMEM)
 
     def _no_room(self, size: int, available: int | None, number: int) -> OutOfSharedMemoryError:

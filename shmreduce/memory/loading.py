@@ -90,11 +90,12 @@ class Loading:
         live = current().live
         for block, what in self._claims:
             record = block._record
-            if record.live is not live or record.slot is None:
+            slot = record.slot
+            if record.live is not live or slot is None:
                 # A child that was forked in the middle: it is the parent's.
                 continue
             if live.take_back(block):
-                record.segment.unclaim(record.block, record.slot, what.nonce, what.slot)
+                record.segment.unclaim(record.block, slot, what.nonce, what.slot)
             elif record.shared and record.slot == what.slot:
                 _hold_elsewhere(record, what)
         self._claims.clear()

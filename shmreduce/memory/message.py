@@ -158,12 +158,11 @@ class Message:
                 return None
             raise
         taken = Lease(segment, block, segment.generations[block], next(_nonces) & NONCE_MASK)
-        taken.filling = Filling(runtime.live, heap, segment, block, nbytes)
         try:
+            taken.filling = Filling(runtime.live, heap, segment, block, nbytes)
             taken.slot = segment.start_message(block, taken.nonce)
         except BaseException:
-            taken.filling.end()
-            segment.unpin(taken)
+            taken.drop()
             raise
         self._taken.append(taken)
         return taken.filling.view(), pack_handle(
@@ -212,16 +211,13 @@ class Message:
             or not runtime.live.make_private(record)
         ):
             return None
-        segment = record.segment
+        segment, mark = record.segment, object()
         if inherited:
-            mark = object()
             segment = runtime.attachments.own_view_of(segment, mark)
-            try:
-                taken = self._add(segment, record.block, record.generation)
-            finally:
-                segment.unpin(mark)
-        else:
+        try:
             taken = self._add(segment, record.block, record.generation)
+        finally:
+            segment.unpin(mark)
         written = record.written
         # A forked child that sends what it inherited is another sender.
         if written is None or segment is not record.segment:
@@ -329,10 +325,8 @@ class Message:
             taken.segment.sent(
                 Sent(taken.slot, taken.nonce, taken.block, taken.generation, now, reference)
             )
-            if taken.filling is not None:
-                taken.filling.end()
             # From here on the unread message keeps the segment open.
-            taken.segment.unpin(taken)
+            taken.drop()
         self._taken.clear()
 
     def rollback(self) -> None:
@@ -345,7 +339,7 @@ class Message:
         try:
             taken.slot = segment.add_message(block, generation, taken.nonce)
         except BaseException:
-            segment.unpin(taken)
+            taken.drop()
             raise
         self._taken.append(taken)
         return taken
@@ -394,6 +388,10 @@ class Lease:
         """Take it back, unless somebody has loaded the message by now."""
         self.ended = True
         self.segment.consume(self.block, self.generation, self.slot, self.nonce)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of what keeps the block and the segment while the message is made."""
         if self.filling is not None:
             self.filling.end()
         self.segment.unpin(self)

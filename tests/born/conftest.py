@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import shmreduce
 from tests.born.allocator import handler_name, live_arrays, needs_allocator
 
 if TYPE_CHECKING:
@@ -22,3 +23,12 @@ def allocator() -> Iterator[None]:
     gc.collect()
     assert live_arrays() <= before
     assert handler_name() == "default_allocator"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[Any, Any]]:
+    """Both ends of a pipe of ours."""
+    ends = shmreduce.Pipe()
+    yield ends
+    for end in ends:
+        end.close()

@@ -11,21 +11,14 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import ReducerError
+from shmreduce import ReducerError, import_block
+from shmreduce.born.moving import Moves
 from tests.born.allocator import LARGE, filled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("allocator", "shmreduce_no_leaks")
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[Any, Any]]:
-    ends = shmreduce.Pipe()
-    yield ends
-    for end in ends:
-        end.close()
 
 
 class Store:
@@ -138,5 +131,25 @@ def test_a_reducer_that_hides_the_handle_is_told_so(pipe: tuple[Any, Any]) -> No
             pipe[0].send(array)
             array[:] = 2
             assert (pipe[1].recv() == np.ones(LARGE, array.dtype)).all()
+    finally:
+        shmreduce.unregister_reducer(reducer)
+
+
+def test_a_hidden_handle_leaves_nothing_held_in_a_complete_message() -> None:
+    """Such as that of a pool of the standard library's channels: there is no other copy of it."""
+    reducer = Hiding()
+    shmreduce.register_reducer(reducer)
+    try:
+        with shmreduce.install(), shmreduce.shared_allocations():
+            held: list[Any] = [Compressed(filled(1))]
+            array = held[0].array
+            with Moves(held) as moves:
+                data = bytes(ForkingPickler.dumps(held[0]))
+                held.clear()
+                with pytest.raises(ReducerError, match="move"):
+                    moves.settle(data)
+            assert (array == 1).all()
+            # The message itself is its reader's to end.
+            import_block(ForkingPickler.loads(data))
     finally:
         shmreduce.unregister_reducer(reducer)

@@ -271,7 +271,9 @@ def test_a_process_is_a_member_of_its_family_once(
     assert wait_for_exit(in_forked_child(race)) == 0
 
 
-def test_who_looks_for_unread_messages_hides_none_from_others() -> None:
+def test_who_looks_for_unread_messages_hides_none_from_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A segment with an unread message counts as in use all the time."""
     array = shmreduce.full(LENGTH, 1, np.uint8)
     segment = own_segment_of(array)
@@ -286,11 +288,9 @@ def test_who_looks_for_unread_messages_hides_none_from_others() -> None:
             return words[slot]
 
     words = segment.words
-    segment.words = Words()  # type: ignore[assignment]
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(segment, "words", Words())
         assert len(segment.unread()) == 1
-    finally:
-        segment.words = words
     assert seen == [1]
     ForkingPickler.loads(data)
     assert segment.unread() == []

@@ -180,11 +180,11 @@ def test_who_waits_for_a_generator_is_told_that_the_pool_was_terminated() -> Non
     items: queue.Queue[int | None] = queue.Queue()
     items.put(-1)
     pool = Pool(1, context=FORK)
-    results = pool.imap(abs, iter(items.get, None))
+    results: Any = pool.imap(abs, iter(items.get, None))
     assert next(results) == 1
     pool.terminate()
     with pytest.raises(TaskAbandonedError):
-        results.next(PATIENCE)  # type: ignore[attr-defined]
+        results.next(PATIENCE)
     items.put(None)
     for thread in threading.enumerate():
         if thread.name == "shmreduce-pool-imap":
