@@ -91,7 +91,7 @@ class Settings:
     idle_seconds: float = 5.0
     idle_keep: int = 128 * MEBIBYTE
     message_timeout: float | None = None
-    short_wait: float = 0.0001
+    short_wait: float = 0.0003
     on_exhausted: Literal["raise", "pickle"] = "raise"
     autoload: bool = True
     plugins: tuple[str, ...] = ()
