@@ -12,20 +12,24 @@ holds for both: locks and other things of theirs go to children of ours.
 from __future__ import annotations
 
 from multiprocessing import context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 # The reducers of the standard library import it when they need it; a child that
 # is forked in the middle of that waits for the import lock for ever.
 from multiprocessing import resource_sharer  # noqa: F401 isort: skip
 
 from shmreduce import connection
+from shmreduce.errors import PlatformError
 from shmreduce.memory import runtime
 from shmreduce.settings import get_settings
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from multiprocessing import managers, queues
     from multiprocessing.process import BaseProcess
+
+    from shmreduce import pool
 
     _Base = context.BaseContext
     _DefaultProcess = context.Process
@@ -70,7 +74,7 @@ class _Channels(_Base):
         """
         return connection.Pipe(duplex)
 
-    def SimpleQueue(self) -> Any:  # noqa: N802
+    def SimpleQueue(self) -> queues.SimpleQueue[Any]:  # noqa: N802
         """Return a queue that is a pipe and nothing else.
 
         Returns
@@ -97,7 +101,7 @@ class _Channels(_Base):
 
         return SimpleQueue(ctx=self.get_context())
 
-    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
+    def Queue(self, maxsize: int = 0) -> queues.Queue[Any]:  # noqa: N802
         """Return a queue whose ``put`` does not wait for a reader.
 
         Parameters
@@ -129,7 +133,7 @@ class _Channels(_Base):
 
         return Queue(maxsize, ctx=self.get_context())
 
-    def JoinableQueue(self, maxsize: int = 0) -> Any:  # noqa: N802
+    def JoinableQueue(self, maxsize: int = 0) -> queues.JoinableQueue[Any]:  # noqa: N802
         """Return a queue that counts what has not been done yet.
 
         Parameters
@@ -163,14 +167,14 @@ class _Channels(_Base):
 
         return JoinableQueue(maxsize, ctx=self.get_context())
 
-    def Pool(  # noqa: N802
+    def Pool(  # type: ignore[override]  # noqa: N802
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
         **more: Any,
-    ) -> Any:
+    ) -> pool.Pool:
         """Return a pool of worker processes that are started by this context.
 
         Parameters
@@ -198,6 +202,8 @@ class _Channels(_Base):
             If an argument is impossible.
         AllocatorUnavailableError
             With ``shared_allocations``, if the compiled allocator is missing.
+        PlatformError
+            If ``more`` is given where only multiprocessing's own pool works.
 
         Examples
         --------
@@ -207,7 +213,15 @@ class _Channels(_Base):
         [1, 2, 3]
         """
         if not connection.supported():
-            return super().Pool(processes, initializer, initargs, maxtasksperchild)
+            if more:
+                raise PlatformError(
+                    f"the pool of multiprocessing, which is used on this platform, has no "
+                    f"{', '.join(sorted(more))}: leave that out, or make the pool on Linux",
+                    missing="SOCK_SEQPACKET and locks of open file descriptions",
+                )
+            return cast(
+                "pool.Pool", super().Pool(processes, initializer, initargs, maxtasksperchild)
+            )
         from shmreduce.pool import Pool
 
         return Pool(
@@ -219,7 +233,7 @@ class _Channels(_Base):
             **more,
         )
 
-    def Manager(self) -> Any:  # noqa: N802
+    def Manager(self) -> managers.SyncManager:  # noqa: N802
         """Return a manager whose process has been started.
 
         Returns

@@ -159,7 +159,7 @@ def test_closed_queue_refuses() -> None:
 
 def test_simple_queue_can_be_closed_while_someone_else_uses_it() -> None:
     """The other end of the pipe tells the end of file."""
-    queue = shmreduce.SimpleQueue()
+    queue: Any = shmreduce.SimpleQueue()
     queue.put(1)
     assert not queue.empty()
     queue._writer.close()

@@ -1,0 +1,59 @@
+"""Where channels of ours cannot work, contexts have those of the standard library."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import multiprocessing.managers
+import multiprocessing.pool
+import multiprocessing.queues
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import PlatformError, connection
+
+pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")
+
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def context(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A context that believes to be on such a platform."""
+    monkeypatch.setattr(connection, "supported", lambda: False)
+    return shmreduce.get_context("fork")
+
+
+def test_channels_are_those_of_the_standard_library(context: Any) -> None:
+    """They carry arrays all the same."""
+    ends = context.Pipe()
+    queues = [context.SimpleQueue(), context.Queue(), context.JoinableQueue()]
+    assert [type(each) for each in (*ends, *queues)] == [
+        *[multiprocessing.connection.Connection] * 2,
+        multiprocessing.queues.SimpleQueue,
+        multiprocessing.queues.Queue,
+        multiprocessing.queues.JoinableQueue,
+    ]
+    ends[0].send(np.arange(1000))
+    assert (ends[1].recv() == np.arange(1000)).all()
+    for each in (*ends, *queues):
+        each.close()
+
+
+def test_pools_and_managers_are_those_of_the_standard_library(context: Any) -> None:
+    """They work as theirs do."""
+    with context.Pool(1) as pool, context.Manager() as manager:
+        assert type(pool) is multiprocessing.pool.Pool
+        assert type(manager) is multiprocessing.managers.SyncManager
+        assert pool.map_async(abs, [-1, 2]).get(PATIENCE) == [1, 2]
+        assert list(manager.list([1, 2])) == [1, 2]
+    pool.join()
+
+
+def test_what_their_pool_lacks_is_refused(context: Any) -> None:
+    """Rather than left out in silence."""
+    with pytest.raises(PlatformError, match="retries") as caught:
+        context.Pool(1, retries=1)
+    assert caught.value.missing
