@@ -27,9 +27,9 @@ from shmreduce.errors import (
     ShmreduceError,
 )
 from shmreduce.memory.handle import Handle
+from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import Loading, hold_message, import_block
 from shmreduce.memory.message import Lease, Message
-from shmreduce.memory.segment import MESSAGE
 from shmreduce.pickling import dumps, load_message
 
 if TYPE_CHECKING:

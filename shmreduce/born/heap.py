@@ -26,7 +26,7 @@ from shmreduce.born.library import KNOWN, PRIVATE, Library, load
 from shmreduce.errors import LeaseTimeoutError, SegmentError
 from shmreduce.memory.blocks import warn_of_exposed
 from shmreduce.memory.headroom import Machine, headroom
-from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost, OwnedSegment
+from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.runtime import current
 from shmreduce.settings import get_settings
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shmreduce.contracts import SharingStrategy
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 __all__ = ["BornHeap", "get_heap", "heap_of"]
 

@@ -26,8 +26,10 @@ from shmreduce.errors import (
 )
 from shmreduce.memory import locks
 from shmreduce.memory.layout import Layout
+from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.processes import is_alive
-from shmreduce.memory.segment import MESSAGE, Segment, check_file
+from shmreduce.memory.segment import Segment
+from shmreduce.memory.segment_file import check_file
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 

@@ -1,7 +1,7 @@
 """Live blocks of this process, and what happens when their last view dies.
 
 May import errors, contracts, ``mapping``, ``handle``, ``layout``, ``segment``,
-``ledger`` and ``heap``.
+``ledger``, ``heap``, ``owned_segment`` and ``record``.
 
 Every block that this process can see has one *root*: the object at the bottom
 of all its views. A weak reference to the root tells when the last view has
@@ -17,27 +17,28 @@ import _thread
 import sys
 import time
 import warnings
-import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import SegmentError, ShmreduceWarning
 from shmreduce.memory.handle import block_key
-from shmreduce.memory.heap import Heap, OwnedSegment
 from shmreduce.memory.layout import SHARED
-from shmreduce.memory.mapping import Mapping, make_root
+from shmreduce.memory.mapping import make_root
+from shmreduce.memory.owned_segment import OwnedSegment
+from shmreduce.memory.record import Record, RootReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shmreduce.contracts import Mode
+    from shmreduce.memory.heap import Heap
     from shmreduce.memory.ledger import Fork, ForkLedger
     from shmreduce.memory.segment import Segment
 
 _CUTTING_SECONDS = 0.05
 _REAP_SECONDS = 0.3
 
-__all__ = ["UNSHARED", "Block", "LiveBlocks", "Record", "warn_of_exposed"]
+__all__ = ["UNSHARED", "Block", "LiveBlocks", "warn_of_exposed"]
 
 
 class _Sample:
@@ -53,86 +54,6 @@ _sample = _Sample()
 # Counted, since versions of CPython differ in what an expression adds.
 UNSHARED = sys.getrefcount(_sample.root)
 """What ``sys.getrefcount`` says of a root to which nothing else refers."""
-
-
-class Record:
-    """One block that is alive in this process.
-
-    ``slot`` is the lease by which it is held; None in the owner, for a block
-    that was born here. ``in_place`` says that this process's pages of the block
-    were made private where they are, ``private`` that writes here no longer
-    reach the block, by whatever way.
-    """
-
-    __slots__ = (
-        "address",
-        "birth",
-        "block",
-        "cutting",
-        "death",
-        "ended",
-        "generation",
-        "heap",
-        "in_place",
-        "key",
-        "live",
-        "mapping",
-        "mode",
-        "nbytes",
-        "private",
-        "read_only",
-        "segment",
-        "shared",
-        "slot",
-        "written",
-    )
-
-    def __init__(
-        self,
-        live: LiveBlocks,
-        segment: Segment,
-        block: int,
-        nbytes: int,
-        mapping: Mapping,
-        *,
-        shared: bool,
-        mode: Mode = "rw",
-        slot: int | None = None,
-        heap: Heap | None = None,
-        private: bool = False,
-    ) -> None:
-        self.live = live
-        self.segment = segment
-        self.block = block
-        self.generation = segment.generations[block]
-        self.nbytes = nbytes
-        self.mapping = mapping
-        self.address = mapping.address + segment.offsets[block] - mapping.offset
-        self.shared = shared
-        self.mode = mode
-        self.slot = slot
-        self.heap = heap
-        self.private = private
-        self.read_only = mode == "ro" and slot is not None
-        """Whether views here must not be written: a ``ro`` block, at a receiver."""
-        self.in_place = False
-        self.ended = False
-        """Whether the hold was given up already, before the views died."""
-        self.cutting: dict[None, object] = {}
-        """Has the mark of the one call that makes the pages private, for good."""
-        self.birth = self.death = live.ledger.birth
-        self.written: bytes | None = None
-        """What is the same in all handles that this process makes for the block."""
-        self.key: bytes | None = None
-        """By what the block is found when a message brings it again."""
-
-
-class RootReference(weakref.ref[Any]):
-    """A weak reference to a root that knows its record."""
-
-    __slots__ = ("identity", "record")
-    identity: int
-    record: Record
 
 
 class Block:

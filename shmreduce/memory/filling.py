@@ -13,7 +13,8 @@ from shmreduce.memory.mapping import make_root
 
 if TYPE_CHECKING:
     from shmreduce.memory.blocks import LiveBlocks
-    from shmreduce.memory.heap import Heap, OwnedSegment
+    from shmreduce.memory.heap import Heap
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 __all__ = ["Filling"]
 

@@ -15,8 +15,9 @@ from shmreduce.discovery import get_registry
 from shmreduce.errors import ForeignSegmentError, InvalidHandleError, SegmentError
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER, SHARED, Layout, SegmentHeader
+from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.runtime import current
-from shmreduce.memory.segment import MESSAGE, check_file
+from shmreduce.memory.segment_file import check_file
 from shmreduce.memory.sweep import abandoned, sweep
 
 if TYPE_CHECKING:

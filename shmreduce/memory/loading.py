@@ -19,16 +19,17 @@ from shmreduce.errors import (
     SegmentError,
     ShmreduceError,
 )
-from shmreduce.memory.blocks import Block, Record
 from shmreduce.memory.handle import MARK, Handle, check_handle, key_of, lease_of
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.record import Record
 from shmreduce.memory.runtime import Runtime, current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from collections.abc import Mapping as Arriving
 
+    from shmreduce.memory.blocks import Block
     from shmreduce.memory.segment import Segment
 
     Arrived = Arriving[bytes, int]

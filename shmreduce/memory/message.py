@@ -19,8 +19,9 @@ from shmreduce.memory.filling import Filling
 from shmreduce.memory.handle import block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
+from shmreduce.memory.lease_slots import NONCE_MASK
 from shmreduce.memory.runtime import Runtime, current
-from shmreduce.memory.segment import NONCE_MASK, Segment, Sent
+from shmreduce.memory.segment import Segment, Sent
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""One segment as one process has it open: its tables and its lease transitions.
+"""One segment as one process has it open: its importers and its lease transitions.
 
-May import errors, contracts, ``locks``, ``block_locks``, ``mapping``, ``processes``
-and ``layout``.
+May import errors, contracts, ``locks``, ``block_locks``, ``mapping``, ``processes``,
+``layout``, ``segment_file`` and ``lease_slots``.
 
 Each block has a generation, which its owner raises when the block becomes free,
 and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
@@ -21,61 +21,37 @@ inherit together with its views.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.errors import (
     AlreadyLoadedError,
-    ForeignSegmentError,
     InvalidHandleError,
     OutOfLeasesError,
-    OutOfSharedMemoryError,
-    SegmentError,
     StaleHandleError,
 )
 from shmreduce.memory import locks
-from shmreduce.memory.block_locks import BlockLocks, if_unlocked, under_lock
-from shmreduce.memory.layout import (
-    CHUNK_SLOTS,
-    IMPORTERS,
-    LOCK_CHUNK,
-    LOCK_IMPORTER,
-    LOCK_OWNER,
-    Layout,
-    SegmentHeader,
-)
-from shmreduce.memory.mapping import PAGE_SIZE, Mapping, page_ceil
+from shmreduce.memory.block_locks import if_unlocked, under_lock
+from shmreduce.memory.layout import IMPORTERS, LOCK_IMPORTER, LOCK_OWNER, SegmentHeader
+from shmreduce.memory.lease_slots import MESSAGE, LeaseSlots
 from shmreduce.memory.processes import is_closing
+from shmreduce.memory.segment_file import check_file
 
 if TYPE_CHECKING:
     import weakref
 
     from shmreduce.contracts import SegmentFile, SharingStrategy
+    from shmreduce.memory.mapping import Mapping
 
-__all__ = [
-    "MESSAGE",
-    "NONCE_MASK",
-    "Segment",
-    "Sent",
-    "check_file",
-    "reserve_pages",
-]
+__all__ = ["Segment", "Sent"]
 
-MESSAGE = 1 << 62
-NONCE_MASK = MESSAGE - 1
 _HOLDER = 1 << 63
 _EPOCH_BITS = 48
 _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 
-# Slots that a rescan must find before it is preferred to taking another chunk.
-_WORTH_A_RESCAN = 64
-
 _PRUNE_FROM = 1024
-_RESERVED_AT_ONCE = 16 << 20
 
 
 class Sent(NamedTuple):
@@ -104,7 +80,7 @@ class Sent(NamedTuple):
         return child is None or (sentinel is not None and bool(wait([sentinel], 0)))
 
 
-class Segment(BlockLocks):
+class Segment(LeaseSlots):
     """An open segment.
 
     Owns ``file.fd`` from construction on; :meth:`close` gives it back, and with
@@ -125,26 +101,9 @@ class Segment(BlockLocks):
     def __init__(
         self, file: SegmentFile, header: SegmentHeader, strategy: SharingStrategy, *, owner: bool
     ) -> None:
+        super().__init__(file.fd, header, strategy)
         self.file = file
-        self.fd = file.fd
-        self.header = header
-        self.strategy = strategy
         self.owner = owner
-        self.token = header.token
-        self.layout = layout = Layout.of(header)
-        self.tables = Mapping(self.fd, 0, layout.data_offset)
-        everything = memoryview(self.tables.pages)
-        blocks, slots = layout.blocks, layout.slots
-        self.generations = _words(everything, layout.generations, blocks, "Q")
-        self.offsets = _words(everything, layout.offsets, blocks, "Q")
-        self.capacities = _words(everything, layout.capacities, blocks, "Q")
-        self.heads = _words(everything, layout.heads, blocks, "I")
-        self.hints = everything[layout.hints : layout.hints + blocks]
-        self.words = _words(everything, layout.slot_words, slots, "Q")
-        self._next = _words(everything, layout.slot_next, slots, "I")
-        self._previous = _words(everything, layout.slot_previous, slots, "I")
-        self._epochs = _words(everything, layout.importer_epochs, IMPORTERS, "Q")
-        self.pids = _words(everything, layout.importer_pids, IMPORTERS, "Q")
         self.records: dict[int, object] = {}
         """Blocks of its own that the owner still has a view of, or is about to have."""
         self.holds: dict[int, object] = {}
@@ -157,16 +116,13 @@ class Segment(BlockLocks):
         self.orphan = False
         """Whether the segment was found in the mailbox: nobody allocates from it."""
         self.import_mapping: Mapping | None = None
-        self._free_slots: list[int] = []
-        self._listed: dict[int, object] = {}
-        self._chunks: dict[int, object] = {}
         self._locator: str | None = None
-        self.importer = self._register()
-        # For the blocks' locks alone: a description that forked children close
-        # at once. Otherwise a parent that is killed in the middle of a
-        # transition would leave its lock to a child that knows nothing of it.
-        super().__init__(locks.reopen(self.fd))
         self._transfer: dict[str, int] = {}
+        try:
+            self.importer = self._register()
+        except BaseException:
+            self.give_up_locks()
+            raise
 
     @classmethod
     def adopt(cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy) -> Segment:
@@ -463,28 +419,6 @@ class Segment(BlockLocks):
         self._drop_dead(block)
         return not self.heads[block]
 
-    def leases(self, block: int) -> list[int]:
-        """Return the words of the block's chain, newest first."""
-        found: list[int] = []
-        link = self.heads[block]
-        while link and len(found) <= self.layout.slots:
-            found.append(self.words[link - 1])
-            link = self._next[link - 1]
-        return found
-
-    def messages(self, block: int) -> list[int]:
-        """Return the slots of the block's unread messages. To be called under its lock."""
-        found: list[int] = []
-        link = self.heads[block]
-        for _ in range(self.layout.slots):
-            if not link:
-                break
-            slot = link - 1
-            link = self._next[slot]
-            if self.words[slot] & ~NONCE_MASK == MESSAGE:
-                found.append(slot)
-        return found
-
     def _drop_dead(self, block: int) -> None:
         link = self.heads[block]
         for _ in range(self.layout.slots):
@@ -495,184 +429,3 @@ class Segment(BlockLocks):
             word = self.words[slot]
             if word & _HOLDER and not self.holder_alive(word):
                 self._unlink(block, slot)
-
-    def _link(self, block: int, slot: int, word: int) -> None:
-        head = self.heads[block]
-        self._next[slot] = head
-        self._previous[slot] = 0
-        self.words[slot] = word
-        # The forward link first: a process killed in between leaves a backward
-        # link that does not match, which _unlink notices.
-        self.heads[block] = slot + 1
-        if head:
-            self._previous[head - 1] = slot + 1
-        self._listed.pop(slot, None)
-
-    def _unlink(self, block: int, slot: int) -> None:
-        following = self._next[slot]
-        before = self._previous[slot]
-        if before:
-            if self._next[before - 1] != slot + 1:
-                before = self._find_before(block, slot)
-        elif self.heads[block] != slot + 1:
-            before = self._find_before(block, slot)
-        if before == -1:
-            # A process was killed between unlinking this slot and clearing it.
-            self.words[slot] = 0
-            return
-        # The backward link first, for the same reason as in _link; the slot is
-        # cleared last, so that it is not taken while still in the chain.
-        if following:
-            self._previous[following - 1] = before
-        if before:
-            self._next[before - 1] = following
-        else:
-            self.heads[block] = following
-        self.words[slot] = 0
-        if not self.heads[block]:
-            self.hints[block] = 1
-
-    def _find_before(self, block: int, slot: int) -> int:
-        """Walk to the link before ``slot``; 0 at the head, -1 if it is not in the chain.
-
-        The forward links alone are trusted: a process killed while linking or
-        unlinking leaves a backward link that does not match.
-        """
-        before, link = 0, self.heads[block]
-        for _ in range(self.layout.slots):
-            if link == slot + 1:
-                return before
-            if not link:
-                break
-            before, link = link, self._next[link - 1]
-        return -1
-
-    # Free slots. A process allocates slots only from chunks whose byte it holds,
-    # so taking one needs no lock; a slot is free again when its word is 0.
-
-    def _take_slot(self) -> int:
-        while True:
-            try:
-                slot = self._free_slots.pop()
-            except IndexError:
-                self._find_slots()
-                continue
-            if not self.words[slot]:
-                return slot
-            self._listed.pop(slot, None)
-
-    def _take_slot_but(self, named: int) -> int:
-        """Take another slot than the handle's: by that, unclaim() knows it from the message's."""
-        slot = self._take_slot()
-        if slot != named:
-            return slot
-        try:
-            return self._take_slot()
-        finally:
-            self._give_slot(slot)
-
-    def _give_slot(self, slot: int) -> None:
-        self._free_slots.append(slot)
-
-    def _find_slots(self) -> None:
-        mark = object()
-        found = sum(self._list_chunk(chunk, mark) for chunk in list(self._chunks))
-        if found >= _WORTH_A_RESCAN:
-            return
-        for chunk in range(self.layout.slots // CHUNK_SLOTS):
-            if chunk in self._chunks:
-                continue
-            if not locks.try_lock(self.fd, LOCK_CHUNK + chunk, later=True):
-                continue
-            if self._chunks.setdefault(chunk, mark) is mark:
-                self._reserve_chunk(chunk)
-                self._list_chunk(chunk, mark)
-                return
-        if not found and not self._free_slots:
-            raise OutOfLeasesError(
-                f"all {self.layout.slots} lease slots of segment {self.token.hex()} are in use "
-                "by messages that nobody has read and by arrays in use; read or drop some",
-                segment=self.token.hex(),
-                slots=self.layout.slots,
-            )
-
-    def _list_chunk(self, chunk: int, mark: object) -> int:
-        start = chunk * CHUNK_SLOTS
-        found = 0
-        for slot, word in enumerate(self.words[start : start + CHUNK_SLOTS].tolist(), start):
-            # setdefault makes sure that a slot is listed once, also with threads.
-            if not word and self._listed.setdefault(slot, mark) is mark:
-                self._free_slots.append(slot)
-                found += 1
-        return found
-
-    def _reserve_chunk(self, chunk: int) -> None:
-        layout = self.layout
-        start = chunk * CHUNK_SLOTS
-        try:
-            reserve_pages(self.fd, layout.slot_words + 8 * start, 8 * CHUNK_SLOTS)
-            reserve_pages(self.fd, layout.slot_next + 4 * start, 4 * CHUNK_SLOTS)
-            reserve_pages(self.fd, layout.slot_previous + 4 * start, 4 * CHUNK_SLOTS)
-        except OSError as error:
-            self._chunks.pop(chunk, None)
-            locks.unlock(self.fd, LOCK_CHUNK + chunk)
-            raise OutOfSharedMemoryError(
-                f"no room for lease slots in segment {self.token.hex()}: {error.strerror}. "
-                "Free shared memory or give it more room (see 'shmreduce doctor')",
-                operation="fallocate",
-                errno=error.errno,
-                requested=16 * CHUNK_SLOTS,
-                available=None,
-                strategy=self.strategy.name,
-            ) from error
-
-
-def _words(everything: memoryview, offset: int, count: int, code: str) -> memoryview:
-    width = 8 if code == "Q" else 4
-    return everything[offset : offset + width * count].cast(code)  # type: ignore[call-overload,no-any-return]
-
-
-def reserve_pages(fd: int, offset: int, nbytes: int) -> None:
-    """Allocate the pages of a byte range, so that touching them cannot fail.
-
-    Touching a page that the file system has no room for is a ``SIGBUS``;
-    ``posix_fallocate(3)`` reports it as ``ENOSPC`` beforehand.
-    """
-    place, end = offset & -PAGE_SIZE, page_ceil(offset + nbytes)
-    while place < end:
-        # Older kernels begin anew at each signal (EINTR): a timer's must not come in each call.
-        length = min(end - place, _RESERVED_AT_ONCE)
-        os.posix_fallocate(fd, place, length)
-        place += length
-
-
-def check_file(fd: int, token: bytes | None) -> SegmentHeader:
-    """Return the header of an open file, after checking whose and which it is."""
-    status = os.fstat(fd)
-    wanted = token.hex() if token else "any"
-    if not stat.S_ISREG(status.st_mode):
-        # The descriptor number has been reused for something else.
-        raise FileNotFoundError(errno.ENOENT, f"not segment {wanted} any more")
-    if status.st_uid != os.geteuid():
-        raise ForeignSegmentError(
-            f"segment {wanted} belongs to user {status.st_uid}, this process runs as "
-            f"{os.geteuid()}; only segments of one's own user are opened",
-            segment=wanted,
-            locator=None,
-            reason="another user's",
-            errno=errno.EPERM,
-            uid=status.st_uid,
-            expected=os.geteuid(),
-        )
-    header = SegmentHeader.unpack(os.pread(fd, PAGE_SIZE, 0))
-    if token is not None and header.token != token:
-        raise FileNotFoundError(errno.ENOENT, f"not segment {wanted} any more")
-    if status.st_size < header.size:
-        raise SegmentError(
-            f"segment {header.token.hex()} has been truncated to {status.st_size} bytes; its "
-            "contents are lost",
-            operation="fstat",
-            errno=errno.EIO,
-            segment=header.token.hex(),
-        )
-    return header

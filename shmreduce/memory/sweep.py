@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shmreduce.errors import InvalidHandleError, ShmreduceError
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER
-from shmreduce.memory.segment import check_file
+from shmreduce.memory.segment_file import check_file
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import shmreduce
 from shmreduce.memory import runtime
-from shmreduce.memory.heap import Heap, HeapBusyError, OwnedSegment, size_class
+from shmreduce.memory.heap import Heap, HeapBusyError, size_class
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 
 def make_heap(kind: int = SHARED) -> Heap:

@@ -20,7 +20,8 @@ from tests.memory.test_heap import close, make_heap
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shmreduce.memory.heap import Heap, OwnedSegment
+    from shmreduce.memory.heap import Heap
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 pytestmark = pytest.mark.usefixtures("strategy")
 

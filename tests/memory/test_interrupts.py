@@ -28,7 +28,7 @@ from tests.memory.waiting import in_forked_child, wait_for_exit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shmreduce.memory.heap import OwnedSegment
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 ROUNDS = 300
 LENGTH = 300_000

@@ -24,7 +24,7 @@ from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shmreduce.memory.heap import OwnedSegment
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 pytestmark = pytest.mark.usefixtures("installed")
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.handle import Handle
-from shmreduce.memory.heap import OwnedSegment
 from shmreduce.memory.layout import BY_VALUE, SHARED
+from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.loading import Loading, discard_message, import_block
 from shmreduce.memory.message import Message
-from shmreduce.memory.segment import MESSAGE, NONCE_MASK
+from shmreduce.memory.owned_segment import OwnedSegment
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

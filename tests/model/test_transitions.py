@@ -19,7 +19,7 @@ import pytest
 from shmreduce.contracts import SegmentFile
 from shmreduce.errors import AlreadyLoadedError, StaleHandleError
 from shmreduce.memory import locks
-from shmreduce.memory.heap import Heap, OwnedSegment
+from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import (
     BY_VALUE,
     CHUNK_SLOTS,
@@ -29,8 +29,10 @@ from shmreduce.memory.layout import (
     Layout,
     SegmentHeader,
 )
+from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.mapping import PAGE_SIZE
-from shmreduce.memory.segment import MESSAGE, Segment
+from shmreduce.memory.owned_segment import OwnedSegment
+from shmreduce.memory.segment import Segment
 from shmreduce.strategies import find_strategy
 from tests.model.world import OWN, Doing, Scope, State, World
 

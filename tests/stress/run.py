@@ -22,7 +22,7 @@ from typing import Any
 import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.inspection import list_segments, process_state
-from shmreduce.memory.segment import MESSAGE, NONCE_MASK
+from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from tests.stress import breaking
 from tests.stress.actor import INLINE_LIMIT, Actor, Part, end_by_alarm, play
 from tests.stress.links import KINDS, make_link

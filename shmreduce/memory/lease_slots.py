@@ -1,0 +1,232 @@
+"""The tables of one open segment: the blocks, and the chain of lease slots of each.
+
+May import errors, ``locks``, ``block_locks``, ``mapping``, ``layout`` and
+``segment_file``.
+
+A slot's word is 0 (free), a *message* or a *holder*; what they mean is
+``segment``'s. Links are numbers of slots plus one; 0 ends a chain.
+
+Stores are ordered so that a process killed in the middle leaves the block held,
+never free too early: a slot is unlinked before it is cleared, and only the
+forward links are trusted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shmreduce.errors import OutOfLeasesError, OutOfSharedMemoryError
+from shmreduce.memory import locks
+from shmreduce.memory.block_locks import BlockLocks
+from shmreduce.memory.layout import CHUNK_SLOTS, IMPORTERS, LOCK_CHUNK, Layout, SegmentHeader
+from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.segment_file import reserve_pages
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import SharingStrategy
+
+__all__ = ["MESSAGE", "NONCE_MASK", "LeaseSlots"]
+
+MESSAGE = 1 << 62
+NONCE_MASK = MESSAGE - 1
+
+# Slots that a rescan must find before it is preferred to taking another chunk.
+_WORTH_A_RESCAN = 64
+
+
+class LeaseSlots(BlockLocks):
+    """Tables that several processes have mapped, and the slots that this one may take.
+
+    Parameters
+    ----------
+    fd : int
+        The segment's file; the caller's. Chunks of slots are locked through it.
+    header : SegmentHeader
+        The file's header, already checked.
+    strategy : SharingStrategy
+        Who opened it, for messages.
+    """
+
+    def __init__(self, fd: int, header: SegmentHeader, strategy: SharingStrategy) -> None:
+        self.fd = fd
+        self.header = header
+        self.strategy = strategy
+        self.token = header.token
+        self.layout = layout = Layout.of(header)
+        self.tables = Mapping(fd, 0, layout.data_offset)
+        everything = memoryview(self.tables.pages)
+        blocks, slots = layout.blocks, layout.slots
+        self.generations = _words(everything, layout.generations, blocks, "Q")
+        self.offsets = _words(everything, layout.offsets, blocks, "Q")
+        self.capacities = _words(everything, layout.capacities, blocks, "Q")
+        self.heads = _words(everything, layout.heads, blocks, "I")
+        self.hints = everything[layout.hints : layout.hints + blocks]
+        self.words = _words(everything, layout.slot_words, slots, "Q")
+        self._next = _words(everything, layout.slot_next, slots, "I")
+        self._previous = _words(everything, layout.slot_previous, slots, "I")
+        self._epochs = _words(everything, layout.importer_epochs, IMPORTERS, "Q")
+        self.pids = _words(everything, layout.importer_pids, IMPORTERS, "Q")
+        self._free_slots: list[int] = []
+        self._listed: dict[int, object] = {}
+        self._chunks: dict[int, object] = {}
+        # For the blocks' locks alone: a description that forked children close
+        # at once. Otherwise a parent that is killed in the middle of a
+        # transition would leave its lock to a child that knows nothing of it.
+        super().__init__(locks.reopen(fd))
+
+    def leases(self, block: int) -> list[int]:
+        """Return the words of the block's chain, newest first."""
+        found: list[int] = []
+        link = self.heads[block]
+        while link and len(found) <= self.layout.slots:
+            found.append(self.words[link - 1])
+            link = self._next[link - 1]
+        return found
+
+    def messages(self, block: int) -> list[int]:
+        """Return the slots of the block's unread messages. To be called under its lock."""
+        found: list[int] = []
+        link = self.heads[block]
+        for _ in range(self.layout.slots):
+            if not link:
+                break
+            slot = link - 1
+            link = self._next[slot]
+            if self.words[slot] & ~NONCE_MASK == MESSAGE:
+                found.append(slot)
+        return found
+
+    def _link(self, block: int, slot: int, word: int) -> None:
+        head = self.heads[block]
+        self._next[slot] = head
+        self._previous[slot] = 0
+        self.words[slot] = word
+        # The forward link first: a process killed in between leaves a backward
+        # link that does not match, which _unlink notices.
+        self.heads[block] = slot + 1
+        if head:
+            self._previous[head - 1] = slot + 1
+        self._listed.pop(slot, None)
+
+    def _unlink(self, block: int, slot: int) -> None:
+        following = self._next[slot]
+        before = self._previous[slot]
+        if before:
+            if self._next[before - 1] != slot + 1:
+                before = self._find_before(block, slot)
+        elif self.heads[block] != slot + 1:
+            before = self._find_before(block, slot)
+        if before == -1:
+            # A process was killed between unlinking this slot and clearing it.
+            self.words[slot] = 0
+            return
+        # The backward link first, for the same reason as in _link; the slot is
+        # cleared last, so that it is not taken while still in the chain.
+        if following:
+            self._previous[following - 1] = before
+        if before:
+            self._next[before - 1] = following
+        else:
+            self.heads[block] = following
+        self.words[slot] = 0
+        if not self.heads[block]:
+            self.hints[block] = 1
+
+    def _find_before(self, block: int, slot: int) -> int:
+        """Walk to the link before ``slot``; 0 at the head, -1 if it is not in the chain.
+
+        The forward links alone are trusted: a process killed while linking or
+        unlinking leaves a backward link that does not match.
+        """
+        before, link = 0, self.heads[block]
+        for _ in range(self.layout.slots):
+            if link == slot + 1:
+                return before
+            if not link:
+                break
+            before, link = link, self._next[link - 1]
+        return -1
+
+    # Free slots. A process allocates slots only from chunks whose byte it holds,
+    # so taking one needs no lock; a slot is free again when its word is 0.
+
+    def _take_slot(self) -> int:
+        while True:
+            try:
+                slot = self._free_slots.pop()
+            except IndexError:
+                self._find_slots()
+                continue
+            if not self.words[slot]:
+                return slot
+            self._listed.pop(slot, None)
+
+    def _take_slot_but(self, named: int) -> int:
+        """Take another slot than the handle's: by that, unclaim() knows it from the message's."""
+        slot = self._take_slot()
+        if slot != named:
+            return slot
+        try:
+            return self._take_slot()
+        finally:
+            self._give_slot(slot)
+
+    def _give_slot(self, slot: int) -> None:
+        self._free_slots.append(slot)
+
+    def _find_slots(self) -> None:
+        mark = object()
+        found = sum(self._list_chunk(chunk, mark) for chunk in list(self._chunks))
+        if found >= _WORTH_A_RESCAN:
+            return
+        for chunk in range(self.layout.slots // CHUNK_SLOTS):
+            if chunk in self._chunks:
+                continue
+            if not locks.try_lock(self.fd, LOCK_CHUNK + chunk, later=True):
+                continue
+            if self._chunks.setdefault(chunk, mark) is mark:
+                self._reserve_chunk(chunk)
+                self._list_chunk(chunk, mark)
+                return
+        if not found and not self._free_slots:
+            raise OutOfLeasesError(
+                f"all {self.layout.slots} lease slots of segment {self.token.hex()} are in use "
+                "by messages that nobody has read and by arrays in use; read or drop some",
+                segment=self.token.hex(),
+                slots=self.layout.slots,
+            )
+
+    def _list_chunk(self, chunk: int, mark: object) -> int:
+        start = chunk * CHUNK_SLOTS
+        found = 0
+        for slot, word in enumerate(self.words[start : start + CHUNK_SLOTS].tolist(), start):
+            # setdefault makes sure that a slot is listed once, also with threads.
+            if not word and self._listed.setdefault(slot, mark) is mark:
+                self._free_slots.append(slot)
+                found += 1
+        return found
+
+    def _reserve_chunk(self, chunk: int) -> None:
+        layout = self.layout
+        start = chunk * CHUNK_SLOTS
+        try:
+            reserve_pages(self.fd, layout.slot_words + 8 * start, 8 * CHUNK_SLOTS)
+            reserve_pages(self.fd, layout.slot_next + 4 * start, 4 * CHUNK_SLOTS)
+            reserve_pages(self.fd, layout.slot_previous + 4 * start, 4 * CHUNK_SLOTS)
+        except OSError as error:
+            self._chunks.pop(chunk, None)
+            locks.unlock(self.fd, LOCK_CHUNK + chunk)
+            raise OutOfSharedMemoryError(
+                f"no room for lease slots in segment {self.token.hex()}: {error.strerror}. "
+                "Free shared memory or give it more room (see 'shmreduce doctor')",
+                operation="fallocate",
+                errno=error.errno,
+                requested=16 * CHUNK_SLOTS,
+                available=None,
+                strategy=self.strategy.name,
+            ) from error
+
+
+def _words(everything: memoryview, offset: int, count: int, code: str) -> memoryview:
+    width = 8 if code == "Q" else 4
+    return everything[offset : offset + width * count].cast(code)  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,192 @@
+"""A segment that this process made: which of its blocks are free, and which runs are cold.
+
+May import errors, contracts, ``block_locks``, ``mapping``, ``layout`` and ``segment``.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from typing import TYPE_CHECKING
+
+from shmreduce.memory.block_locks import if_unlocked
+from shmreduce.memory.layout import BY_VALUE, SHARED, SegmentHeader
+from shmreduce.memory.mapping import HUGE_PAGE, PAGE_SIZE, Mapping
+from shmreduce.memory.segment import Segment
+
+if TYPE_CHECKING:
+    from shmreduce.contracts import SegmentFile, SharingStrategy
+
+__all__ = ["SMALLEST_BLOCK", "OwnedSegment"]
+
+SMALLEST_BLOCK = 64
+"""Bytes."""
+_ALIGNMENTS = (HUGE_PAGE, PAGE_SIZE, SMALLEST_BLOCK)
+"""Of blocks of that size or more. What is left between them is but addresses."""
+
+
+class OwnedSegment(Segment):
+    """A segment that this process made and allocates from."""
+
+    def __init__(
+        self, file: SegmentFile, header: SegmentHeader, strategy: SharingStrategy
+    ) -> None:
+        super().__init__(file, header, strategy, owner=True)
+        start = self.layout.data_offset
+        try:
+            self.data = Mapping(self.fd, start, header.size - start)
+        except BaseException:
+            # The file itself is closed by who made it.
+            self.give_up_locks()
+            raise
+        if header.kind == SHARED:
+            # Views of one's own shared blocks and of received ones are the same memory.
+            self.import_mapping = self.data
+        self.cold: list[tuple[int, int]] = [(start, header.size - start)]
+        """Free runs without pages, as (offset, size), by offset."""
+        self.unused = 0
+        """Block indices below this one have been used; the others never."""
+        self.spare: list[int] = []
+        """Indices of blocks whose run was cooled."""
+        self.out: dict[int, float] = {}
+        """Blocks that are not free, and since when (monotonic seconds)."""
+        self.reserved = self.layout.slot_words
+        self._seen: dict[tuple[int, int], float] = {}
+        """Slot and word of unread messages, and when they were first seen."""
+
+    def try_free(self, block: int) -> bool:
+        """Raise the generation of a block without leases and views; return whether it was free.
+
+        Afterwards every handle of the old generation is stale, and the block
+        is the caller's to reuse.
+        """
+        if self.heads[block]:
+            return False
+        if self.header.kind == BY_VALUE:
+            # Needs no lock against other processes: who has no lease on such a
+            # block cannot get one, since a message of it is loaded once.
+            return self._take_back(block)
+        mark = object()
+        # A segment is not closed while a block of it is out, nor while it is
+        # pinned: another thread may free this very block at any moment.
+        self.pins[mark] = None
+        try:
+            if block not in self.out:
+                return False
+            taken = self._try_take_back(block)
+            if taken is None:
+                # Somebody is at it; look again at the next collection.
+                self.hints[block] = 1
+            return bool(taken)
+        finally:
+            self.unpin(mark)
+
+    def recall(self, block: int) -> int | None:
+        """Make every handle of a block stale if it has no lease; return its new generation."""
+        return None if self.heads[block] else self._recall(block)
+
+    @if_unlocked
+    def _recall(self, block: int) -> int | None:
+        if self.heads[block]:
+            return None
+        self.generations[block] += 1
+        return int(self.generations[block])
+
+    @if_unlocked
+    def _try_take_back(self, block: int) -> bool:
+        return self._take_back(block)
+
+    def _take_back(self, block: int) -> bool:
+        # Several threads may find a block unused. The entry is for one of them;
+        # for a slow one it may be that of the block's next life, which has set
+        # `records` before.
+        since = self.out.pop(block, None)
+        if since is None:
+            return False
+        if block in self.records or self.heads[block]:
+            self.out[block] = since
+            # Whoever has looked in between looks again.
+            self.hints[block] = 1
+            return False
+        self.generations[block] += 1
+        return True
+
+    def give_up(self, timeout: float | None) -> None:
+        """End messages that nobody is going to read, those of others about these blocks too.
+
+        Who has sent a block on may be gone, and cannot give its message up.
+        """
+        super().give_up(timeout)
+        if timeout is None:
+            return
+        now = time.monotonic()
+        seen, self._seen = self._seen, {}
+        for block in list(self.out):
+            if self.heads[block]:
+                self._end_old_messages(block, seen, now, timeout)
+
+    def _end_old_messages(
+        self, block: int, seen: dict[tuple[int, int], float], now: float, timeout: float
+    ) -> None:
+        mark = object()
+        self.pins[mark] = None
+        try:
+            if block in self.out:
+                self._unlink_old_messages(block, seen, now, timeout)
+        finally:
+            self.unpin(mark)
+
+    @if_unlocked
+    def _unlink_old_messages(
+        self, block: int, seen: dict[tuple[int, int], float], now: float, timeout: float
+    ) -> None:
+        for slot in self.messages(block):
+            key = (slot, self.words[slot])
+            since = seen.get(key, now)
+            if now - since > timeout:
+                self._unlink(block, slot)
+            else:
+                self._seen[key] = since
+
+    @property
+    def empty(self) -> bool:
+        """Whether the segment has no block at all, warm ones included."""
+        return len(self.spare) == self.unused
+
+    def carve(self, size: int, count: int) -> list[int]:
+        """Take up to ``count`` adjacent cold runs; return block indices without pages yet."""
+        alignment = next(each for each in _ALIGNMENTS if each <= size)
+        for place, (offset, length) in enumerate(self.cold):
+            start = -(-offset // alignment) * alignment
+            fitting = (offset + length - start) // size
+            if fitting <= 0:
+                continue
+            blocks = self._take_indices(min(count, fitting))
+            end = start + size * len(blocks)
+            rest = [(offset, start - offset), (end, offset + length - end)]
+            self.cold[place : place + 1] = [run for run in rest if run[1]]
+            for number, block in enumerate(blocks):
+                self.offsets[block] = start + size * number
+                self.capacities[block] = size
+            return blocks
+        return []
+
+    def _take_indices(self, count: int) -> list[int]:
+        blocks = [self.spare.pop() for _ in range(min(count, len(self.spare)))]
+        fresh = min(count - len(blocks), self.layout.blocks - self.unused)
+        blocks.extend(range(self.unused, self.unused + fresh))
+        self.unused += fresh
+        return blocks
+
+    def uncarve(self, block: int) -> None:
+        """Make a free block's run cold again, merged with its neighbours."""
+        run = (self.offsets[block], self.capacities[block])
+        self.capacities[block] = 0
+        insort(self.cold, run)
+        place = self.cold.index(run)
+        if place + 1 < len(self.cold) and run[0] + run[1] == self.cold[place + 1][0]:
+            self.cold[place : place + 2] = [(run[0], run[1] + self.cold[place + 1][1])]
+        if place and sum(self.cold[place - 1]) == self.cold[place][0]:
+            before, after = self.cold[place - 1 : place + 1]
+            self.cold[place - 1 : place + 1] = [(before[0], before[1] + after[1])]
+        self.spare.append(block)
