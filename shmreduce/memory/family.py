@@ -202,6 +202,14 @@ class Family:
             self.check(nbytes, budget)
             self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
 
+    def lower(self, nbytes: int) -> None:
+        """Take ``nbytes`` off this member's reservation at its process's end, when nobody waits.
+
+        The entry is this process's alone, so the lock is not needed for that. It
+        counts as long as a forked child lives: that has the member's byte, too.
+        """
+        self._reserved[self._index] = max(0, self._reserved[self._index] - nbytes)
+
     def check(self, nbytes: int, budget: int) -> None:
         """Raise what :meth:`reserve` would raise at this instant."""
         in_use = sum(reserved for _, reserved in self.members())

@@ -456,12 +456,13 @@ class Heap:
         """Give back what nobody needs any more, at the process's end.
 
         Names are removed, and the pages of free blocks freed, since the segment
-        may live on in the mailbox or in importers. Nothing here waits: this
-        member's reservation ends with the process.
+        may live on in the mailbox or in importers. Nothing here waits. What is
+        left of this member's reservation ends with its last forked child.
         """
         for segment in self.segments:
             self._unlink(segment)
         self.collect()
+        freed = 0
         for stack in list(self.warm.values()):
             while stack:
                 segment, block = stack.pop()
@@ -469,6 +470,9 @@ class Heap:
                 last = (segment.offsets[block] + segment.capacities[block]) & -PAGE_SIZE
                 if last > first:
                     punch_hole(segment.fd, first, last - first)
+                    freed += last - first
+        if freed:
+            self._host.family.lower(freed)
 
     def _unlink(self, segment: OwnedSegment) -> None:
         if segment.file.name is not None:

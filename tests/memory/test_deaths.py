@@ -227,3 +227,41 @@ def test_a_killed_member_frees_its_part_of_the_budget() -> None:
 
 def make_large(nbytes: int) -> None:
     keep(shmreduce.zeros(nbytes, np.uint8))
+
+
+def fork_and_end(ended: Any, writer: Any) -> None:
+    """Leave a child behind that looks at the budget when this process has ended."""
+    array = np.ones(64 << 20, np.uint8)
+    ForkingPickler.loads(ForkingPickler.dumps(array))
+    kept = shmreduce.ones(LENGTH, np.uint8)
+    if os.fork():
+        return
+    code = 1
+    try:
+        ended[1].close()
+        assert ended[0].poll(PATIENCE)
+        writer.send(sum(reserved for _, reserved in runtime.current().family.members()))
+        assert kept.sum() == LENGTH
+        code = 0
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.usefixtures("strategy")
+def test_what_was_idle_in_a_parent_that_has_ended_counts_no_more() -> None:
+    """Though its forked child keeps it in the family, as what that can still see counts."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    ended: Any = context.Pipe(duplex=False)
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=fork_and_end, args=(ended, writer))
+    with shmreduce.install():
+        before = sum(reserved for _, reserved in runtime.current().family.members())
+        process.start()
+    ended[1].close()
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    assert LENGTH <= receive(reader) - before < 16 << 20
+    for each in (*ended, reader, writer):
+        each.close()
