@@ -173,7 +173,9 @@ class _Channels(_Base):
         initializer: Callable[..., object] | None = None,
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
-        **more: Any,
+        *,
+        retries: int = 0,
+        shared_allocations: bool = False,
     ) -> pool.Pool:
         """Return a pool of worker processes that are started by this context.
 
@@ -187,9 +189,11 @@ class _Channels(_Base):
             Its arguments.
         maxtasksperchild : int, optional
             After so many tasks a worker leaves and a new one takes its place.
-        **more
-            ``retries`` and ``shared_allocations``, as for
-            :class:`shmreduce.pool.Pool`.
+        retries : int
+            How often a task is tried again whose worker was killed.
+        shared_allocations : bool
+            Run tasks in :func:`shmreduce.shared_allocations`, so that large
+            arrays that they return are moved and not copied.
 
         Returns
         -------
@@ -203,7 +207,7 @@ class _Channels(_Base):
         AllocatorUnavailableError
             With ``shared_allocations``, if the compiled allocator is missing.
         PlatformError
-            If ``more`` is given where only multiprocessing's own pool works.
+            If one of the last two is given where only multiprocessing's own pool works.
 
         Examples
         --------
@@ -213,10 +217,10 @@ class _Channels(_Base):
         [1, 2, 3]
         """
         if not connection.supported():
-            if more:
+            if retries or shared_allocations:
                 raise PlatformError(
-                    f"the pool of multiprocessing, which is used on this platform, has no "
-                    f"{', '.join(sorted(more))}: leave that out, or make the pool on Linux",
+                    "the pool of multiprocessing, which is used on this platform, has neither "
+                    "retries nor shared_allocations: leave them out, or make the pool on Linux",
                     missing="SOCK_SEQPACKET and locks of open file descriptions",
                 )
             return cast(
@@ -230,7 +234,8 @@ class _Channels(_Base):
             initargs,
             maxtasksperchild,
             context=self.get_context(),
-            **more,
+            retries=retries,
+            shared_allocations=shared_allocations,
         )
 
     def Manager(self) -> managers.SyncManager:  # noqa: N802

@@ -33,8 +33,15 @@ def test_every_public_name_has_a_section(name: str) -> None:
 
 
 def functions() -> list[Any]:
+    """Return the public functions, and the methods of contexts with such a heading."""
     found = [getattr(shmreduce, name) for name in shmreduce.__all__]
-    return [each for each in found if inspect.isfunction(each)]
+    methods = [
+        each
+        for each in found
+        if inspect.ismethod(each) and "(" in (section_of(each.__name__) or "").splitlines()[0]
+    ]
+    assert shmreduce.Pool in methods
+    return [each for each in found if inspect.isfunction(each)] + methods
 
 
 @pytest.mark.parametrize("function", functions(), ids=lambda function: function.__name__)
