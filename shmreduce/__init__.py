@@ -312,9 +312,23 @@ _DEFINED_IN = {
 _SHARED_MODULES = frozenset(("connection", "context", "managers", "pool", "queues"))
 """Modules here that are also in multiprocessing; theirs is what is not in ours."""
 _OTHER_MODULES = frozenset(
-    ("dummy", "process", "reduction", "shared_memory", "sharedctypes", "synchronize", "util")
+    (
+        "dummy",
+        "forkserver",
+        "heap",
+        "process",
+        "reduction",
+        "resource_sharer",
+        "resource_tracker",
+        "shared_memory",
+        "sharedctypes",
+        "synchronize",
+        "util",
+    )
 )
 """Modules of multiprocessing that its users reach as attributes of it."""
+_LEVELS = frozenset(("SUBDEBUG", "SUBWARNING"))
+"""Levels of logging that multiprocessing has beside the names of its ``__all__``."""
 _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in names}
 
 
@@ -327,6 +341,8 @@ def __getattr__(name: str) -> object:
         value = import_module(f"shmreduce.{name}")
     elif name in _OTHER_MODULES:
         value = import_module(f"multiprocessing.{name}")
+    elif name in _LEVELS:
+        value = getattr(import_module("multiprocessing"), name)
     elif name in __all__:
         value = getattr(import_module(_MODULE_OF.get(name, "shmreduce.errors")), name)
     else:

@@ -40,6 +40,12 @@ def test_every_name_of_multiprocessing_is_there(name: str) -> None:
             assert hasattr(shmreduce.get_context(method), name)
 
 
+@pytest.mark.parametrize("name", ["SUBDEBUG", "SUBWARNING"])
+def test_the_levels_of_logging_are_there(name: str) -> None:
+    """Names of multiprocessing that its ``__all__`` leaves out."""
+    assert getattr(shmreduce, name) == getattr(multiprocessing, name)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -47,11 +53,15 @@ def test_every_name_of_multiprocessing_is_there(name: str) -> None:
         "connection.Listener",
         "context.BaseContext",
         "dummy.Pool",
+        "forkserver.ForkServer",
+        "heap.Arena",
         "managers.BaseManager",
         "pool.ThreadPool",
         "process.current_process",
         "queues.Full",
         "reduction.ForkingPickler",
+        "resource_sharer.DupFd",
+        "resource_tracker.register",
         "shared_memory.SharedMemory",
         "sharedctypes.copy",
         "synchronize.SEM_VALUE_MAX",
