@@ -143,3 +143,26 @@ def test_doctor_tells_of_a_broken_plugin(broken_plugin: Path) -> None:
     plugin = next(finding for finding in findings if finding["name"] == "plugins")
     assert plugin["verdict"] == "problem"
     assert "SHMREDUCE_BLOCK=signal" in plugin["remedy"]
+
+
+def test_doctor_does_not_choose_between_plugins_in_conflict(broken_plugin: Path) -> None:
+    """It names both, and leaves it to the user which one to block: the shipped one
+    may be the one that came second.
+    """
+    (broken_plugin / "broken_signal.py").write_text(
+        "import shmreduce\n"
+        "class Other(shmreduce.Reducer):\n"
+        "    types = ('numpy.ndarray',)\n"
+        "    def reduce(self, obj, message):\n"
+        "        return NotImplemented\n"
+        "@shmreduce.hookimpl\n"
+        "def shmreduce_reducers():\n"
+        "    return [Other()]\n"
+    )
+    findings = read_json("doctor", status=1, PYTHONPATH=str(broken_plugin))
+    plugin = next(finding for finding in findings if finding["name"] == "plugins")
+    assert plugin["verdict"] == "problem"
+    assert "plugin 'numpy'" in plugin["value"]
+    assert "plugin 'signal'" in plugin["value"]
+    assert "SHMREDUCE_BLOCK=NAME" in plugin["remedy"]
+    assert "SHMREDUCE_BLOCK=numpy" not in plugin["remedy"]

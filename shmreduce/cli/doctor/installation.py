@@ -15,6 +15,7 @@ from shmreduce.errors import ConfigurationError, StrategyUnusableError, UnknownS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shmreduce.discovery import PluginReport
     from shmreduce.memory.headroom import Machine
 
 __all__ = ["allocator", "leftovers", "plugins", "settings", "strategies"]
@@ -51,9 +52,25 @@ def plugins(_machine: Machine) -> Iterator[Finding]:
         "plugins",
         "problem",
         "; ".join(f"{each.name} of {each.distribution}: {each.reason}" for each in broken),
-        "mend or uninstall the distribution, or block the plugin: "
-        f"SHMREDUCE_BLOCK={','.join(each.name for each in broken)}",
+        _remedy(broken),
     )
+
+
+def _remedy(broken: list[PluginReport]) -> str:
+    """Say what to do; of two in conflict it is the user who knows which one to block."""
+    names = [each.name for each in broken if each.status != "conflict"]
+    remedies = []
+    if names:
+        remedies.append(
+            "mend or uninstall the distribution, or block the plugin: "
+            f"SHMREDUCE_BLOCK={','.join(names)}"
+        )
+    if len(names) < len(broken):
+        remedies.append(
+            "of two plugins in conflict, uninstall or block the one that is not wanted: "
+            "SHMREDUCE_BLOCK=NAME"
+        )
+    return "; ".join(remedies)
 
 
 def strategies(_machine: Machine) -> Iterator[Finding]:
