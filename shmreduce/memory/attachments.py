@@ -255,9 +255,10 @@ class Attachments:
         if is_alive(handle.pid):
             return AttachError(
                 f"process {handle.pid}, which sent the array, does not have segment "
-                f"{handle.token.hex()} open: it has closed it or has become another program by "
-                "exec, or its pid means another process here, in a PID namespace of its own. "
-                "Use strategy 'file_system' across containers",
+                f"{handle.token.hex()} open: it has closed it, since the array was released "
+                "(this message was loaded before, or given up), or has become another program "
+                "by exec, or its pid means another process here, in a PID namespace of its own. "
+                "Pickle the array again; use strategy 'file_system' across containers",
                 segment=handle.token.hex(),
                 locator=handle.locator,
                 reason="no such descriptor",

@@ -56,6 +56,25 @@ def test_idle_memory_goes_back(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_message_about_memory_that_went_back_says_so(shared: bool) -> None:
+    """Where the whole segment has been closed, the error says that the array was released."""
+    with shmreduce.install(idle_keep=0, idle_seconds=0.05):
+        array = np.ones(10 * MEBIBYTE, np.uint8)
+        if shared:
+            array = shmreduce.share(array)
+        data = bytes(ForkingPickler.dumps(array))
+        loaded = ForkingPickler.loads(data)
+        del array, loaded
+        eventually(lambda: reserved() < 8 * MEBIBYTE, "idle memory is given back")
+        with pytest.raises(shmreduce.ShmreduceError) as caught:
+            ForkingPickler.loads(data)
+    assert isinstance(caught.value, shmreduce.AttachError | shmreduce.StaleHandleError), (
+        caught.value
+    )
+    assert "released" in str(caught.value) or "loaded" in str(caught.value)
+
+
 def test_a_waiting_sender_notices_that_its_reader_is_done() -> None:
     """A process that does nothing takes back what its reader has dropped."""
     with (
