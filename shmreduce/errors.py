@@ -34,6 +34,7 @@ __all__ = [
     "ReducerConflictError",
     "ReducerError",
     "SegmentError",
+    "SegmentGoneError",
     "ShmreduceError",
     "ShmreduceWarning",
     "StaleHandleError",
@@ -283,6 +284,17 @@ class ProducerDied(AttachError):
     """
 
 
+class SegmentGoneError(AttachError, StaleHandleError):
+    """The segment behind a handle has been closed, though its maker lives.
+
+    Nothing of it was in use any more: the block was released, or the by-value
+    message loaded, before. Or the maker's pid means another process here, in a
+    PID namespace of its own.
+
+    Fields: ``segment``, ``block``, ``pid``, ``locator``, ``reason``, ``errno``.
+    """
+
+
 class WrongHostError(AttachError):
     """The handle was made on another host, or before this host's last boot.
 
@@ -383,6 +395,18 @@ class WorkerDied(ShmreduceError):
     ...         error.exitcode, error.signal_name, error.index
     (3, None, None)
     """
+
+    @property
+    def signal(self) -> int | None:
+        """The number of the signal that killed it; None if it was not killed."""
+        code = self.exitcode
+        return -code if code is not None and code < 0 else None
+
+    @property
+    def task_index(self) -> int | None:
+        """Another name of ``index``."""
+        index: int | None = self.index
+        return index
 
 
 class TaskAbandonedError(ShmreduceError):

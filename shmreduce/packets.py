@@ -30,7 +30,7 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import Loading, hold_message, import_block
 from shmreduce.memory.message import Lease, Message
-from shmreduce.pickling import dumps, load_message
+from shmreduce.pickling import dumps, is_exhausted, load_message, unloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -292,7 +292,16 @@ def refers_to_nothing(buffer: bytearray, size: int) -> bool:
 
 def load_plain(packet: bytearray, size: int) -> Any:
     """Return the object of such a packet."""
-    return pickle.loads(memoryview(packet)[_HEAD.size : size])
+    return _load_whole(memoryview(packet)[_HEAD.size : size])
+
+
+def _load_whole(body: memoryview) -> Any:
+    try:
+        return pickle.loads(body)
+    except OSError as error:
+        if is_exhausted(error):
+            raise unloaded(error, body) from error
+        raise
 
 
 class Arrival:
@@ -342,7 +351,7 @@ class Arrival:
         """
         if not self._count:
             # It refers to nothing that could be claimed or released.
-            return pickle.loads(self._body)
+            return _load_whole(self._body)
         try:
             if self._kind == _IN_BLOCK:
                 # No name for the body: it would stay in a traceback.

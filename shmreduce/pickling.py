@@ -13,7 +13,9 @@ back when it fails.
 from __future__ import annotations
 
 import copyreg
+import errno
 import io
+import os
 import pickle
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
@@ -29,6 +31,7 @@ from shmreduce.errors import (
     ProducerDied,
     ReducerError,
     SegmentError,
+    SegmentGoneError,
     ShmreduceError,
     WrongHostError,
 )
@@ -168,6 +171,10 @@ def load_message(
     try:
         return load(data, **options)
     except BaseException as error:
+        if is_exhausted(error):
+            _clear_frames(error)
+            loading.undo()
+            raise unloaded(error, data) from error
         if _may_pass(error):
             _clear_frames(error)
             loading.undo()
@@ -182,6 +189,26 @@ def load_message(
         # be collected together with it, and CPython 3.13 complains of a BytesIO
         # that dies with views.
         del data
+
+
+def is_exhausted(error: BaseException) -> TypeGuard[OSError]:
+    """Return whether no descriptor was free, as to import what is needed to unpickle."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def unloaded(error: OSError, data: Any) -> AttachError:
+    """Return what to raise for a message that loads once a descriptor is free."""
+    found = AttachError(
+        f"no descriptor is free to load the message: {error}. Close files or raise the limit "
+        "(ulimit -n), then give message_bytes of this error to pickle.loads",
+        segment=None,
+        locator=None,
+        reason=error.strerror or str(error),
+        errno=error.errno,
+        pid=os.getpid(),
+    )
+    found.message_bytes = bytes(data)
+    return found
 
 
 def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
@@ -214,7 +241,7 @@ def _clear_frames(error: BaseException) -> None:
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
     """Whether the same message may load later: nothing of the block was claimed."""
     return isinstance(error, AttachError | SegmentError) and not isinstance(
-        error, ProducerDied | WrongHostError | ForeignSegmentError
+        error, ProducerDied | SegmentGoneError | WrongHostError | ForeignSegmentError
     )
 
 

@@ -32,13 +32,18 @@ def _run(options: argparse.Namespace) -> int:
 
     segments = list_segments()
     if options.json:
-        print_json([asdict(segment) for segment in segments])
+        print_json([_facts(segment) for segment in segments])
     elif not segments:
         print("No segments of this user are alive on this machine.")
     else:
         reserved = sum(segment.reserved for segment in segments)
         _print_segments(f"Segments: {len(segments)}, {size_text(reserved)} reserved", segments)
     return 0
+
+
+def _facts(segment: SegmentState) -> dict[str, object]:
+    leases = segment.messages + segment.holds
+    return {**asdict(segment), "leases": leases, "fds": sum(segment.holders.values())}
 
 
 def _print_segments(title: str, segments: list[SegmentState]) -> None:

@@ -22,6 +22,7 @@ from shmreduce.errors import (
     InvalidHandleError,
     ProducerDied,
     SegmentError,
+    SegmentGoneError,
     WrongHostError,
 )
 from shmreduce.memory import locks
@@ -253,7 +254,7 @@ class Attachments:
 
     def _gone(self, handle: Handle) -> AttachError:
         if is_alive(handle.pid):
-            return AttachError(
+            return SegmentGoneError(
                 f"process {handle.pid}, which sent the array, does not have segment "
                 f"{handle.token.hex()} open: it has closed it, since the array was released "
                 "(this message was loaded before, or given up), or has become another program "
@@ -264,6 +265,7 @@ class Attachments:
                 reason="no such descriptor",
                 errno=errno.ENOENT,
                 pid=handle.pid,
+                block=handle.block,
             )
         return ProducerDied(
             f"process {handle.pid}, which sent the array, is dead, and segment "

@@ -37,7 +37,7 @@ from shmreduce.memory.layout import (
 )
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil, punch_hole
 from shmreduce.memory.owned_segment import SMALLEST_BLOCK, OwnedSegment
-from shmreduce.memory.segment_file import reserve_pages
+from shmreduce.memory.segment_file import reserve_pages, room_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -294,7 +294,7 @@ class Heap:
             reserve_pages(segment.fd, offset, size)
         except OSError as error:
             punch_hole(segment.fd, offset, size)
-            raise self._no_room(size, None, error.errno or 0) from error
+            raise self._no_room(size, room_left(segment.fd), error.errno or 0) from error
 
     def _check_room(self, size: int) -> None:
         """Refuse what there is no room for, before a part of it fills the memory."""

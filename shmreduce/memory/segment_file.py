@@ -13,7 +13,7 @@ from shmreduce.errors import ForeignSegmentError, SegmentError
 from shmreduce.memory.layout import SegmentHeader
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 
-__all__ = ["check_file", "reserve_pages"]
+__all__ = ["check_file", "reserve_pages", "room_left"]
 
 _RESERVED_AT_ONCE = 16 << 20
 
@@ -30,6 +30,15 @@ def reserve_pages(fd: int, offset: int, nbytes: int) -> None:
         length = min(end - place, _RESERVED_AT_ONCE)
         os.posix_fallocate(fd, place, length)
         place += length
+
+
+def room_left(fd: int) -> int | None:
+    """Return how many bytes the file system of a file has free; None if it has no limit.
+
+    The kernel's own tmpfs, in which memfds are, says that it has no blocks at all.
+    """
+    status = os.fstatvfs(fd)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def check_file(fd: int, token: bytes | None) -> SegmentHeader:

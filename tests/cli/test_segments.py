@@ -64,6 +64,8 @@ def test_ls_shows_a_live_segment(
     assert segment["blocks"] >= 1
     assert (segment["messages"], segment["holds"]) == (0, 0)
     assert segment["holders"][str(owner.pid)] >= 1
+    assert segment["leases"] == segment["messages"] + segment["holds"]
+    assert segment["fds"] == sum(segment["holders"].values())
     named = strategy == "file_system"
     assert (segment["name"] is not None) == named
     assert f"{owner.pid}" in run("ls").stdout

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import gc
+import importlib
+import multiprocessing
 import os
+import pickle
 import resource
 import struct
 import subprocess
@@ -78,6 +82,60 @@ def test_a_reader_without_descriptors_can_load_later() -> None:
         assert (first == 2).all()
         assert (second == 1).all()
         del first, second
+
+
+def load_first_without_descriptors(kind: str, start: Any, news: Any) -> None:
+    """Receive the first array that this process ever sees, with no descriptor for its imports."""
+    start[1].close()
+    news[0].close()
+    assert start[0].poll(PATIENCE)
+    filler = []
+    with contextlib.suppress(OSError):
+        while True:
+            filler.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        array = start[0].recv()
+    except shmreduce.AttachError as error:
+        outcome, data = [type(error).__name__, errno.errorcode[error.errno]], error.message_bytes
+    else:
+        outcome, data = ["loaded", kind], pickle.dumps(array)
+    for each in filler:
+        os.close(each)
+    news[1].send((*outcome, float(pickle.loads(data or b"").sum())))
+
+
+@pytest.mark.parametrize("length", [10, LENGTH])
+@pytest.mark.parametrize("kind", ["standard", "ours"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_first_array_may_lack_descriptors_for_imports(
+    method: str, kind: str, length: int
+) -> None:
+    """It is an ``AttachError`` that keeps the message, as in a process that has imported all."""
+    if method == "fork":
+        # A small array needs no descriptor where its module is there already.
+        importlib.import_module("shmreduce_numpy.rebuild")
+    made = shmreduce if kind == "ours" else multiprocessing
+    context: Any = made.get_context(method)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with shmreduce.install() if kind == "standard" else contextlib.nullcontext():
+        start, news = context.Pipe(duplex=False), context.Pipe(duplex=False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        try:
+            reader = context.Process(
+                target=load_first_without_descriptors, args=(kind, start, news)
+            )
+            reader.start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        start[1].send(np.ones(length))
+        what, code, total = receive(news[0])
+        reader.join(PATIENCE)
+        needs_nothing = method == "fork" and length < 100
+        assert (what, code) == (("loaded", kind) if needs_nothing else ("AttachError", "EMFILE"))
+        assert total == length
+        assert reader.exitcode == 0
+        for each in (*start, *news):
+            each.close()
 
 
 def grow_without_descriptors() -> list[str]:

@@ -59,6 +59,8 @@ def test_the_error_says_who_died_how_and_at_what(
         assert error.index == 5
         assert error.exitcode == exitcode
         assert error.signal_name == name
+        assert error.signal == (None if name is None else getattr(signal, name))
+        assert error.task_index == error.index
         assert error.pid not in {worker.pid for worker in pool._pool}
         assert str(error.pid) in str(error)
         assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
