@@ -1,6 +1,6 @@
 """Relates arrays to blocks: which block an array lies in, and arrays over a block.
 
-May import public names of :mod:`shmreduce`, and NumPy.
+May import public names of :mod:`shmreduce`, NumPy, and ``classes`` of this plugin.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 import shmreduce
+from shmreduce_numpy.classes import base_of, flags_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ def find_block_of(array: np.ndarray[Any, Any]) -> Block | None:
 def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
     """Return the array whose memory, allocated by NumPy, this one lies in; maybe itself."""
     bottom = _bottom_of(array)
-    return bottom if isinstance(bottom, np.ndarray) and bottom.flags.owndata else None
+    return bottom if isinstance(bottom, np.ndarray) and flags_of(bottom).owndata else None
 
 
 def _bottom_of(array: np.ndarray[Any, Any]) -> Any:
@@ -46,9 +47,10 @@ def _bottom_of(array: np.ndarray[Any, Any]) -> Any:
     bottom: Any = array
     while True:
         if isinstance(bottom, np.ndarray) or type(bottom) is _STRIDED_BASE:
-            if bottom.base is None:
+            base = base_of(bottom) if isinstance(bottom, np.ndarray) else bottom.base
+            if base is None:
                 return bottom
-            bottom = bottom.base
+            bottom = base
         elif isinstance(bottom, memoryview) and isinstance(bottom.obj, np.ndarray):
             bottom = bottom.obj
         else:

@@ -12,7 +12,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-__all__ = ["Protocol", "protocol_of"]
+__all__ = ["Protocol", "base_of", "dtype_of", "flags_of", "protocol_of"]
+
+# What NumPy knows, whatever a class has under these names.
+base_of: Any = np.ndarray.base.__get__  # type: ignore[attr-defined]
+dtype_of: Any = np.ndarray.dtype.__get__  # type: ignore[attr-defined]
+flags_of: Any = np.ndarray.flags.__get__  # type: ignore[attr-defined]
 
 
 class Protocol(enum.Enum):

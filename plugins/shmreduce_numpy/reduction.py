@@ -13,7 +13,7 @@ import numpy as np
 
 from shmreduce_numpy import rebuild
 from shmreduce_numpy.blocks import find_block_of, offset_in, owner_of
-from shmreduce_numpy.classes import Protocol, protocol_of
+from shmreduce_numpy.classes import Protocol, dtype_of, flags_of, protocol_of
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.dtypes import describe_dtype
 
@@ -59,7 +59,7 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
             # Said to be pickled in another way than its base class.
             return NotImplemented
         protocol = protocol_of(cls)
-    if array.dtype.hasobject:
+    if dtype_of(array).hasobject:
         return NotImplemented
     if protocol is Protocol.MASKED:
         return _reduce_masked(array) if message.shared_memory else NotImplemented
@@ -83,7 +83,7 @@ def _reference(
     handle: bytes,
     template: np.ndarray[Any, Any] | None = None,
 ) -> Any:
-    flags = array.flags
+    flags = flags_of(array)
     # Those of an axis of length 1 may be anything.
     usual = flags.c_contiguous and (1 not in array.shape or not array.nbytes)
     strides = None if usual else array.strides
@@ -95,7 +95,7 @@ def _reference(
         0 if fills else offset_in(block, array),
         array.shape,
         strides,
-        describe_dtype(array.dtype),
+        describe_dtype(dtype_of(array)),
         flags.writeable,
     )
     if template is not None:
@@ -108,7 +108,7 @@ def _reference(
 def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: Message) -> Any:
     if array.nbytes < message.inline_limit or array.nbytes == 0:
         return _reduce_inline(array, message)
-    flags = array.flags
+    flags = flags_of(array)
     # Pickling would make a gapless array of any other.
     if block is not None and (flags.c_contiguous or flags.f_contiguous):
         handle = message.refer(block, array.nbytes)
@@ -124,7 +124,7 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     memory, handle = taken
     order = _order_of(array)
     _copy(array, memory, order)
-    arguments = (handle, array.shape, order, describe_dtype(array.dtype), flags.writeable)
+    arguments = (handle, array.shape, order, describe_dtype(dtype_of(array)), flags.writeable)
     if type(array) is np.ndarray:
         return rebuild.rebuild_copy, arguments
     return rebuild.rebuild_copy, (*arguments, type(array))
@@ -140,8 +140,8 @@ def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
     if handle is None:
         return None
     offset: int = array.__array_interface__["data"][0] - address
-    dtype = describe_dtype(array.dtype)
-    arguments = (handle, offset, array.shape, array.strides, dtype, array.flags.writeable)
+    dtype = describe_dtype(dtype_of(array))
+    arguments = (handle, offset, array.shape, array.strides, dtype, flags_of(array).writeable)
     if type(array) is np.ndarray:
         return rebuild.rebuild_view, arguments
     return rebuild.rebuild_view, (*arguments, type(array))
@@ -151,8 +151,8 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     if not message.shared_memory:
         # To another host, where this plugin may not be.
         return NotImplemented
-    flags = array.flags
-    dtype = array.dtype
+    flags = flags_of(array)
+    dtype = dtype_of(array)
     if flags.writeable and dtype.isnative:
         if dtype.isbuiltin != 1 or dtype.kind not in _PLAIN or type(array) is not np.ndarray:
             return NotImplemented
@@ -171,15 +171,15 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
         plain.tobytes(order),
         array.shape,
         order,
-        describe_dtype(array.dtype),
-        array.flags.writeable,
+        describe_dtype(dtype_of(array)),
+        flags_of(array).writeable,
         type(array),
     )
 
 
 def _order_of(array: np.ndarray[Any, Any]) -> Any:
     """Return the layout, C or F, that ordinary pickling would give the array."""
-    flags = array.flags
+    flags = flags_of(array)
     return "F" if flags.f_contiguous and not flags.c_contiguous else "C"
 
 
@@ -209,7 +209,7 @@ def _reduce_masked(array: Any) -> Any:
 
 def _without_data(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an empty array with the attributes that a view of ``array`` would have."""
-    empty = np.ndarray.__new__(type(array), (0,), array.dtype)
+    empty = np.ndarray.__new__(type(array), (0,), dtype_of(array))
     rebuild.take_attributes(empty, array)
     return empty
 

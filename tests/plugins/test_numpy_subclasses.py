@@ -166,6 +166,28 @@ def test_nothing_of_the_class_is_called(count: int) -> None:
     assert np.ndarray.tolist(received) == [3.0] * count
 
 
+class Renaming(np.ndarray):
+    """Has something of its own under names of ndarray, which C code never asks for."""
+
+    dtype: Any = None
+    flags: Any = None
+
+    @property
+    def base(self) -> Any:
+        return np.multiply(self, 2)
+
+
+@SIZES
+@pytest.mark.parametrize("shared", [False, True])
+def test_names_of_ndarray_may_mean_something_else(count: int, shared: bool) -> None:
+    """NumPy itself is asked for what an array is; above all, this comes to an end."""
+    memory = shmreduce.ones(count) if shared else np.ones(count)
+    received = round_trip(np.ndarray.view(memory, Renaming))
+    assert type(received) is Renaming
+    assert np.ndarray.tolist(received) == [1.0] * count
+    assert np.shares_memory(received, memory) == shared
+
+
 def reduce_registered(array: Array) -> Any:
     return str, (f"registered, {array.size} elements",)
 
