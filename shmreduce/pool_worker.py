@@ -143,7 +143,9 @@ def _answer(
     try:
         moving = orders.shared_allocations
         message = channel.pack_last(held) if moving else channel.pack(held[0])
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except orders.catch as error:
         if not isinstance(error, ShmreduceError) and not orders.plain_errors:
             # Not one that says itself what to do, such as: there is no memory.
             value = held[0][1]

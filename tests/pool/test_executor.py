@@ -23,6 +23,7 @@ from tests.pool.work import (
     end,
     end_at_2_by_sigkill,
     end_once,
+    exits_when_pickled,
     fail,
     filled,
     keep,
@@ -55,6 +56,8 @@ def test_results_and_exceptions() -> None:
         assert isinstance(executor.submit(end, "exit").exception(PATIENCE), SystemExit)
         assert executor.submit(square, lambda: 1).exception(PATIENCE) is not None
         assert executor.submit(not_picklable, 1).exception(PATIENCE) is not None
+        error = executor.submit(exits_when_pickled, 1).exception(PATIENCE)
+        assert isinstance(error, SystemExit)
         assert executor.submit(square, 4).result(PATIENCE) == 16
 
 

@@ -113,6 +113,17 @@ def unpicklable_there(_: Any) -> Any:
     return Unpicklable()
 
 
+class ExitsWhenPickled:
+    """Raises SystemExit in whoever pickles it."""
+
+    def __reduce__(self) -> Any:
+        sys.exit(5)
+
+
+def exits_when_pickled(_: Any) -> Any:
+    return ExitsWhenPickled()
+
+
 def not_picklable(_: Any) -> Any:
     return lambda: 42
 
