@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import signal
 import traceback
 from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
@@ -98,7 +99,12 @@ def _initialize(channel: Channel, orders: Orders) -> bool:
                 orders.initializer(*orders.initargs)
         except Exception as error:
             # On the worker's stderr too: nobody may ever ask for a result.
-            traceback.print_exc()
+            if orders.plain_errors:
+                # Where concurrent.futures says it; without a handler that is stderr.
+                logger = logging.getLogger("concurrent.futures")
+                logger.critical("Exception in initializer:", exc_info=True)
+            else:
+                traceback.print_exc()
             return not _tell(channel, FAILED, _with_traceback(error))
     return _tell(channel, READY, None)
 

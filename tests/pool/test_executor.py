@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
 import threading
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
+from logging.handlers import QueueHandler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,6 +125,22 @@ def test_workers_that_cannot_be_started() -> None:
         assert isinstance(error.__cause__, ValueError)
         with pytest.raises(BrokenProcessPool):
             executor.submit(square, 1)
+
+
+def log_to_and_fail(queue: Any) -> None:
+    logger = logging.getLogger("concurrent.futures")
+    logger.addHandler(QueueHandler(queue))
+    logger.propagate = False
+    raise ValueError("no")
+
+
+def test_an_initializer_that_fails_is_logged() -> None:
+    """As by concurrent.futures; without a handler that is standard error."""
+    queue = FORK.Queue()
+    with ProcessPoolExecutor(1, FORK, log_to_and_fail, (queue,)) as executor:
+        assert executor.submit(square, 1).exception(PATIENCE) is not None
+    assert "ValueError: no" in queue.get(timeout=PATIENCE).getMessage()
+    queue.close()
 
 
 def test_shutting_down() -> None:
