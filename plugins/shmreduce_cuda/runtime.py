@@ -71,11 +71,15 @@ def current() -> Runtime:
     """Return the state of this process."""
     global _current
     if _current is None:
-        _current = Runtime()
-        _finish_at_exit(_current)
-        # multiprocessing clears its finalizers in the children it forks, after
-        # the hooks of os.register_at_fork; what is registered here runs then.
-        util.register_after_fork(_leave, _finish_at_exit)
+        made = Runtime()
+        # Another thread may have been faster, and its token be in messages already.
+        # No call between the two lines, so no other thread.
+        if _current is None:
+            _current = made
+            _finish_at_exit(_current)
+            # multiprocessing clears its finalizers in the children it forks, after
+            # the hooks of os.register_at_fork; what is registered here runs then.
+            util.register_after_fork(_leave, _finish_at_exit)
     return _current
 
 

@@ -1,0 +1,41 @@
+"""Threads that do something for the first time, all at once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from shmreduce_cuda import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+THREADS = 2
+
+
+def at_once(call: Callable[[], Any]) -> list[Any]:
+    """Return what each thread's call returns."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        calls = [pool.submit(call) for _ in range(THREADS)]
+        return [each.result(30) for each in calls]
+
+
+def test_threads_that_begin_at_once_have_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second state would have another token: what one thread sends, the process would
+    not know as its own, and nobody would look after it at its end.
+    """
+    both = threading.Barrier(THREADS)
+
+    class Slow(runtime.Runtime):
+        def __init__(self) -> None:
+            super().__init__()
+            both.wait(30)
+
+    monkeypatch.setattr(runtime, "_current", None)
+    monkeypatch.setattr(runtime, "_finish_at_exit", lambda _: None)
+    monkeypatch.setattr(runtime, "Runtime", Slow)
+    first, second = at_once(runtime.current)
+    assert first is second is runtime.current()
