@@ -73,8 +73,10 @@ class Keeper:
 
     def listen(self) -> None:
         """See to it that receivers can ask for descriptors."""
-        if self.listener is None:
-            self.listener = open_listener(self._token)
+        # Locked: the name can be bound once, and several threads may send first.
+        with self._starting:
+            if self.listener is None:
+                self.listener = open_listener(self._token)
 
     def stop(self) -> bool:
         """End the thread, waiting for it boundedly; return whether there was one."""

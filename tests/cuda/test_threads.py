@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from shmreduce_cuda import runtime
+from shmreduce_cuda import keeper, runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,3 +39,26 @@ def test_threads_that_begin_at_once_have_one_state(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runtime, "Runtime", Slow)
     first, second = at_once(runtime.current)
     assert first is second is runtime.current()
+
+
+def test_threads_that_listen_at_once_have_one_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of the socket can be bound once: the second thread uses the first's."""
+    opened = keeper.open_listener
+    beside: list[threading.Thread] = []
+
+    def open_slowly(token: bytes) -> Any:
+        if not beside:
+            # Another thread comes here meanwhile, unless it is kept from it.
+            beside.append(threading.Thread(target=state.keeper.listen))
+            beside[0].start()
+            beside[0].join(0.5)
+        return opened(token)
+
+    monkeypatch.setattr(keeper, "open_listener", open_slowly)
+    state = runtime.Runtime()
+    try:
+        state.keeper.listen()
+        beside[0].join(30)
+        assert state.keeper.listener is not None
+    finally:
+        state.keeper.forget()
