@@ -4,8 +4,9 @@ May import ``devices``, ``driver`` and ``errors`` of this plugin.
 
 There is one event for each stream that was named to ``share``, and it is never
 destroyed: a receiver may open it later. Recording it again moves it to a later
-point of the stream, so a receiver waits for too much at most. It is waited for
-with every message, not only with the first.
+point of the stream, so a receiver waits for too much at most; that also holds
+where the handle has become another stream's, which waits for the first. It is
+waited for with every message, not only with the first.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ class Events:
                     return None
                 self._own[ordinal, stream, thread] = known
             event, handle = known
+            # The handle may be that of a stream that was destroyed, and is still at work:
+            # who waits for what it was to do must not be content with this one.
+            driver.call("cuStreamWaitEvent", stream, event, 0)
             driver.call("cuEventRecord", event, stream)
             return handle
 

@@ -181,6 +181,17 @@ def share_after_fill(name: str, source: str, value: int) -> None:
     arrays[name] = shmreduce_cuda.share(arrays[source], stream.handle.value)
 
 
+def share_on_new_stream(name: str, source: str, value: int, times: int) -> int:
+    """Share an array on a stream of its own that is still to write it; return its handle."""
+    stream = Stream(0)
+    memory: Memory = arrays[source].memory
+    stream.fill(memory, value, times=times)
+    handle = stream.handle.value or 0
+    arrays[name] = shmreduce_cuda.share(arrays[source], handle)
+    # The stream is destroyed here, at work as it is.
+    return handle
+
+
 def new_stream() -> None:
     """Use another stream from now on."""
     # The old ones stay: a handle that is given out again has the event of the old one.

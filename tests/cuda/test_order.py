@@ -55,6 +55,20 @@ def test_an_event_is_waited_for_with_every_message(slow: tuple[Actor, Actor]) ->
     sender.ask(act.drop, "s")
 
 
+def test_a_handle_that_another_stream_has_got(slow: tuple[Actor, Actor]) -> None:
+    """A stream may be destroyed while it is at work, and its handle be another one's: who
+    waits for the first is not content with the second, which is done earlier.
+    """
+    sender, receiver = slow
+    sender.ask(act.make, "y", ZEROS)
+    handle = sender.ask(act.share_on_new_stream, "s", "x", 7, 5)
+    assert sender.ask(act.share_on_new_stream, "t", "y", 8, 0) == handle
+    sender.ask(act.send, "s")
+    receiver.ask(act.receive, "a")
+    assert set(receiver.ask(act.values, "a")) == {7}
+    sender.ask(act.drop, "s", "t")
+
+
 def test_an_event_is_waited_for_in_the_same_process(slow: tuple[Actor, Actor]) -> None:
     """A message that comes back to its own process waits, too."""
     sender, _ = slow

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shmreduce_cuda import keeper, runtime
+from shmreduce_cuda.descriptors import open_listener
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,6 @@ def test_threads_that_begin_at_once_have_one_state(monkeypatch: pytest.MonkeyPat
 
 def test_threads_that_listen_at_once_have_one_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of the socket can be bound once: the second thread uses the first's."""
-    opened = keeper.open_listener
     beside: list[threading.Thread] = []
 
     def open_slowly(token: bytes) -> Any:
@@ -52,7 +52,7 @@ def test_threads_that_listen_at_once_have_one_socket(monkeypatch: pytest.MonkeyP
             beside.append(threading.Thread(target=state.keeper.listen))
             beside[0].start()
             beside[0].join(0.5)
-        return opened(token)
+        return open_listener(token)
 
     monkeypatch.setattr(keeper, "open_listener", open_slowly)
     state = runtime.Runtime()

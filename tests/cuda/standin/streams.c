@@ -13,7 +13,7 @@ struct operation { int what; address target; unsigned value; size_t count; struc
                    uint64_t number; };
 struct stream {
     int device;
-    bool used, started;
+    bool used, started, destroyed;
     pthread_t thread;
     struct operation queue[OPERATIONS];
     uint64_t begun, ended;
@@ -22,11 +22,23 @@ struct local_event { int index; uint64_t id; bool foreign; unsigned flags; uint6
                      int device; };
 
 static struct stream streams[STREAMS]; /* the first of each device are the default ones */
+/* By handle. One of a destroyed stream is given out again, as a driver does it, though
+ * the stream may be at work for long. */
+static struct stream *named[STREAMS];
+static const uintptr_t FIRST_NAME = 0x3000;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
 static void perform(struct operation *operation)
 {
+    struct local_event *event = operation->event;
+    if (operation->what == 2) { /* wait for an event */
+        pthread_mutex_lock(&mutex);
+        while (event->done < operation->number)
+            pthread_cond_wait(&changed, &mutex);
+        pthread_mutex_unlock(&mutex);
+        return;
+    }
     pause_for("STANDIN_CUDA_DELAY");
     if (operation->what == 0) {
         unsigned *words = (unsigned *)(uintptr_t)operation->target;
@@ -34,12 +46,13 @@ static void perform(struct operation *operation)
             words[i] = operation->value;
         return;
     }
-    struct local_event *event = operation->event;
+    /* What was recorded last counts, in whichever stream. */
     pthread_mutex_lock(&mutex);
-    event->done = operation->number;
-    pthread_mutex_unlock(&mutex);
+    if (event->done < operation->number)
+        event->done = operation->number;
     if (event->index >= 0)
-        shared->events[event->index].done = operation->number;
+        shared->events[event->index].done = event->done;
+    pthread_mutex_unlock(&mutex);
 }
 
 static void *work(void *argument)
@@ -65,7 +78,8 @@ static struct stream *stream_of(void *handle)
     uintptr_t value = (uintptr_t)handle;
     int device = current_device();
     /* NULL and 1: the legacy default stream; 2: the calling thread's. */
-    struct stream *stream = value <= 2 ? &streams[2 * device + (value == 2)] : handle;
+    struct stream *stream
+        = value <= 2 ? &streams[2 * device + (value == 2)] : named[value - FIRST_NAME];
     if (value <= 2)
         stream->device = device;
     stream->used = true;
@@ -109,24 +123,36 @@ API int cuStreamCreate(void **stream, unsigned flags)
     int code = enter("cuStreamCreate", true, "flags=%u ", flags);
     if (code != SUCCESS)
         return code;
-    for (int i = 2 * DEVICES; i < STREAMS; i++)
-        if (!streams[i].used) {
-            streams[i].used = true;
-            streams[i].device = current_device();
-            *stream = &streams[i];
-            return SUCCESS;
-        }
-    return OUT_OF_MEMORY;
+    int name = 0, place = 2 * DEVICES;
+    pthread_mutex_lock(&mutex);
+    while (name < STREAMS && named[name] != NULL)
+        name++;
+    while (place < STREAMS && streams[place].used
+           && !(streams[place].destroyed && streams[place].begun == streams[place].ended))
+        place++;
+    if (name < STREAMS && place < STREAMS) {
+        streams[place].used = true;
+        streams[place].destroyed = false;
+        streams[place].device = current_device();
+        named[name] = &streams[place];
+        *stream = (void *)(FIRST_NAME + name);
+    } else
+        code = OUT_OF_MEMORY;
+    pthread_mutex_unlock(&mutex);
+    return code;
 }
 
+/* Returns at once: what was asked of the stream is done all the same. */
 API int cuStreamDestroy_v2(void *stream)
 {
     int code = enter("cuStreamDestroy_v2", true, " ");
-    if (code == SUCCESS) {
-        wait_for(stream);
-        ((struct stream *)stream)->used = false;
-    }
-    return code;
+    if (code != SUCCESS)
+        return code;
+    pthread_mutex_lock(&mutex);
+    stream_of(stream)->destroyed = true;
+    named[(uintptr_t)stream - FIRST_NAME] = NULL;
+    pthread_mutex_unlock(&mutex);
+    return SUCCESS;
 }
 
 API int cuStreamSynchronize(void *stream)
@@ -174,6 +200,15 @@ API int cuEventDestroy_v2(struct local_event *event)
     if (!event->foreign && event->index >= 0)
         memset(&shared->events[event->index], 0, sizeof shared->events[0]);
     free(event);
+    return SUCCESS;
+}
+
+API int cuStreamWaitEvent(void *stream, struct local_event *event, unsigned flags)
+{
+    int code = enter("cuStreamWaitEvent", true, " ");
+    if (code != SUCCESS || flags || event->foreign)
+        return code ? code : INVALID_VALUE;
+    enqueue(stream_of(stream), (struct operation){2, 0, 0, 0, event, event->recorded});
     return SUCCESS;
 }
 
