@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from shmreduce_cuda.devices import synchronise
+from shmreduce_cuda.devices import current_context, synchronise
 from shmreduce_cuda.errors import CudaMemoryError
 from shmreduce_cuda.exports import synchronise_export
 from shmreduce_cuda.messages import Description
@@ -82,7 +82,9 @@ class OwnArray(Outgoing):
 
     def record(self, stream: int) -> tuple[bytes, bytes] | None:
         """Return an event of the stream."""
-        return _record(self.export.ordinal, stream)
+        runtime = current()
+        handle = runtime.events.record(self.export.ordinal, stream)
+        return None if handle is None else (runtime.token, handle)
 
     def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
         """Return how to rebuild the array."""
@@ -120,9 +122,10 @@ class ReceivedArray(Outgoing):
         """Wait for all streams of the device."""
         synchronise(self.attachment.mapping.ordinal)
 
-    def record(self, stream: int) -> tuple[bytes, bytes] | None:
-        """Return an event of the stream, one of this process."""
-        return _record(self.attachment.mapping.ordinal, stream)
+    def record(self, stream: int) -> None:
+        """Wait for the stream: an event of it would end with this process."""
+        with current_context(self.attachment.mapping.ordinal) as driver:
+            driver.call("cuStreamSynchronize", stream)
 
     def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
         """Return how to rebuild the array."""
@@ -137,12 +140,6 @@ class ReceivedArray(Outgoing):
             event=event,
         )
         return _with_lease(description, attachment.lease, message)
-
-
-def _record(ordinal: int, stream: int) -> tuple[bytes, bytes] | None:
-    runtime = current()
-    handle = runtime.events.record(ordinal, stream)
-    return None if handle is None else (runtime.token, handle)
 
 
 def _with_lease(description: Description, lease: Block, message: Message) -> tuple[Any, ...]:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+import shmreduce_cuda
 from shmreduce_cuda import CudaExpiredError, CudaProducerDied, CudaSharingError, runtime
-from shmreduce_cuda.verify.lab import DeviceArray, read
+from shmreduce_cuda.devices import current_context
+from shmreduce_cuda.verify.lab import DeviceArray, Stream, read
 from tests.cuda import actors as act
 from tests.cuda.actors import Actor, actors, connect, nothing_is_out
 from tests.memory.waiting import eventually
@@ -183,6 +185,34 @@ def test_a_received_array_outlives_the_process_that_forwarded_it(standin: Standi
         third.ask(act.drop)
         nothing_is_out(origin)
         assert origin.ask(act.device_state)["bytes"] == 0
+    assert standin.folder.exists()
+
+
+def fill_and_share(name: str, source: str, value: int) -> None:
+    """Share a received array on a stream that is still to write it."""
+    stream = Stream(0)
+    with current_context(0) as driver:
+        driver.call("cuMemsetD32Async", act.address(source), value, 2 * BASE.size, stream.handle)
+    act.arrays[name] = shmreduce_cuda.share(act.arrays[source], stream.handle.value)
+
+
+def test_an_array_that_was_forwarded_on_a_stream_needs_no_event(standin: Standin) -> None:
+    """An event would be the forwarder's, and go with it: the stream is waited for."""
+    with actors(2) as (origin, third):
+        with actors(1) as (middle,):
+            connect(origin, middle)
+            connect(middle, third, "third")
+            origin.ask(act.make, "x", BASE)
+            origin.ask(act.send, "x")
+            middle.ask(act.receive, "x")
+            middle.ask(act.set_delays, 100)
+            middle.ask(fill_and_share, "s", "x", 5)
+            middle.ask(act.send_to, "third", "s")
+        third.ask(act.receive_from, "third", "x")
+        assert set(third.ask(act.values, "x").view("i4")) == {5}
+        third.ask(act.drop)
+        origin.ask(act.drop)
+        nothing_is_out(origin)
     assert standin.folder.exists()
 
 
