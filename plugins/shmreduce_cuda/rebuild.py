@@ -98,6 +98,8 @@ def _take_lease(description: Description, handle: bytes) -> Block:
     try:
         lease = import_block(handle)
     except ProducerDied as error:
+        if _is_alive(current(), description):
+            raise _forwarder_died(description, error) from error
         raise _died(description) from error
     except StaleHandleError as error:
         raise CudaExpiredError(
@@ -149,6 +151,15 @@ def _died(description: Description) -> CudaProducerDied:
         pid=description.pid,
         segment=None,
         locator=None,
+    )
+
+
+def _forwarder_died(description: Description, error: ProducerDied) -> CudaProducerDied:
+    return CudaProducerDied(
+        f"the process that sent the CUDA array on was killed before the message was read, and the "
+        f"message is lost with it; process {description.pid}, whose memory the array is, lives: "
+        "send it again",
+        **error.fields,
     )
 
 

@@ -216,6 +216,23 @@ def test_an_array_that_was_forwarded_on_a_stream_needs_no_event(standin: Standin
     assert standin.folder.exists()
 
 
+def test_a_forwarder_that_was_killed_is_told_from_the_origin(standin: Standin) -> None:
+    """A message that is lost with who sent the array on does not say that its memory is."""
+    with actors(2) as (origin, third):
+        with actors(1) as (middle,):
+            connect(origin, middle)
+            connect(middle, third, "third")
+            origin.ask(act.make, "x", BASE)
+            origin.ask(act.send, "x")
+            middle.ask(act.receive, "x")
+            middle.ask(act.send_to, "third", "x")
+            middle.kill()
+        with pytest.raises(CudaProducerDied, match=f"process {origin.pid}, .* lives") as caught:
+            third.ask(act.receive_from, "third", "x")
+        assert caught.value.pid == middle.pid
+    assert standin.folder.exists()
+
+
 def load_in_threads(messages: list[bytes]) -> list[str]:
     """Load messages, each in a thread of its own, all at once; return the errors."""
     ready = threading.Barrier(len(messages))
