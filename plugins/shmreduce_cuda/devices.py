@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_void_p, create_string_buffer
+from ctypes import byref, c_int, c_uint, c_void_p, create_string_buffer
 from typing import TYPE_CHECKING
 
 from shmreduce_cuda.driver import Bytes16, get_driver
@@ -131,9 +131,25 @@ def current_context(ordinal: int, context: c_void_p | None = None) -> Iterator[D
 
 
 def synchronise(ordinal: int) -> None:
-    """Wait until a device has done what this process asked of it before, on any stream."""
-    with current_context(ordinal) as driver:
-        driver.call("cuCtxSynchronize")
+    """Wait until all has been done that this process asked for before, on any stream.
+
+    Also of other devices that it uses: their kernels reach the memory of a
+    device that is their peer. ``ordinal`` is waited for last, in any case.
+    """
+    driver = get_driver()
+    others = [each for each in range(len(visible_uuids())) if each != ordinal]
+    for each in (*(other for other in others if _is_in_use(driver, other)), ordinal):
+        with current_context(each):
+            driver.call("cuCtxSynchronize")
+
+
+def _is_in_use(driver: Driver, ordinal: int) -> bool:
+    """Return whether a device has a primary context; asking makes none."""
+    flags, active = c_uint(), c_int()
+    driver.call(
+        "cuDevicePrimaryCtxGetState", _device(driver, ordinal), byref(flags), byref(active)
+    )
+    return bool(active.value)
 
 
 def _device(driver: Driver, ordinal: int) -> int:

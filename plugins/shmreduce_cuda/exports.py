@@ -231,7 +231,7 @@ def lease_text(token: bytes, number: int) -> bytes:
 
 
 def synchronise_export(export: Export) -> None:
-    """Wait until the device has done what was asked of it before, on any stream.
+    """Wait until all has been done that was asked for before, on any stream.
 
     A feeder thread cannot know on which stream the array was written: the
     current stream is that of another thread.

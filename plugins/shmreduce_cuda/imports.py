@@ -7,7 +7,7 @@ The memory of another process is opened once, however many arrays lie in it. For
 each array there is an *attachment*, which whatever is made of the array keeps
 alive. When it dies, this order holds:
 
-1. the device is waited for: kernels may still be at work on the array;
+1. the devices are waited for: kernels may still be at work on the array;
 2. the mapping is closed, if it was the last attachment of it;
 3. the lease is released. The sender may free the memory from now on.
 

@@ -70,7 +70,7 @@ def share(array: Any, stream: Any = None) -> SharedArray:
     stream : optional
         What was asked of this stream before is waited for by the receivers,
         and nothing else is: a handle, or a stream of CuPy, numba or torch.
-        Where not given, the whole device is waited for when the array is
+        Where not given, all devices in use are waited for when the array is
         pickled, as for an array that is sent as it is.
 
     Returns

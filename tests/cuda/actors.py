@@ -211,10 +211,28 @@ def fill_and_send(name: str, value: int) -> None:
 def fill_and_drop(name: str, value: int) -> None:
     """Have a stream write a received array, and drop the array without waiting."""
     stream = kept.setdefault("stream", Stream(0))
-    count = arrays[name].nbytes // 4
-    with current_context(0) as driver:
-        driver.call("cuMemsetD32Async", address(name), value, count, stream.handle)
+    _fill(stream, name, value, arrays[name].nbytes // 4)
     drop(name)
+
+
+def fill_by_peer_and_drop(name: str, value: int) -> None:
+    """Have a stream of another device do so."""
+    stream = kept.setdefault("stream of a peer", Stream(1))
+    _fill(stream, name, value, arrays[name].nbytes // 4)
+    drop(name)
+
+
+def fill_by_peer_and_send(name: str, value: int) -> None:
+    """Send an array of a device that a stream of another device is still to write."""
+    stream = kept.setdefault("stream of a peer", Stream(1))
+    memory: Memory = arrays[name].memory
+    _fill(stream, name, value, memory.nbytes // 4)
+    connections["other"].send(arrays[name])
+
+
+def _fill(stream: Stream, name: str, value: int, count: int) -> None:
+    with current_context(stream.ordinal) as driver:
+        driver.call("cuMemsetD32Async", address(name), value, count, stream.handle)
 
 
 def stats() -> Any:

@@ -36,6 +36,20 @@ def test_a_plain_send_waits_for_all_streams(slow: tuple[Actor, Actor]) -> None:
         assert set(receiver.ask(act.values, "a")) == {value}
 
 
+def test_streams_of_other_devices_are_waited_for(slow: tuple[Actor, Actor]) -> None:
+    """A kernel of one device may be at work on the memory of another: before an array is
+    sent, and before a received one is closed. Closed early it is the end of the process.
+    """
+    sender, receiver = slow
+    sender.ask(act.fill_by_peer_and_send, "x", 3)
+    receiver.ask(act.receive, "a")
+    assert set(receiver.ask(act.values, "a")) == {3}
+    receiver.ask(act.set_delays, 150)
+    receiver.ask(act.fill_by_peer_and_drop, "a", 4)
+    receiver.ask(act.set_delays)
+    assert set(sender.ask(act.values, "x")) == {4}
+
+
 def test_an_event_is_waited_for_with_every_message(slow: tuple[Actor, Actor]) -> None:
     """Of arrays that were shared on a stream, the receiver sees what the stream was to
     write, the second and third time as well as the first.

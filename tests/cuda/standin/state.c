@@ -22,6 +22,7 @@ static int visible[DEVICES], visible_count;
 
 struct context { int device; };
 static struct context primary[DEVICES] = {{0}, {1}};
+static bool retained[DEVICES];
 static __thread struct context *stack[16];
 static __thread int depth;
 
@@ -259,6 +260,17 @@ API int cuDevicePrimaryCtxRetain(struct context **context, int device)
     if (device < 0 || device >= visible_count)
         return INVALID_DEVICE;
     *context = &primary[visible[device]];
+    retained[device] = retained[device] || code == SUCCESS;
+    return code;
+}
+
+API int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
+{
+    int code = enter("cuDevicePrimaryCtxGetState", false, "device=%d ", device);
+    if (device < 0 || device >= visible_count)
+        return INVALID_DEVICE;
+    *flags = 0;
+    *active = retained[device];
     return code;
 }
 
