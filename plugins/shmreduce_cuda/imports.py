@@ -177,8 +177,9 @@ class Imports:
     def _detach(self, mapping: Mapping) -> None:
         synchronise(mapping.ordinal)
         if mapping.users == 1:
-            self._opener.close(mapping)
+            # First: what is half closed, if that fails, is nobody's any more.
             self._mappings.pop(mapping.key, None)
+            self._opener.close(mapping)
             self.closed += 1
         mapping.users -= 1
 

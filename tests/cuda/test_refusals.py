@@ -218,6 +218,29 @@ def test_a_device_that_fails_keeps_the_lease(standin: Standin) -> None:
     assert standin.folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("pool", "cuMemPoolDestroy"), ("virtual", "cuMemAddressFree")]
+)
+def test_memory_that_was_closed_by_half_is_opened_anew(
+    standin: Standin, kind: str, name: str
+) -> None:
+    """An array that comes after a close that failed midway is not put where nothing is."""
+    with actors(2) as (sender, receiver):
+        connect(sender, receiver)
+        sender.ask(act.make, "x", BASE, kind)
+        sender.ask(act.send, "x")
+        receiver.ask(act.receive, "x")
+        receiver.ask(act.fail, name, 700)
+        receiver.ask(act.drop)
+        assert receiver.ask(act.stats).stuck == 1
+        sender.ask(act.send, "x")
+        receiver.ask(act.receive, "x")
+        assert np.array_equal(receiver.ask(act.values, "x"), BASE)
+        receiver.ask(act.drop)
+        assert receiver.ask(act.stats).mappings == 0
+    assert standin.folder.exists()
+
+
 DESCRIPTION = Description(
     bytes(16), 1, 0, 1, bytes(16), Legacy(bytes(64)), 80, 0,
     shmreduce_cuda.layout.Layout((10,), None, "<f8"), False, "", {}, None,
