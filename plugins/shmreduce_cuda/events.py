@@ -39,7 +39,7 @@ def stream_handle(stream: Any) -> int:
     ----------
     stream : int or object
         A handle; an object with ``__cuda_stream__``; or a stream of CuPy
-        (``ptr``), numba (``handle``) or torch (``cuda_stream``).
+        (``ptr``), torch (``cuda_stream``) or numba (``handle`` and ``int``).
 
     Examples
     --------
@@ -52,11 +52,13 @@ def stream_handle(stream: Any) -> int:
     if protocol is not None:
         _, handle = protocol() if callable(protocol) else protocol
         return int(handle)
-    for name in ("ptr", "cuda_stream", "handle"):
+    for name in ("ptr", "cuda_stream"):
         found = getattr(stream, name, None)
-        found = getattr(found, "value", found)
         if isinstance(found, int):
             return found
+    if hasattr(stream, "handle") and hasattr(stream, "__int__"):
+        # numba's. Its handle is of several types, and says None for the default stream.
+        return int(stream)
     raise CudaMemoryError(
         f"{type(stream).__qualname__} is no stream; give a handle (an int), or a stream of CuPy, "
         "numba or torch",

@@ -318,12 +318,28 @@ class Stream:
         self.__dict__.update(attributes)
 
 
+class NumbaStream(Stream):
+    """The handle's value is None for the default stream; of a binding's it has none."""
+
+    def __int__(self) -> int:
+        handle = self.__dict__["handle"]
+        return int(handle) if isinstance(handle, Bound) else handle.value or 0
+
+
+class Bound:
+    """A handle of cuda-bindings."""
+
+    def __int__(self) -> int:
+        return 7
+
+
 def test_streams_of_all_libraries() -> None:
     """A handle is found in streams of CuPy, torch and numba, and by the protocol."""
-    handle = Stream(value=7)
     assert stream_handle(Stream(ptr=7)) == 7
     assert stream_handle(Stream(cuda_stream=7)) == 7
-    assert stream_handle(Stream(handle=handle)) == 7
+    assert stream_handle(NumbaStream(handle=ctypes.c_void_p(7))) == 7
+    assert stream_handle(NumbaStream(handle=Bound())) == 7
+    assert stream_handle(NumbaStream(handle=ctypes.c_void_p(0))) == 0
     assert stream_handle(Stream(__cuda_stream__=lambda: (0, 7))) == 7
     with pytest.raises(CudaMemoryError, match="no stream"):
         stream_handle("stream")
