@@ -68,7 +68,12 @@ def _dtype(layout: Layout) -> Any:
     import numpy as np
 
     descr: Any = layout.descr
-    return np.dtype(layout.typestr if descr is None else descr)
+    if descr is not None:
+        # np.dtype would take the gaps between fields for fields.
+        return np.lib.format.descr_to_dtype(descr)
+    # Types such as bfloat16 are not NumPy's own.
+    extension = _import("ml_dtypes") if layout.dtype_name else None
+    return np.dtype(getattr(extension, layout.dtype_name, layout.typestr))
 
 
 def _make_cupy(
@@ -86,9 +91,12 @@ def _make_numba(
     cuda = import_module("numba.cuda")
     # numba looks at the address in the context of the current device.
     with cuda.gpus[view.device]:
-        return cuda.from_cuda_array_interface(
+        array = cuda.from_cuda_array_interface(
             view.__cuda_array_interface__, owner=view, sync=False
         )
+        # It reads the typestr alone, which does not tell fields.
+        dtype = _dtype(view.layout)
+        return array if array.dtype == dtype else array.view(dtype)
 
 
 def _make_torch(

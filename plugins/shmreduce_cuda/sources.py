@@ -112,16 +112,32 @@ def _read_interface(obj: Any, interface: dict[str, Any], library: str) -> Source
     pointer, read_only = interface["data"]
     strides = interface.get("strides")
     typestr = interface["typestr"]
-    descr = interface.get("descr")
+    # Anything else is said by the typestr.
+    descr, name = _read_void(obj, interface) if typestr[1:2] == "V" else (None, "")
     layout = Layout(
         tuple(interface["shape"]),
         None if strides is None else tuple(strides),
         typestr,
-        # Anything else is said by the typestr.
-        list(descr) if descr and typestr[1:2] == "V" else None,
-        getattr(obj, "dtype_name", "") if typestr[1:2] == "V" else "",
+        descr,
+        name,
     )
     return Source(pointer or 0, layout, bool(read_only), library, {}, obj)
+
+
+def _read_void(obj: Any, interface: dict[str, Any]) -> tuple[list[tuple[str, ...]] | None, str]:
+    """Return the fields, or the name, of a type of whose typestr is bytes alone."""
+    dtype: Any = getattr(obj, "dtype", None)
+    try:
+        # numba has the fields in the dtype only.
+        descr: list[Any] = list(interface.get("descr") or getattr(dtype, "descr", None) or ())
+    except ValueError as error:
+        raise _refusal(
+            obj, f"of a type with fields that overlap ({error})", "send its fields one by one"
+        ) from error
+    if any(field[0] for field in descr):
+        return descr, ""
+    name: str = getattr(obj, "dtype_name", "") or getattr(dtype, "name", "")
+    return None, "" if name.startswith("void") else name
 
 
 def _read_tensor(tensor: Any) -> Source:

@@ -175,6 +175,48 @@ def test_the_same_library_at_the_receiver(libraries: list[Actor], library: str, 
     assert poor.ask(look) == ("shmreduce_cuda.view.CudaArrayView", (0, 3))
 
 
+def dtype_of_x() -> Any:
+    return act.arrays["x"].dtype
+
+
+GAPS = np.dtype([("a", "i1"), ("b", "<f8", (2,))], align=True)
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [("cupy", GAPS), ("numba", GAPS), ("cupy", np.dtype("V5")), ("cupy", "bfloat16")],
+)
+def test_types_that_a_typestr_cannot_tell(
+    libraries: list[Actor], library: str, dtype: Any
+) -> None:
+    """Fields arrive with their names and the gaps between them, bytes stay bytes, and
+    types of ml_dtypes are what they are, though the typestr of all says bytes.
+    """
+    if dtype == "bfloat16":
+        dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    sender, receiver, _ = libraries
+    values = np.zeros((4, 6), dtype)
+    values.view("u1")[...] = 7
+    sender.ask(make_of, library, values)
+    exchange(libraries)
+    assert receiver.ask(dtype_of_x) == dtype
+    poor = libraries[2].ask(act.values, "x")
+    assert poor.dtype == (dtype if dtype.names else np.dtype(f"V{dtype.itemsize}"))
+
+
+def test_fields_that_overlap_are_refused(libraries: list[Actor]) -> None:
+    """No list of fields tells how they lie."""
+    overlapping = np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [0, 2]})
+    libraries[0].ask(make_of, "numba", np.zeros((2, 2), "<i4"))
+    libraries[0].ask(set_dtype, overlapping)
+    with pytest.raises(CudaMemoryError, match="fields that overlap"):
+        libraries[0].ask(act.send, "x")
+
+
+def set_dtype(dtype: Any) -> None:
+    act.arrays["x"].dtype = dtype
+
+
 def test_tensors_when_asked_for(libraries: list[Actor]) -> None:
     """Tensors keep dtype, gradient flag and class, in share() or after
     send_torch_tensors(); those of the host stay torch's; it can be taken back.

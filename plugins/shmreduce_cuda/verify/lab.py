@@ -278,7 +278,10 @@ def _address(array: np.ndarray[Any, Any]) -> int:
 def _span(interface: dict[str, Any]) -> tuple[int, int, Sequence[int] | None, Any]:
     """Return lowest address, bytes from there, strides, dtype of an array interface."""
     descr = interface.get("descr")
-    dtype = np.dtype(descr if descr and interface["typestr"][1] == "V" else interface["typestr"])
+    dtype = np.dtype(interface["typestr"])
+    if descr and dtype.kind == "V" and any(field[0] for field in descr):
+        # With the gaps between fields as gaps.
+        dtype = np.lib.format.descr_to_dtype(descr)
     strides = interface.get("strides")
     shape = interface["shape"]
     low = high = 0

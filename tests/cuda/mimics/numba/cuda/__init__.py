@@ -30,7 +30,7 @@ gpus = _Devices()
 
 def from_cuda_array_interface(desc: dict[str, Any], owner: Any = None, sync: bool = True) -> Any:
     assert not sync
-    dtype = np.dtype(desc.get("descr") or desc["typestr"])
+    dtype = np.dtype(desc["typestr"])
     return DeviceNDArray(desc["shape"], desc["strides"], dtype, desc["data"][0], owner)
 
 

@@ -27,6 +27,10 @@ class DeviceNDArrayBase:
 class DeviceNDArray(DeviceNDArrayBase):
     """An array of a device."""
 
+    def view(self, dtype: Any) -> DeviceNDArray:
+        assert np.dtype(dtype).itemsize == self.dtype.itemsize
+        return DeviceNDArray(self.shape, self.strides, np.dtype(dtype), self.pointer, self.owner)
+
 
 class ManagedNDArray(DeviceNDArrayBase, np.ndarray):
     """An array of managed memory, which is an array of NumPy, too."""
