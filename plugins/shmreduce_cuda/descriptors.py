@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from typing import TYPE_CHECKING
 
 from shmreduce_cuda.errors import CudaProducerDied, CudaSharingError
@@ -26,6 +27,7 @@ _REQUEST = struct.Struct("<16sQI")
 _PEER = struct.Struct("3i")
 _PATIENCE = 5.0
 _SERVER_PATIENCE = 1.0
+_PAUSE = 0.01
 
 
 def _name(token: bytes) -> bytes:
@@ -85,6 +87,18 @@ def _answer(connection: socket.socket, token: bytes, offers: Offers) -> None:
         os.close(descriptor)
 
 
+def _connect(connection: socket.socket, token: bytes) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return connection.connect(_name(token))
+        except BlockingIOError:
+            # As many as may wait do wait; a local socket does not queue then (unix(7)).
+            if time.monotonic() > deadline:
+                raise TimeoutError from None
+            time.sleep(_PAUSE)
+
+
 def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
     """Return a descriptor that another process offers; it is the caller's.
 
@@ -98,7 +112,7 @@ def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_PATIENCE)
         try:
-            connection.connect(_name(token))
+            _connect(connection, token)
             if not _is_same_user(connection):
                 raise CudaSharingError(
                     f"the socket of process {pid} belongs to another user; run both as one user"
