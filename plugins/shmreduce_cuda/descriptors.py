@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["fetch_descriptor", "open_listener", "serve"]
 
 _REQUEST = struct.Struct("<16sQI")
-_PEER = struct.Struct("3i")
+_PEER = struct.Struct("iII")
 _PATIENCE = 5.0
 _SERVER_PATIENCE = 1.0
 _PAUSE = 0.01
@@ -118,7 +118,10 @@ def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
                     f"the socket of process {pid} belongs to another user; run both as one user"
                 )
             connection.send(_REQUEST.pack(token, number, index))
-            answer, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+            # Never inheritable: a program that another thread starts meanwhile would keep it.
+            answer, descriptors, flags, _ = socket.recv_fds(
+                connection, 1, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionError as error:
             raise CudaProducerDied(
                 f"process {pid}, which sent the array, is not there any more, or is in another "
@@ -132,9 +135,13 @@ def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
                 f"process {pid}, which sent the array, did not hand over its memory within "
                 f"{_PATIENCE:.0f} s; it may be stopped"
             ) from error
+    if flags & socket.MSG_CTRUNC:
+        raise CudaSharingError(
+            f"process {os.getpid()} has no descriptor left for the memory of process {pid}: it "
+            "has as many files open as it may (ulimit -n)"
+        )
     if answer != b"y" or not descriptors:
         raise CudaSharingError(
             f"process {pid} does not offer the memory any more; send the array again"
         )
-    os.set_inheritable(descriptors[0], False)
     return descriptors[0]

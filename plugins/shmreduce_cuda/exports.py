@@ -248,7 +248,13 @@ def _descriptor_of_pool(driver: Driver, pool: int) -> int:
     driver.call(
         "cuMemPoolExportToShareableHandle", cast(byref(descriptor), c_void_p), pool, POSIX_FD, 0
     )
-    return descriptor.value
+    return _own(descriptor.value)
+
+
+def _own(descriptor: int) -> int:
+    """Keep a new descriptor from programs that are started: they would keep the memory."""
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def _descriptors_of(driver: Driver, pieces: list[tuple[int, int]]) -> list[int]:
@@ -267,7 +273,7 @@ def _descriptors_of(driver: Driver, pieces: list[tuple[int, int]]) -> list[int]:
                 )
             finally:
                 driver.call("cuMemRelease", handle.value)
-            found.append(descriptor.value)
+            found.append(_own(descriptor.value))
     except BaseException:
         for each in found:
             os.close(each)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import secrets
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from shmreduce_cuda import CudaSharingError, descriptors
 from shmreduce_cuda.descriptors import fetch_descriptor, open_listener, serve
 from shmreduce_cuda.offers import Offers
+from tests.cuda import actors as act
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.cuda.conftest import Pair
 
 TOKEN = secrets.token_bytes(16)
 
@@ -62,6 +69,53 @@ def test_more_receivers_than_may_wait(listener: socket.socket) -> None:
         finally:
             done.set()
         answering.result(30)
+    offers.release(offer)
+
+
+def inheritable_descriptors() -> list[str]:
+    """Return what a program would inherit that this process starts."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if int(link.name) > 2 and os.get_inheritable(int(link.name)):
+                found.append(str(link.readlink()))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", ["pool", "virtual"])
+def test_programs_that_are_started_inherit_no_memory(pair: Pair, kind: str) -> None:
+    """A descriptor that somebody has by chance would keep the memory of the device."""
+    before = pair.sender.ask(inheritable_descriptors)
+    pair.sender.ask(act.make, "x", np.arange(1000.0), kind)
+    pair.sender.ask(act.share, "s", "x")
+    assert pair.sender.ask(inheritable_descriptors) == before
+    assert pair.sender.ask(act.stats).offers == 1
+    pair.sender.ask(act.drop, "s")
+
+
+def test_a_receiver_without_descriptors_left(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told so, and not that the sender had none."""
+    offers = Offers()
+    offer = offers.take("key", lambda: [os.memfd_create("offered")])
+    listener.setblocking(True)
+    sender = threading.Thread(target=serve, args=(listener, TOKEN, offers))
+    receive = socket.recv_fds
+
+    def receive_with_none_left(*arguments: Any) -> Any:
+        sender.join(30)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            return receive(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    monkeypatch.setattr(socket, "recv_fds", receive_with_none_left)
+    sender.start()
+    with pytest.raises(CudaSharingError, match="ulimit"):
+        fetch_descriptor(TOKEN, os.getpid(), offer.number, 0)
     offers.release(offer)
 
 
