@@ -97,6 +97,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventSynchronize": (c_void_p,),
+    "cuEventQuery": (c_void_p,),
     "cuIpcGetEventHandle": (POINTER(Bytes64), c_void_p),
     "cuIpcOpenEventHandle": (POINTER(c_void_p), Bytes64),
     "cuMemPoolExportToShareableHandle": (c_void_p, c_void_p, c_int, c_uint64),

@@ -17,19 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce_cuda.devices import current_context
 from shmreduce_cuda.driver import Bytes64
-from shmreduce_cuda.errors import CudaMemoryError
+from shmreduce_cuda.errors import CudaMemoryError, CudaSharingError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shmreduce_cuda.driver import Driver
 
 __all__ = ["Events", "stream_handle"]
 
 _FLAGS = 2 | 4
 """``CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS``"""
+_NOT_READY = 600
 _NOT_SUPPORTED = 801
 _PER_THREAD = 2
 """``CU_STREAM_PER_THREAD``"""
 _MOST_FOREIGN = 64
+_PAUSE = 0.1
+"""Seconds between two looks at a process whose event is waited for."""
 
 
 def stream_handle(stream: Any) -> int:
@@ -106,17 +111,24 @@ class Events:
             for event in events:
                 driver.call("cuEventSynchronize", event)
 
-    def wait(self, ordinal: int, token: bytes, handle: bytes) -> None:
-        """Wait for an event of another process."""
-        with current_context(ordinal) as driver:
-            with self._lock:
-                event = self._open(driver, ordinal, (token, handle))
-                event.waiters += 1
-            try:
-                driver.call("cuEventSynchronize", event.event)
-            finally:
-                with self._lock:
-                    event.waiters -= 1
+    def wait(
+        self, ordinal: int, token: bytes, handle: bytes, is_alive: Callable[[], bool]
+    ) -> bool:
+        """Wait for an event of another process; return False if that has died before."""
+        with current_context(ordinal) as driver, self._lock:
+            event = self._open(driver, ordinal, (token, handle))
+            event.waiters += 1
+        waiting = _Waiting(event, self._lock)
+        if waiting.is_over_at_once():
+            return True
+        waiting.start()
+        while waiting.is_alive():
+            waiting.join(_PAUSE)
+            if waiting.is_alive() and not is_alive():
+                return False
+        if waiting.error is not None:
+            raise waiting.error
+        return True
 
     def _open(self, driver: Driver, ordinal: int, key: tuple[bytes, bytes]) -> _Foreign:
         known = self._foreign.pop(key, None)
@@ -147,6 +159,47 @@ class _Foreign:
         self.event = event
         self.ordinal = ordinal
         self.waiters = 0
+
+
+class _Waiting(threading.Thread):
+    """Waits for an event, in a thread that can be left to itself.
+
+    Nothing says that ``cuEventSynchronize`` returns if the process dies whose
+    stream was to bring the event about. Asking again and again instead might
+    never end: the sender records the event again and again.
+    """
+
+    def __init__(self, event: _Foreign, lock: threading.Lock) -> None:
+        super().__init__(name="shmreduce-cuda-event", daemon=True)
+        self._event = event
+        self._waiters_lock = lock
+        self.error: CudaSharingError | None = None
+
+    def is_over_at_once(self) -> bool:
+        """Return whether the event has happened; else :meth:`start` waits for it."""
+        with current_context(self._event.ordinal) as driver:
+            code = driver.attempt("cuEventQuery", self._event.event)
+        if code == _NOT_READY:
+            return False
+        self._end()
+        if code:
+            raise driver.failure("cuEventQuery", code)
+        return True
+
+    def run(self) -> None:
+        """Wait."""
+        try:
+            with current_context(self._event.ordinal) as driver:
+                driver.call("cuEventSynchronize", self._event.event)
+        except CudaSharingError as error:
+            self.error = error
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        # It may be destroyed from now on.
+        with self._waiters_lock:
+            self._event.waiters -= 1
 
 
 def _make(driver: Driver) -> tuple[c_void_p, bytes] | None:

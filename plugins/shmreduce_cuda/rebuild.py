@@ -140,8 +140,17 @@ def _await_event(runtime: Runtime, description: Description, ordinal: int) -> No
     token, handle = description.event
     if token == runtime.token:
         runtime.events.wait_here(ordinal, handle)
-    else:
-        runtime.events.wait(ordinal, token, handle)
+        return
+    try:
+        happened = runtime.events.wait(
+            ordinal, token, handle, lambda: _is_alive(runtime, description)
+        )
+    except CudaDriverError as error:
+        if not _is_alive(runtime, description):
+            raise _died(description) from error
+        raise
+    if not happened:
+        raise _died(description)
 
 
 def _died(description: Description) -> CudaProducerDied:

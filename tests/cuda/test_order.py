@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from shmreduce_cuda import CudaProducerDied
 from tests.cuda import actors as act
+from tests.cuda.actors import actors, connect
+from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.cuda.actors import Actor
-    from tests.cuda.conftest import Pair
+    from tests.cuda.conftest import Pair, Standin
 
 ZEROS = np.zeros(64, "i4")
 
@@ -106,3 +109,28 @@ def test_where_events_cannot_be_shared_the_stream_is_waited_for(
     assert set(receiver.ask(act.values, "a")) == {5}
     assert sender.ask(act.stats).events == before
     sender.ask(act.drop, "s")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_event_of_a_sender_that_is_killed(standin: Standin, waits: bool) -> None:
+    """Who waits for an event of a process that dies is told, and does not wait for ever."""
+    with actors(2) as (sender, receiver):
+        connect(sender, receiver)
+        sender.ask(act.make, "x", ZEROS)
+        sender.ask(act.send, "x")
+        receiver.ask(act.receive, "x")
+        sender.ask(act.set_delays, 60_000)
+        sender.ask(act.share_after_fill, "s", "x", 5)
+        sender.ask(act.send, "s")
+        if waits:
+            receiver.start(act.receive, "a")
+            eventually(
+                lambda: "cuEventSynchronize" in standin.calls(receiver.pid), "the receiver waits"
+            )
+        sender.kill()
+        if not waits:
+            receiver.start(act.receive, "a")
+        with pytest.raises(CudaProducerDied) as caught:
+            receiver.finish()
+        assert caught.value.pid == sender.pid
+        receiver.ask(act.drop)

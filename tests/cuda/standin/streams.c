@@ -243,9 +243,21 @@ API int cuEventSynchronize(struct local_event *event)
         return INVALID_HANDLE;
     uint64_t until = seen->recorded;
     struct timespec time = {0, 100000};
-    while (seen->done < until && seen->id == event->id && process_lives(seen->process))
+    /* For ever, if the process has died that was to bring it about. */
+    while (seen->done < until)
         nanosleep(&time, NULL);
     return SUCCESS;
+}
+
+API int cuEventQuery(struct local_event *event)
+{
+    int code = enter("cuEventQuery", true, " ");
+    if (code != SUCCESS)
+        return code;
+    if (!event->foreign)
+        return event->done < event->recorded ? NOT_READY : SUCCESS;
+    volatile struct event *seen = &shared->events[event->index];
+    return seen->id == event->id && seen->done < seen->recorded ? NOT_READY : SUCCESS;
 }
 
 struct event_handle { char mark[8]; uint64_t id; int32_t index, pid; };
