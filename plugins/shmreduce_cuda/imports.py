@@ -22,6 +22,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shmreduce_cuda.devices import synchronise
@@ -85,7 +86,8 @@ class Imports:
         self._mappings: dict[tuple[Any, ...], Mapping] = {}
         self._attachments: dict[int, weakref.ref[Attachment]] = {}
         self._ended: deque[tuple[Mapping, Block]] = deque()
-        self._stuck: list[tuple[Mapping, Block]] = []
+        self._stuck: deque[tuple[Mapping, Block]] = deque()
+        self._lost: list[tuple[Mapping, Block]] = []
         self.retired = False
         """Whether this is the parent's, in a forked child."""
         self.opened = 0
@@ -105,8 +107,8 @@ class Imports:
 
     @property
     def stuck(self) -> int:
-        """How many arrays are dead, and could not be closed since the device has failed."""
-        return len(self._stuck)
+        """How many arrays are dead, and could not be closed so far."""
+        return len(self._stuck) + len(self._lost)
 
     def attach(self, description: Description, lease: Block, ordinal: int) -> Attachment:
         """Open the memory of an array, unless it is open.
@@ -154,6 +156,17 @@ class Imports:
             self._ended.append((mapping, lease))
             self.settle()
 
+    def retry(self) -> None:
+        """Try again to close what could not be closed."""
+        self._take_up_stuck()
+        self.settle()
+
+    def _take_up_stuck(self) -> None:
+        for _ in range(len(self._stuck)):
+            # An index error if another thread takes them: it has them, then.
+            with suppress(IndexError):
+                self._ended.append(self._stuck.popleft())
+
     def settle(self) -> None:
         """Close what has ended, unless another call is at it, which does it then."""
         while self._ended and self._lock.acquire(blocking=False):
@@ -168,14 +181,20 @@ class Imports:
         while self._ended:
             mapping, lease = self._ended.popleft()
             try:
+                synchronise(mapping.ordinal)
+            except CudaDriverError:
+                # The device has failed, or a stream is being captured. What is still
+                # mapped must not be freed by its owner: the lease is kept.
+                self._stuck.append((mapping, lease))
+                continue
+            self._take_up_stuck()
+            try:
                 self._detach(mapping)
             except CudaDriverError:
-                # The device has failed. What is still mapped must not be freed
-                # by its owner: the lease ends with the process.
-                self._stuck.append((mapping, lease))
+                # Closed by half, perhaps, and never again: the lease ends with the process.
+                self._lost.append((mapping, lease))
 
     def _detach(self, mapping: Mapping) -> None:
-        synchronise(mapping.ordinal)
         if mapping.users == 1:
             # First: what is half closed, if that fails, is nobody's any more.
             self._mappings.pop(mapping.key, None)

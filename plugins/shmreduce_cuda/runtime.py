@@ -40,7 +40,7 @@ class Runtime:
 
     def collect(self) -> int:
         """Give back what has ended; return how many sent arrays were let go."""
-        self.imports.settle()
+        self.imports.retry()
         return self.exports.reclaim()
 
     def leave(self) -> None:

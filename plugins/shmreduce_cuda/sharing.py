@@ -143,7 +143,8 @@ def _hold(outgoing: OwnArray) -> None:
 def collect() -> int:
     """Free now what the receivers of sent arrays have dropped; return how many arrays.
 
-    Not needed for correctness: a thread does it some times a second.
+    Not needed for correctness: a thread does it some times a second. Received
+    arrays that could not be closed are tried again, too.
 
     Examples
     --------
@@ -176,7 +177,8 @@ class Stats:
     events : int
         Events that were made or opened.
     stuck : int
-        Dead arrays that could not be closed, since the device has failed.
+        Dead arrays that could not be closed so far: the device has failed, or was
+        recording a graph.
     fault : str
         What went wrong in the thread the last time; empty if nothing did.
     """

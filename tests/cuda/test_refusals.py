@@ -218,6 +218,25 @@ def test_a_device_that_fails_keeps_the_lease(standin: Standin) -> None:
     assert standin.folder.exists()
 
 
+@pytest.mark.parametrize("by", ["collect", "another"])
+def test_what_could_not_be_closed_is_tried_again(pair: Pair, by: str) -> None:
+    """A device that cannot be waited for now, since a graph is being recorded, can be later."""
+    for name in ("x", "y"):
+        pair.sender.ask(act.make, name, BASE)
+    pair.sender.ask(act.send, "x", "y")
+    pair.receiver.ask(act.receive, "x", "y")
+    pair.receiver.ask(act.fail, "cuCtxSynchronize", 900)
+    pair.receiver.ask(act.drop, "x")
+    assert pair.receiver.ask(act.stats).stuck == 1
+    if by == "collect":
+        pair.receiver.ask(act.collect)
+    else:
+        pair.receiver.ask(act.drop, "y")
+    assert pair.receiver.ask(act.stats).stuck == 0
+    pair.receiver.ask(act.drop)
+    nothing_is_out(pair.sender)
+
+
 @pytest.mark.parametrize(
     ("kind", "name"), [("pool", "cuMemPoolDestroy"), ("virtual", "cuMemAddressFree")]
 )
