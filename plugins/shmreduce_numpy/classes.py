@@ -12,12 +12,24 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-__all__ = ["Protocol", "base_of", "dtype_of", "flags_of", "protocol_of"]
+__all__ = [
+    "Protocol",
+    "base_of",
+    "dtype_of",
+    "flags_of",
+    "nbytes_of",
+    "protocol_of",
+    "shape_of",
+    "strides_of",
+]
 
 # What NumPy knows, whatever a class has under these names.
-base_of: Any = np.ndarray.base.__get__  # type: ignore[attr-defined]
-dtype_of: Any = np.ndarray.dtype.__get__  # type: ignore[attr-defined]
-flags_of: Any = np.ndarray.flags.__get__  # type: ignore[attr-defined]
+base_of: Any = np.ndarray.base.__get__
+dtype_of: Any = np.ndarray.dtype.__get__
+flags_of: Any = np.ndarray.flags.__get__
+nbytes_of: Any = np.ndarray.nbytes.__get__
+shape_of: Any = np.ndarray.shape.__get__
+strides_of: Any = np.ndarray.strides.__get__
 
 
 class Protocol(enum.Enum):

@@ -47,7 +47,7 @@ def rebuild_view(
     block = import_block(handle)
     array = _lay_over(block, shape, dtype, offset=offset, strides=strides, cls=cls)
     if not writeable:
-        array.flags.writeable = False
+        np.ndarray.setflags(array, write=False)
     return array
 
 
@@ -83,7 +83,7 @@ def rebuild_copy(
     """
     array = _lay_over(import_block(handle), shape, dtype, order=order, cls=cls)
     if not writeable:
-        array.flags.writeable = False
+        np.ndarray.setflags(array, write=False)
     return array
 
 

@@ -13,7 +13,15 @@ import numpy as np
 
 from shmreduce_numpy import rebuild
 from shmreduce_numpy.blocks import find_block_of, offset_in, owner_of
-from shmreduce_numpy.classes import Protocol, dtype_of, flags_of, protocol_of
+from shmreduce_numpy.classes import (
+    Protocol,
+    dtype_of,
+    flags_of,
+    nbytes_of,
+    protocol_of,
+    shape_of,
+    strides_of,
+)
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.dtypes import describe_dtype
 
@@ -85,15 +93,15 @@ def _reference(
 ) -> Any:
     flags = flags_of(array)
     # Those of an axis of length 1 may be anything.
-    usual = flags.c_contiguous and (1 not in array.shape or not array.nbytes)
-    strides = None if usual else array.strides
+    usual = flags.c_contiguous and (1 not in shape_of(array) or not nbytes_of(array))
+    strides = None if usual else strides_of(array)
     # One that fills its block begins where that does. Where one without bytes
     # points to is anywhere, and NumPy checks it.
-    fills = array.nbytes in (0, block.nbytes) and flags.forc
+    fills = nbytes_of(array) in (0, block.nbytes) and flags.forc
     arguments = (
         handle,
         0 if fills else offset_in(block, array),
-        array.shape,
+        shape_of(array),
         strides,
         describe_dtype(dtype_of(array)),
         flags.writeable,
@@ -106,25 +114,25 @@ def _reference(
 
 
 def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: Message) -> Any:
-    if array.nbytes < message.inline_limit or array.nbytes == 0:
+    if nbytes_of(array) < message.inline_limit or nbytes_of(array) == 0:
         return _reduce_inline(array, message)
     flags = flags_of(array)
     # Pickling would make a gapless array of any other.
     if block is not None and (flags.c_contiguous or flags.f_contiguous):
-        handle = message.refer(block, array.nbytes)
+        handle = message.refer(block, nbytes_of(array))
         if handle is not None:
             return _reference(array, block, handle)
     if block is None and message.moves and (flags.c_contiguous or flags.f_contiguous):
         moved = _move(array, message)
         if moved is not None:
             return moved
-    taken = message.allocate(array.nbytes)
+    taken = message.allocate(nbytes_of(array))
     if taken is None:
         return _reduce_inline(array, message)
     memory, handle = taken
     order = _order_of(array)
     _copy(array, memory, order)
-    arguments = (handle, array.shape, order, describe_dtype(dtype_of(array)), flags.writeable)
+    arguments = (handle, shape_of(array), order, describe_dtype(dtype_of(array)), flags.writeable)
     if type(array) is np.ndarray:
         return rebuild.rebuild_copy, arguments
     return rebuild.rebuild_copy, (*arguments, type(array))
@@ -136,12 +144,19 @@ def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
     if owner is None:
         return None
     address: int = owner.__array_interface__["data"][0]
-    handle = message.move(address, array.nbytes)
+    handle = message.move(address, nbytes_of(array))
     if handle is None:
         return None
     offset: int = array.__array_interface__["data"][0] - address
     dtype = describe_dtype(dtype_of(array))
-    arguments = (handle, offset, array.shape, array.strides, dtype, flags_of(array).writeable)
+    arguments = (
+        handle,
+        offset,
+        shape_of(array),
+        strides_of(array),
+        dtype,
+        flags_of(array).writeable,
+    )
     if type(array) is np.ndarray:
         return rebuild.rebuild_view, arguments
     return rebuild.rebuild_view, (*arguments, type(array))
@@ -160,7 +175,7 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
         # pickler would ask about.
         fortran = flags.f_contiguous and not flags.c_contiguous
         data = array.tobytes("F" if fortran else "C")
-        return rebuild.rebuild_small, (dtype.char, array.shape, fortran, data)
+        return rebuild.rebuild_small, (dtype.char, shape_of(array), fortran, data)
     if dtype.hasobject:
         return NotImplemented
     # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
@@ -169,7 +184,7 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     plain = np.ndarray.view(array, np.ndarray)
     return rebuild.rebuild_inline, (
         plain.tobytes(order),
-        array.shape,
+        shape_of(array),
         order,
         describe_dtype(dtype_of(array)),
         flags_of(array).writeable,
@@ -219,7 +234,7 @@ def _reduce_by_own_method(array: np.ndarray[Any, Any], message: Message) -> Any:
 
     Bytes are values: it makes no difference to the class where they travelled.
     """
-    if array.nbytes < message.inline_limit or array.nbytes == 0:
+    if nbytes_of(array) < message.inline_limit or nbytes_of(array) == 0:
         return NotImplemented
     reduced = array.__reduce_ex__(4)
     if not isinstance(reduced, tuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from shmreduce import NotShareableError, allocate
 from shmreduce_numpy.blocks import array_over, root_of
-from shmreduce_numpy.classes import Protocol, protocol_of
+from shmreduce_numpy.classes import Protocol, dtype_of, protocol_of
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.rebuild import rebuild_masked, take_attributes
 
@@ -68,7 +68,7 @@ def share_array(array: np.ndarray[Any, Any], mode: Mode) -> Any:
     NotShareableError
         If the dtype has Python objects inside.
     """
-    _refuse_objects(array.dtype)
+    _refuse_objects(dtype_of(array))
     protocol = protocol_of(type(array))
     if protocol is Protocol.MASKED:
         return _share_masked(array, mode)

@@ -171,6 +171,8 @@ class Renaming(np.ndarray):
 
     dtype: Any = None
     flags: Any = None
+    nbytes: Any = -1
+    strides: Any = None
 
     @property
     def base(self) -> Any:
@@ -186,6 +188,32 @@ def test_names_of_ndarray_may_mean_something_else(count: int, shared: bool) -> N
     assert type(received) is Renaming
     assert np.ndarray.tolist(received) == [1.0] * count
     assert np.shares_memory(received, memory) == shared
+
+
+@SIZES
+def test_such_a_class_may_be_read_only_and_shared(count: int) -> None:
+    """What it has under those names is in the way of neither."""
+    memory = np.ones(count)
+    memory.setflags(write=False)
+    received = round_trip(np.ndarray.view(memory, Renaming))
+    with pytest.raises(ValueError, match="read-only"):
+        np.ndarray.fill(received, 2)
+    copied = shmreduce.share(received)
+    assert type(copied) is Renaming
+    assert np.ndarray.tolist(copied) == [1.0] * count
+
+
+class Reshaped(np.ndarray):
+    """Says that it is longer than it is."""
+
+    shape: Any = (10**6,)
+
+
+def test_a_class_that_lies_about_its_shape() -> None:
+    """What travels in a block is the array. Ordinary pickling makes none of it again."""
+    received = round_trip(np.ndarray.view(np.ones(100_000), Reshaped))
+    assert type(received) is Reshaped
+    assert np.ndarray.tolist(received) == [1.0] * 100_000
 
 
 def reduce_registered(array: Array) -> Any:
