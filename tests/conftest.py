@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 import shmreduce
+from shmreduce.memory import runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
+
+    from shmreduce.memory.family import Letter
 
 pytest_plugins = ["shmreduce.testing.pytest_plugin"]
 
@@ -33,6 +37,15 @@ def _answer(connection: Connection, function: Callable[..., Any], arguments: Any
     # The answer may refer to memory of this process: stay until it is read.
     connection.poll(PATIENCE)
     connection.close()
+
+
+def letters() -> list[Letter]:
+    """Return what is in the mailbox of this process's family: it keeps memory."""
+    found = []
+    for letter, fd in runtime.current().family._letters():
+        found.append(letter)
+        os.close(fd)
+    return found
 
 
 class Children:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from shmreduce.errors import (
     AttachError,
     ForeignSegmentError,
     InvalidHandleError,
+    LeaseTimeoutError,
     ProducerDied,
     SegmentError,
     SegmentGoneError,
@@ -27,7 +30,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory import locks
 from shmreduce.memory.layout import Layout
-from shmreduce.memory.lease_slots import MESSAGE
+from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.processes import is_alive
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.segment_file import check_file
@@ -334,17 +337,29 @@ class Attachments:
         return True
 
     def tidy_mailbox(self) -> None:
-        """Let go of segments in the mailbox whose messages have been read."""
-        self._family().tidy(_all_read)
+        """Let go of segments in the mailbox whose messages have been read.
+
+        What cannot be done now is left to the next who reads such a message.
+        """
+        # No descriptor is free, say. Who calls has an array that must not be lost for it.
+        with suppress(OSError, LeaseTimeoutError):
+            self._family().tidy(_all_read)
 
 
 def _all_read(letter: Letter, fd: int) -> bool:
     try:
         layout = Layout.of(check_file(fd, letter.token))
-    except (OSError, InvalidHandleError, ForeignSegmentError):
+    except (OSError, InvalidHandleError, ForeignSegmentError, SegmentError):
         return True
-    for slot, nonce in letter.unread:
+    # The last first: most are read in the order in which they were sent.
+    for slot, nonce in reversed(letter.unread):
         word = os.pread(fd, 8, layout.slot_words + 8 * slot)
-        if int.from_bytes(word, "little") == MESSAGE | nonce:
+        if int.from_bytes(word, sys.byteorder) == MESSAGE | nonce:
             return False
-    return letter.complete
+    return letter.complete or not _has_messages(fd, layout)
+
+
+def _has_messages(fd: int, layout: Layout) -> bool:
+    """Return whether a segment has any message that nobody has read, whoever sent it."""
+    data = os.pread(fd, 8 * layout.slots, layout.slot_words)
+    return any(word & ~NONCE_MASK == MESSAGE for word in memoryview(data).cast("Q"))

@@ -70,7 +70,8 @@ class Letter:
 
     def pack(self, family: bytes) -> bytes:
         """Return the letter's bytes."""
-        some = self.unread[:_MOST_UNREAD]
+        # Those that are read last, mostly: as long as they are not, nothing else is looked at.
+        some = self.unread[-_MOST_UNREAD:]
         complete = self.complete and len(some) == len(self.unread)
         head = _LETTER.pack(self.token, family, complete)
         return head + b"".join(_UNREAD.pack(slot, nonce) for slot, nonce in some)
@@ -293,6 +294,9 @@ class Family:
         leaves it twice, which does no harm.
         """
         with self._locked(_LOCK_MAILBOX):
+            if self._depth[_LOCK_MAILBOX] > 1:
+                # A signal handler, or a destructor, in the middle of another call.
+                return
             count = 0
             for _, fd in self._letters():
                 _close(fd)
@@ -309,7 +313,8 @@ class Family:
         try:
             if not is_read(letter, fd):
                 self._send(letter, fd)
-        except BlockingIOError:
+        except OSError:
+            # It is full, or too many descriptors are in flight.
             return False
         finally:
             os.close(fd)
@@ -325,15 +330,19 @@ class Family:
         )
 
     def _letters(self) -> Iterable[tuple[Letter, int]]:
-        receiver = self.mailbox[0]
-        receiver.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+        place = 0
         while True:
+            # Each time: a signal handler, or a destructor, may have looked meanwhile.
+            self.mailbox[0].setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, place)
             answer = self._receive(socket.MSG_PEEK)
             if answer is None:
                 return
-            yield answer
+            letter, fd, size = answer
+            place += size
+            yield letter, fd
 
-    def _receive(self, flags: int) -> tuple[Letter, int] | None:
+    def _receive(self, flags: int) -> tuple[Letter, int, int] | None:
+        """Return a letter, its descriptor and its size in bytes."""
         try:
             data, control, _, _ = self.mailbox[0].recvmsg(
                 _LETTER.size + _UNREAD.size * _MOST_UNREAD,
@@ -351,7 +360,7 @@ class Family:
         for surplus in fds[1:]:
             os.close(surplus)
         # Without room for the descriptor (EMFILE) the kernel drops it silently.
-        return Letter.unpack(data), fds[0] if fds else -1
+        return Letter.unpack(data), fds[0] if fds else -1, len(data)
 
 
 def _seal(fd: int) -> None:

@@ -22,6 +22,7 @@ from shmreduce.memory.mapping import PAGE_SIZE, huge_ceil, page_ceil
 __all__ = [
     "BY_VALUE",
     "CHUNK_SLOTS",
+    "HANDED_OVER",
     "IMPORTERS",
     "LOCK_BLOCK",
     "LOCK_CHUNK",
@@ -43,6 +44,8 @@ IMPORTERS = 1024
 """How many processes may hold leases in one segment at a time."""
 CHUNK_SLOTS = 512
 """Lease slots that one process takes for its own allocation at a time."""
+HANDED_OVER = PAGE_SIZE - 8
+"""Where the header page has a word that is not 0 once the mailbox may have the segment."""
 
 # Byte locks, far beyond the end of any file.
 LOCK_OWNER = 1 << 40

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 from shmreduce.errors import OutOfLeasesError, OutOfSharedMemoryError
 from shmreduce.memory import locks
 from shmreduce.memory.block_locks import BlockLocks
-from shmreduce.memory.layout import CHUNK_SLOTS, IMPORTERS, LOCK_CHUNK, Layout, SegmentHeader
+from shmreduce.memory.layout import (
+    CHUNK_SLOTS,
+    HANDED_OVER,
+    IMPORTERS,
+    LOCK_CHUNK,
+    Layout,
+    SegmentHeader,
+)
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.segment_file import reserve_pages
 
@@ -66,6 +73,7 @@ class LeaseSlots(BlockLocks):
         self._previous = _words(everything, layout.slot_previous, slots, "I")
         self._epochs = _words(everything, layout.importer_epochs, IMPORTERS, "Q")
         self.pids = _words(everything, layout.importer_pids, IMPORTERS, "Q")
+        self._handed_over = _words(everything, HANDED_OVER, 1, "Q")
         self._free_slots: list[int] = []
         self._listed: dict[int, object] = {}
         self._chunks: dict[int, object] = {}

@@ -170,9 +170,14 @@ def import_block(handle: bytes) -> Block:
         found = _claim(runtime, segment, what)
     finally:
         segment.unpin(mark)
-    if segment.orphan:
-        runtime.attachments.tidy_mailbox()
+    _message_ended(runtime, segment)
     return found
+
+
+def _message_ended(runtime: Runtime, segment: Segment) -> None:
+    """See to it that the mailbox does not keep a segment of which all messages have ended."""
+    if segment.handed_over:
+        runtime.attachments.tidy_mailbox()
 
 
 def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
@@ -244,7 +249,8 @@ def _end_known(known: Block, slot: int, nonce: int) -> None:
     """End a message about a block that this process has had before."""
     # As long as it is known its segment stays open, without a pin.
     record = known._record
-    record.segment.consume(record.block, record.generation, slot, nonce)
+    if record.segment.consume(record.block, record.generation, slot, nonce):
+        _message_ended(current(), record.segment)
 
 
 def discard_message(data: bytes | bytearray | memoryview) -> None:
@@ -253,10 +259,13 @@ def discard_message(data: bytes | bytearray | memoryview) -> None:
     Handles in it that were claimed already are left to the arrays that were
     rebuilt from them.
     """
+    runtime = current()
     for what in _handles_in(data):
         try:
             with _pinned(what) as segment:
                 segment.consume(what.block, what.generation, what.slot, what.nonce)
+                _message_ended(runtime, segment)
+            runtime.attachments.close_ownerless(segment)
         except ShmreduceError:
             # Nothing is left that could be released, or not now. The others are.
             continue

@@ -209,9 +209,14 @@ class Runtime:
             # Another description: the mailbox keeps it, and this one has our locks.
             fd = locks.reopen(segment.fd)
             try:
+                # First: who reads the last of them from now on takes the letter out.
+                segment.hand_over()
                 self.family.post(letter, fd)
             finally:
                 os.close(fd)
+            if not segment.unread():
+                # Read meanwhile, when there was no letter yet.
+                self.attachments.tidy_mailbox()
         except (OSError, LeaseTimeoutError) as error:
             # The process ends all the same, and its names must go.
             warnings.warn(

@@ -187,6 +187,15 @@ class Segment(LeaseSlots):
         return self.owner or locks.first_locked(self.fd, LOCK_OWNER) is not None
 
     @property
+    def handed_over(self) -> bool:
+        """Whether the mailbox may have the segment: whoever ends a message looks there, too."""
+        return self._handed_over[0] != 0
+
+    def hand_over(self) -> None:
+        """Take note, for everybody, that the mailbox is about to have the segment."""
+        self._handed_over[0] = 1
+
+    @property
     def idle(self) -> bool:
         """Whether nothing of another process's segment is in use here."""
         if self.owner or self.holds or self.pins:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Listener
@@ -13,8 +15,10 @@ import pytest
 
 import shmreduce
 from shmreduce.memory import runtime
+from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.testing.processes import OtherProcess
+from tests.conftest import letters
 from tests.memory.waiting import PATIENCE, eventually, receive
 
 if TYPE_CHECKING:
@@ -35,6 +39,12 @@ def forward_and_change(reader: Any, writer: Any) -> None:
 
 def send_ones(writer: Any, length: int) -> None:
     writer.send(np.ones(length, np.uint8))
+
+
+def put_two_and_wait(queue: Any, reader: Any) -> None:
+    queue.put(np.ones(LENGTH, np.uint8))
+    queue.put(np.ones(LENGTH, np.uint8))
+    receive(reader)
 
 
 def put_ones(queue: Any, count: int) -> None:
@@ -130,6 +140,80 @@ def test_the_mailbox_does_not_grow(children: Children) -> None:
     assert list(family._letters()) == []
     runtime.current().attachments.close_idle(0)
     assert len(process_state().segments) <= before + 1
+    queue.close()
+
+
+def test_the_mailbox_lets_go_of_segments_that_were_open_here(children: Children) -> None:
+    """A reader that had the segment open before its maker ended, and so did not find it
+    in the mailbox, takes it out of there all the same when the last message is read.
+    """
+    queue = children.context.SimpleQueue()
+    reader, writer = children.context.Pipe(duplex=False)
+    process = children.start(put_two_and_wait, queue, reader)
+    first = queue.get()
+    writer.send("end")
+    children.join(process)
+    assert len(letters()) == 1
+    second = queue.get()
+    assert letters() == []
+    assert first.sum() == second.sum() == LENGTH
+    reader.close()
+    writer.close()
+    queue.close()
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_the_mailbox_lets_go_of_more_than_a_letter_names(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment with more unread messages than a letter has room for goes with the last."""
+    monkeypatch.setattr("shmreduce.memory.family._MOST_UNREAD", 2)
+    queue = children.context.SimpleQueue()
+    children.join(children.start(put_ones, queue, 4))
+    for _ in range(4):
+        assert [letter.complete for letter in letters()] == [False]
+        queue.get()
+    assert letters() == []
+    queue.close()
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ETOOMANYREFS])
+def test_no_array_is_lost_where_the_mailbox_is_full(
+    children: Children, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Who reads one of two messages of a dead sender gets it, also where the letter about
+    the other cannot be posted again.
+    """
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    queue = children.context.SimpleQueue()
+    children.join(children.start(put_ones, queue, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Family, "_send", refuse)
+        assert queue.get() is not None
+    assert queue.get() is not None
+    assert letters() == []
+    queue.close()
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_two_looks_into_the_mailbox_at_once(children: Children) -> None:
+    """A signal handler that looks for a segment does not hide others from who looks already."""
+    queue = children.context.SimpleQueue()
+    for _ in range(3):
+        children.join(children.start(put_ones, queue, 1))
+    family = runtime.current().family
+    seen = []
+    for letter, fd in family._letters():
+        seen.append(letter.token)
+        os.close(fd)
+        assert family.look_for(b"nobody's segment") is None
+    assert len(set(seen)) == 3
+    for _ in range(3):
+        queue.get()
     queue.close()
 
 
