@@ -38,6 +38,11 @@ class Descriptor:
             raise ValueError("the descriptor is closed")
         return self._number
 
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._number is None
+
     def close(self) -> None:
         """Close it; doing so again changes nothing."""
         # Forgotten before it is closed: the number may be somebody else's at once.

@@ -185,8 +185,9 @@ class ProcessContext:
             return False
         # It refers to this context: without it what is held goes with the last reference.
         self._stop = None
+        # Results of the others, and their exceptions, are for nobody.
         for child in self._children:
-            child.report.close()
+            child.report.give_up(child.way)
         # A copy: what is raised refers to this context by its traceback.
         raise copy(self._failure)
 

@@ -1,6 +1,6 @@
 """What a process of the spawn family does, and how it tells its parent the outcome.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`,
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`, ``loading`` of the memory,
 :mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling` and :mod:`shmreduce.prctl`.
 
 The outcome is written to an unnamed file that the parent made, not to a pipe:
@@ -16,6 +16,7 @@ import pickle
 import sys
 import time
 import traceback
+import weakref
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,12 @@ class Way(enum.Enum):
         from shmreduce import pickling
 
         return pickling.loads(data)
+
+    def discard(self, data: bytes) -> None:
+        """Give back the shared memory of what a child has pickled and nobody has loaded."""
+        from shmreduce.memory.loading import discard_message
+
+        discard_message(data)
 
 
 @dataclass(frozen=True)
@@ -106,18 +113,51 @@ class ReportFile:
 
     def read(self) -> Returned | Raised | None:
         """Return the outcome; None if the child has not told any."""
-        number = self._file.fileno()
-        with os.fdopen(os.dup(number), "rb") as file:
-            file.seek(0)
-            mark, content = file.read(1), file.read()
-        if mark != _COMPLETE:
-            return None
-        outcome: Returned | Raised = pickle.loads(content)
-        return outcome
+        return _outcome_in(self._file)
 
     def close(self) -> None:
         """Give the file up; its memory is freed with the last process that has it."""
         self._file.close()
+
+    def give_up(self, way: Way) -> None:
+        """Close the file; what the outcome holds and nobody has loaded is given back.
+
+        To be called by the parent, once the child has ended. Nothing happens if
+        the file is closed.
+        """
+        _give_up(self._file, way, os.getpid())
+
+    def give_up_when_dropped(self, way: Way) -> None:
+        """See to it that the file, when it is dropped in this process, is given up first."""
+        weakref.finalize(self, _give_up, self._file, way, os.getpid()).atexit = False
+
+
+def _outcome_in(file: Descriptor) -> Returned | Raised | None:
+    with os.fdopen(os.dup(file.fileno()), "rb") as stream:
+        stream.seek(0)
+        mark, content = stream.read(1), stream.read()
+    if mark != _COMPLETE:
+        return None
+    outcome: Returned | Raised = pickle.loads(content)
+    return outcome
+
+
+def _give_up(file: Descriptor, way: Way, owner: int) -> None:
+    # A forked child drops what it inherited, and what it inherited is its parent's.
+    if os.getpid() != owner or file.closed:
+        return
+    try:
+        outcome = _outcome_in(file)
+    except OSError:
+        # No descriptor is free.
+        outcome = None
+    if outcome is None:
+        data = None
+    else:
+        data = outcome.error if isinstance(outcome, Raised) else outcome.result
+    if data is not None:
+        way.discard(data)
+    file.close()
 
 
 def _unnamed_file() -> int:

@@ -275,6 +275,9 @@ class _Starter:
             raise
         finally:
             lifeline.reader.close()
-        # Held as long as multiprocessing holds the process, whoever drops the context.
+        # Held as long as multiprocessing holds the process, whoever drops the context:
+        # until it is known to have ended.
         process._shmreduce_lifeline = lifeline
+        process._shmreduce_report = report
+        report.give_up_when_dropped(self._way)
         return Child(process, self._way, report, lifeline)

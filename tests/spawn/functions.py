@@ -169,6 +169,11 @@ def large_array(index: int) -> Any:
     return np.full(500_000, index, dtype="f8")
 
 
+def large_array_when_told(index: int, reader: Connection) -> Any:
+    assert reader.poll(PATIENCE)
+    return large_array(index)
+
+
 def large_array_or_failure(index: int, reader: Connection, writer: Connection) -> Any:
     """Process 1 fails once process 0 is about to return."""
     if index == 0:

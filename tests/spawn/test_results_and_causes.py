@@ -20,7 +20,7 @@ from shmreduce import (
     ProcessTimeoutError,
     start_processes,
 )
-from tests.conftest import PATIENCE, Children
+from tests.conftest import PATIENCE, Children, letters
 from tests.spawn import functions
 
 if TYPE_CHECKING:
@@ -158,17 +158,55 @@ def test_arrays_of_a_call_that_fails_are_given_back(children: Children) -> None:
             start_method=children.method,
             results=True,
         )
+    assert letters() == []
     reader.close()
     writer.close()
 
 
+@pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_results_that_nobody_reads_are_given_back(children: Children) -> None:
     """So do results whose context is dropped."""
     context = start_processes(
         functions.large_array, join=False, start_method=children.method, results=True
     )
     assert context.join(PATIENCE)
+    assert len(letters()) == 1
     del context
+    assert letters() == []
+
+
+def test_results_that_come_after_their_context_was_dropped(children: Children) -> None:
+    """And those of processes that ended later: once they are known to have ended."""
+    reader, writer = Pipe(duplex=False)
+    context = start_processes(
+        functions.large_array_when_told,
+        (reader,),
+        join=False,
+        start_method=children.method,
+        results=True,
+    )
+    [process] = context.processes
+    del context
+    writer.send("go on")
+    process.join(PATIENCE)
+    assert len(letters()) == 1
+    del process
+    assert letters() == []
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_a_forked_child_leaves_results_to_its_parent(children: Children) -> None:
+    """Dropping an inherited context gives nothing up."""
+    context = start_processes(
+        functions.large_array, join=False, start_method=children.method, results=True
+    )
+    assert context.join(PATIENCE)
+    held = [context]
+    del context
+    children.join(children.start(held.clear))
+    assert held[0].results()[0][-1] == 0
 
 
 def test_shared_arguments_are_shared(children: Children) -> None:
