@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
@@ -102,12 +102,34 @@ class PluginReport:
     unusable: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Unreadable:
+    """Stands for the entry points of a distribution that cannot be read."""
+
+    dist: Distribution
+    error: Exception
+
+    value = "entry_points.txt"
+
+    @property
+    def name(self) -> str:
+        return _name_and_version(self.dist)[0]
+
+    def load(self) -> Any:
+        raise PluginError(
+            f"its entry points cannot be read ({type(self.error).__name__}: {self.error})",
+            plugin=None,
+            distribution=self.name,
+            reason="unreadable entry points",
+        )
+
+
 @dataclass
 class _Plugin:
     """One entry point and what it gave when it was loaded."""
 
     name: str
-    entry_point: EntryPoint
+    entry_point: EntryPoint | _Unreadable
     status: Status = "not loaded"
     reason: str = ""
     warned: bool = False
@@ -129,7 +151,9 @@ class _Plugin:
     def path(self) -> str:
         file = getattr(self.instance, "__file__", None)
         if file is None:
-            module = sys.modules.get(getattr(self.instance, "__module__", self.entry_point.module))
+            # Not the entry point's own attribute: that raises for a value it cannot parse.
+            named = self.entry_point.value.partition(":")[0].strip()
+            module = sys.modules.get(getattr(self.instance, "__module__", named))
             file = getattr(module, "__file__", None)
         if file is not None:
             return str(file)
@@ -191,9 +215,8 @@ class Plugins:
 
     def __init__(self, registry: Registry, found: Iterable[EntryPoint] | None = None) -> None:
         self.registry = registry
-        if found is None:
-            found = entry_points(group=hookspecs.PROJECT)
-        self._plugins = [_Plugin(each.name, each) for each in _sorted_and_unique(found)]
+        entries = _installed() if found is None else found
+        self._plugins = [_Plugin(each.name, each) for each in _sorted_and_unique(entries)]
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._synchronised_with: tuple[object, ...] | None = None
@@ -275,12 +298,17 @@ class Plugins:
     def _load(self, plugin: _Plugin) -> None:
         namesake = self._manager.get_plugin(plugin.name)
         if namesake is not None:
-            other = next(each for each in self._plugins if each.instance is namesake)
+            other = self._owner_of(namesake, but=plugin)
             plugin.status, plugin.reason = "broken", f"its name is taken by {other.origin}"
             return
         try:
             if plugin.instance is None:
                 plugin.instance = plugin.entry_point.load()
+            if self._manager.is_registered(plugin.instance):
+                # Not withdrawn: it is the other's.
+                other = self._owner_of(plugin.instance, but=plugin)
+                plugin.status, plugin.reason = "broken", f"it is the same object as {other.origin}"
+                return
             self._manager.register(plugin.instance, plugin.name)
             # A hook that is misspelt would be passed over in silence.
             self._manager.check_pending()
@@ -296,6 +324,15 @@ class Plugins:
             self._withdraw(plugin)
             plugin.reducers, plugin.strategies, plugin.array_factory = [], [], None
             plugin.status, plugin.reason = "broken", f"{type(error).__name__}: {error}"
+
+    def _owner_of(self, instance: object, but: _Plugin) -> _Plugin:
+        """Return the plugin by whose name an object is registered."""
+        name = self._manager.get_name(instance)
+        return next(
+            each
+            for each in self._plugins
+            if each.instance is instance and each.name == name and each is not but
+        )
 
     def _ask(self, plugin: _Plugin) -> None:
         """Call the plugin's own hooks, and nobody else's."""
@@ -340,13 +377,48 @@ class Plugins:
                 raise plugin.conflict
 
 
-def _sorted_and_unique(found: Iterable[EntryPoint]) -> list[EntryPoint]:
+def _installed() -> list[EntryPoint | _Unreadable]:
+    """Return the entry points of all installed distributions, those in damaged files too."""
+    try:
+        return [*entry_points(group=hookspecs.PROJECT)]
+    except Exception:
+        # One file that cannot be read or parsed takes the others with it.
+        return list(_one_by_one())
+
+
+def _one_by_one() -> Iterator[EntryPoint | _Unreadable]:
+    names = set()
+    for distribution in distributions():
+        name, _ = _name_and_version(distribution)
+        if name in names:
+            # The first on sys.path is the one that imports find.
+            continue
+        names.add(name)
+        try:
+            yield from distribution.entry_points.select(group=hookspecs.PROJECT)
+        except Exception as error:
+            if _may_have_plugins(distribution):
+                yield _Unreadable(distribution, error)
+
+
+def _may_have_plugins(distribution: Distribution) -> bool:
+    try:
+        text = distribution.read_text("entry_points.txt")
+    except Exception:
+        # Not text, or not to be opened.
+        return True
+    return f"[{hookspecs.PROJECT}]" in (text or "")
+
+
+def _sorted_and_unique(
+    found: Iterable[EntryPoint | _Unreadable],
+) -> list[EntryPoint | _Unreadable]:
     """Order by name, distribution and value; drop the same entry found twice."""
 
-    def key(each: EntryPoint) -> tuple[str, str, str]:
+    def key(each: EntryPoint | _Unreadable) -> tuple[str, str, str]:
         return each.name, _name_and_version(each.dist)[0], each.value
 
-    unique: dict[tuple[str, str, str], EntryPoint] = {}
+    unique: dict[tuple[str, str, str], EntryPoint | _Unreadable] = {}
     for each in found:
         # The first on sys.path is the one that imports find.
         unique.setdefault(key(each), each)
@@ -358,8 +430,12 @@ def _name_and_version(distribution: Distribution | None) -> tuple[str, str]:
     # Each look at either reads and parses the distribution's metadata again.
     if distribution is None:
         return "unknown", "unknown"
-    metadata = distribution.metadata
-    return str(metadata["Name"]), str(metadata["Version"])
+    try:
+        metadata = distribution.metadata
+        return metadata["Name"] or "unknown", metadata["Version"] or "unknown"
+    except Exception:
+        # Not text, or one of the two is missing, which later Pythons raise for.
+        return "unknown", "unknown"
 
 
 def _verdict(name: str, settings: Settings) -> tuple[Status, str]:

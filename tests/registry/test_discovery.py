@@ -90,6 +90,11 @@ class Installer:
         )
         (metadata / "entry_points.txt").write_text(f"[shmreduce]\n{name} = {module}\n")
 
+    def install_damaged(self, distribution: str, file: str, content: bytes) -> None:
+        """Install a distribution with a plugin, one of whose files has this content."""
+        self.install("damaged", REDUCER.format(claimed="example.X"), distribution=distribution)
+        (self.folder / f"{distribution}-1.5.dist-info" / file).write_bytes(content)
+
     def plugins(self, *, twice: bool = False) -> Plugins:
         """Return the plugins that are installed in the folder."""
         found = [
@@ -218,6 +223,69 @@ def test_broken_plugin_is_warned_about_once(installer: Installer) -> None:
     plugins.synchronise(Settings())
     plugins.synchronise(Settings(blocked=("other",)))
     assert plugins.warned() == ("broken",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"[shmreduce]\ndamaged\n", id="no value"),
+        pytest.param(b"[shmreduce]\ndamaged = caf\xe9\n", id="no text"),
+        pytest.param(b"[shmreduce]\ndamaged = not a module!\n", id="no module"),
+    ],
+)
+def test_damaged_entry_points_take_nobody_down(installer: Installer, content: bytes) -> None:
+    """A distribution whose entry points cannot be read is reported, the others are used."""
+    installer.install_damaged("damaged", "entry_points.txt", content)
+    installer.install("fine", REDUCER.format(claimed="example.Z"))
+    plugins = Plugins(Registry())
+    with pytest.warns(ShmreduceWarning, match="goes without plugin 'damaged' of distribution"):
+        plugins.synchronise(Settings())
+    report = report_of(plugins, "damaged")
+    assert (report.status, report.distribution) == ("broken", "damaged")
+    assert {report_of(plugins, name).status for name in ("fine", "numpy")} == {"loaded"}
+    plugins.synchronise(Settings(blocked=("damaged",)))
+    assert report_of(plugins, "damaged").status == "blocked"
+
+
+def test_damaged_entry_points_of_others_are_nobodys_business(installer: Installer) -> None:
+    """What has no plugins is not looked at, damaged or not."""
+    installer.install_damaged("damaged", "entry_points.txt", b"[console_scripts]\ndamaged\n")
+    plugins = Plugins(Registry())
+    plugins.synchronise(Settings())
+    assert "damaged" not in [report.name for report in plugins.reports()]
+
+
+@pytest.mark.parametrize("content", [b"Metadata-Version: 2.1\n", b"Name: caf\xe9\n"])
+def test_damaged_metadata(installer: Installer, content: bytes) -> None:
+    """A plugin of a distribution without a readable name is used like any other."""
+    installer.install_damaged("damaged", "METADATA", content)
+    plugins = installer.plugins()
+    plugins.synchronise(Settings())
+    report = report_of(plugins, "damaged")
+    assert (report.status, report.distribution, report.version) == ("loaded", "unknown", "unknown")
+
+
+def test_one_module_by_two_names(installer: Installer) -> None:
+    """The second name of a plugin is refused; what the first provides stays whole."""
+    source = """
+        from shmreduce import hookimpl
+
+        @hookimpl
+        def shmreduce_array_factory():
+            return "the factory"
+    """
+    installer.install("zz", source)
+    installer.install("aa", source, module="plugin_module_zz")
+    plugins = installer.plugins()
+    with pytest.warns(ShmreduceWarning, match="it is the same object as plugin 'zz'"):
+        plugins.synchronise(Settings())
+    assert [report.status for report in plugins.reports()] == ["broken", "loaded"]
+    factory: Any = plugins.array_factory()
+    assert factory == "the factory"
+    plugins.synchronise(Settings(blocked=("zz",)))
+    assert [report.status for report in plugins.reports()] == ["loaded", "blocked"]
+    factory = plugins.array_factory()
+    assert factory == "the factory"
 
 
 def test_half_broken_plugin_leaves_nothing(installer: Installer) -> None:
