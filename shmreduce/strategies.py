@@ -22,6 +22,7 @@ __all__ = [
     "find_strategy",
     "get_all_sharing_strategies",
     "get_sharing_strategy",
+    "reason_against",
     "set_sharing_strategy",
 ]
 
@@ -58,6 +59,17 @@ def find_strategy(name: str) -> SharingStrategy:
     return claim.strategy
 
 
+def reason_against(strategy: SharingStrategy) -> str | None:
+    """Return why a strategy does not work here, or None if it does.
+
+    One that cannot even say so does not work; the others are not to suffer for it.
+    """
+    try:
+        return strategy.unusable_reason()
+    except Exception as error:
+        return f"asked whether it works, it raised {type(error).__name__}: {error}"
+
+
 def choose_strategy(name: str | None) -> SharingStrategy:
     """Return a usable strategy: that of ``name``, or the default for None.
 
@@ -71,7 +83,7 @@ def choose_strategy(name: str | None) -> SharingStrategy:
     """
     if name is not None:
         strategy = find_strategy(name)
-        reason = strategy.unusable_reason()
+        reason = reason_against(strategy)
         if reason is None:
             return strategy
     else:
@@ -79,7 +91,7 @@ def choose_strategy(name: str | None) -> SharingStrategy:
         for default in DEFAULT_ORDER:
             if default in strategies:
                 strategy = strategies[default].strategy
-                if strategy.unusable_reason() is None:
+                if reason_against(strategy) is None:
                     return strategy
         reason = f"neither {' nor '.join(DEFAULT_ORDER)} works here"
     usable, unusable = _sort_out()
@@ -188,7 +200,7 @@ def _sort_out() -> tuple[list[str], dict[str, str]]:
     """Return the names of usable strategies, and the others with their reasons."""
     usable, unusable = [], {}
     for name, claim in sorted(get_registry().strategies().items()):
-        reason = claim.strategy.unusable_reason()
+        reason = reason_against(claim.strategy)
         if reason is None:
             usable.append(name)
         else:

@@ -19,6 +19,7 @@ from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.runtime import current
 from shmreduce.memory.segment_file import check_file
 from shmreduce.memory.sweep import abandoned, sweep
+from shmreduce.strategies import reason_against
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -187,7 +188,7 @@ def remove_leftovers() -> list[str]:
 def _strategies() -> Iterable[SharingStrategy]:
     claims = get_registry().strategies().values()
     # One that does not work here has no segments, and may have nowhere to look.
-    return [claim.strategy for claim in claims if claim.strategy.unusable_reason() is None]
+    return [claim.strategy for claim in claims if reason_against(claim.strategy) is None]
 
 
 def _candidates() -> Iterator[tuple[str, int | None]]:

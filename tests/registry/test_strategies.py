@@ -19,7 +19,10 @@ from shmreduce import (
     get_sharing_strategy,
     set_sharing_strategy,
 )
+from shmreduce.cli.doctor import installation
 from shmreduce.discovery import get_registry
+from shmreduce.memory import inspection
+from shmreduce.memory.headroom import Machine
 from shmreduce.strategies import DEFAULT_ORDER, current_strategy, find_strategy
 
 if TYPE_CHECKING:
@@ -83,6 +86,23 @@ def test_unusable_strategies_are_not_offered() -> None:
     """``get_all_sharing_strategies`` lists those that work."""
     assert "broken" not in get_all_sharing_strategies()
     assert {"file_descriptor", "file_system"} <= get_all_sharing_strategies()
+
+
+def test_a_strategy_that_cannot_be_asked_takes_nobody_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose ``unusable_reason`` raises does not work, and the others do."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("no such moon")
+
+    monkeypatch.setattr(Broken, "unusable_reason", fail)
+    assert "file_system" in get_all_sharing_strategies()
+    with pytest.raises(StrategyUnusableError, match="it raised RuntimeError: no such moon; us"):
+        set_sharing_strategy("broken")
+    assert isinstance(inspection.leftovers(), list)
+    assert isinstance(inspection.list_segments(), list)
+    assert "strategy broken" in [each.name for each in installation.strategies(Machine())]
 
 
 def test_default_is_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,10 +76,10 @@ def _remedy(broken: list[PluginReport]) -> str:
 def strategies(_machine: Machine) -> Iterator[Finding]:
     """Try every sharing strategy that there is."""
     from shmreduce.discovery import get_registry
-    from shmreduce.strategies import DEFAULT_ORDER, current_strategy
+    from shmreduce.strategies import DEFAULT_ORDER, current_strategy, reason_against
 
     reasons = {
-        name: claim.strategy.unusable_reason()
+        name: reason_against(claim.strategy)
         for name, claim in sorted(get_registry().strategies().items())
     }
     default = next((name for name in DEFAULT_ORDER if reasons.get(name, "missing") is None), None)
