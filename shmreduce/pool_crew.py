@@ -74,7 +74,7 @@ from shmreduce.pool_channel import (
 from shmreduce.pool_marks import Board, Marks
 from shmreduce.pool_member import Worker, describe_death
 from shmreduce.pool_room import Room, Wake
-from shmreduce.pool_worker import Orders, work
+from shmreduce.pool_worker import Orders, explained, forget_announced, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -502,6 +502,7 @@ class Crew:
         except (EOFError, OSError):
             self._stop_listening(worker)
             return
+        forget_announced()
         try:
             kind, value = unpickle()
         except ProducerDied as error:
@@ -513,7 +514,7 @@ class Crew:
             kind, value = False, error
         except BaseException as error:
             # What is unpickled is the user's, and may raise anything.
-            kind, value = False, error
+            kind, value = False, explained(error)
         if not worker.ready and kind != READY:
             # Before it is ready it answers nothing: the error cannot be unpickled.
             kind = FAILED

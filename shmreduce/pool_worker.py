@@ -1,7 +1,7 @@
 """What a worker process of a pool does.
 
-May import :mod:`shmreduce.errors`, ``born``, ``pool_tasks``, ``pool_channel``,
-``pool_marks`` and ``parent_death``. The protocol
+May import :mod:`shmreduce.errors`, ``born``, ``children``, ``pool_tasks``,
+``pool_channel``, ``pool_marks`` and ``parent_death``. The protocol
 is described in :mod:`shmreduce.pool_crew`.
 """
 
@@ -11,11 +11,18 @@ import contextlib
 import gc
 import logging
 import signal
+import threading
 import traceback
-from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
+from multiprocessing.pool import (  # type: ignore[attr-defined]
+    ExceptionWithTraceback,
+    MaybeEncodingError,
+    RemoteTraceback,
+    rebuild_exc,
+)
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born.allocations import check_allocator, shared_allocations
+from shmreduce.children import Call
 from shmreduce.errors import ShmreduceError
 from shmreduce.parent_death import die_with_parent
 from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from shmreduce.pool_channel import Channel
     from shmreduce.pool_marks import Marks
 
-__all__ = ["Orders", "work"]
+__all__ = ["Orders", "explained", "forget_announced", "work"]
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -195,8 +202,55 @@ def _run_all(
     return results
 
 
+class _Announced(threading.local):
+    """The traceback of the exception that the current thread has begun to unpickle."""
+
+    text: str | None = None
+
+
+_announced = _Announced()
+
+
+def _announce(text: str) -> None:
+    _announced.text = text
+
+
+class _Raised(ExceptionWithTraceback):  # type: ignore[misc]
+    """Pickles as the exception of a task, behind its traceback.
+
+    So the traceback is there also if the exception cannot be unpickled, as those
+    of classes that take other arguments than they pass on cannot.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (Call(_announce, self.tb), self.exc, self.tb)
+
+
+def _rebuild(_: None, error: BaseException, text: str) -> BaseException:
+    rebuilt: BaseException = rebuild_exc(error, text)
+    return rebuilt
+
+
+def forget_announced() -> None:
+    """Begin to unpickle another answer, in the parent."""
+    _announced.text = None
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return an error of unpickling an answer, with what the answer was, in the parent."""
+    text = _announced.text
+    if text is not None:
+        error.add_note(
+            "while the exception of a task was unpickled: its class must take the arguments that "
+            "it gives to Exception, or define __reduce__"
+        )
+        if error.__cause__ is None:
+            error.__cause__ = RemoteTraceback(text)
+    return error
+
+
 def _with_traceback(error: BaseException) -> Any:
-    wrapped = ExceptionWithTraceback(error, error.__traceback__)
+    wrapped = _Raised(error, error.__traceback__)
     # Its frames hold the task's arrays.
     error.__traceback__ = None
     return wrapped

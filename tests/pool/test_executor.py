@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from shmreduce import WorkerDied
+from shmreduce import WorkerDied, get_context
 from shmreduce.executor import ProcessPoolExecutor
 from tests.conftest import PATIENCE
 from tests.pool.work import (
@@ -35,6 +35,7 @@ from tests.pool.work import (
     release_kept_and_sleep,
     square,
     total,
+    unpicklable_there,
     wait_for_kept_lock,
 )
 
@@ -46,6 +47,31 @@ if TYPE_CHECKING:
 
 FORK: Any = multiprocessing.get_context("fork")
 SPAWN: Any = multiprocessing.get_context("spawn")
+
+
+class TakesTwoError(Exception):
+    """Cannot be unpickled: its arguments are not those of its class."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def raise_two() -> None:
+    raise TakesTwoError("one", "two")
+
+
+@pytest.mark.parametrize("context", [FORK, get_context("fork")])
+def test_exceptions_that_cannot_be_unpickled_are_told(context: Any) -> None:
+    """The error of unpickling says what it was about, and has the task's traceback as cause."""
+    with ProcessPoolExecutor(1, context) as executor:
+        error = executor.submit(raise_two).exception(PATIENCE)
+        assert isinstance(error, TypeError)
+        assert "TakesTwoError: one and two" in str(error.__cause__)
+        assert "while the exception of a task was unpickled" in error.__notes__[0]
+        # Not of the next error, which is about something else.
+        other = executor.submit(unpicklable_there, 1).exception(PATIENCE)
+        assert other is not None
+        assert "TakesTwoError" not in str(other.__cause__)
 
 
 def test_results_and_exceptions() -> None:
