@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from copy import copy
 from multiprocessing.connection import wait
@@ -38,6 +39,8 @@ _TERMINATION_SECONDS = 30.0
 """How long a process has after SIGTERM where no grace period was given, as in torch."""
 _KILL_SECONDS = 5.0
 """How long the kernel has to end a process that was sent SIGKILL."""
+_TURN_SECONDS = 0.1
+"""How long a thread waits for its turn before it looks whether it was interrupted."""
 
 
 class Child:
@@ -107,6 +110,8 @@ class ProcessContext:
         self._results: dict[int, Any] = {}
         self._failure: ProcessException | None = None
         self._stop: _Stop | None = None
+        # Who waits closes descriptors, whose numbers are somebody else's at once.
+        self._turn = threading.RLock()
 
     def __repr__(self) -> str:
         running = f"{len(self.sentinels)} of {len(self.processes)} processes not joined"
@@ -154,6 +159,7 @@ class ProcessContext:
             If the process exited with a code that is not 0 or was killed.
 
         After such an error no process is left. Every later call raises its like.
+        Threads may join at the same time; they take turns.
         """
         with Interrupts() as interrupts:
             return self.join_unless(interrupts, _deadline(timeout), grace_period)
@@ -173,6 +179,26 @@ class ProcessContext:
         ProcessRaisedException, ProcessExitedException
             As :meth:`join`.
         """
+        if not self._my_turn(deadline, interrupts):
+            return False
+        try:
+            return self._join(interrupts, deadline, grace_period)
+        finally:
+            self._turn.release()
+
+    def _my_turn(self, deadline: float, interrupts: Interrupts) -> bool:
+        """Wait until no other thread joins; False if the time is over."""
+        left = _remaining(deadline)
+        while not self._turn.acquire(
+            timeout=_TURN_SECONDS if left is None else min(left, _TURN_SECONDS)
+        ):
+            if left == 0:
+                return False
+            interrupts.pass_on()
+            left = _remaining(deadline)
+        return True
+
+    def _join(self, interrupts: Interrupts, deadline: float, grace_period: float | None) -> bool:
         if self._failure is None:
             ended = self._reap(deadline, interrupts)
             failed = [index for index in ended if self._children[index].exit_code]
@@ -231,7 +257,8 @@ class ProcessContext:
                     waited=timeout,
                     running=running,
                 )
-        return [self._load_result(index) for index in range(len(self.processes))]
+        with self._turn:
+            return [self._load_result(index) for index in range(len(self.processes))]
 
     def _reap(self, deadline: float, interrupts: Interrupts | None) -> list[int]:
         """Wait until one process has ended; return the indexes of all that have."""

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,3 +161,21 @@ def test_contexts_leave_no_descriptor(method: str) -> None:
     del processes, process
     multiprocessing.active_children()
     assert count_descriptors() == before
+
+
+def test_threads_may_join_at_the_same_time(method: str) -> None:
+    """Each gets what it would get alone: the results, or the failure."""
+    reader, writer = Pipe(duplex=False)
+    context = start_processes(
+        functions.end_when_told, (reader,), nprocs=2, join=False, start_method=method, results=True
+    )
+    failing = start_processes(functions.fail, nprocs=2, join=False, start_method=method)
+    with ThreadPoolExecutor(8) as executor:
+        answers = [executor.submit(context.results, PATIENCE) for _ in range(4)]
+        failures = [executor.submit(failing.join, PATIENCE) for _ in range(4)]
+        assert context.join(timeout=0) is False
+        writer.send("end")
+        assert [each.result(PATIENCE) for each in answers] == [[None, None]] * 4
+        assert {type(each.exception(PATIENCE)) for each in failures} == {ProcessRaisedException}
+    reader.close()
+    writer.close()
