@@ -55,9 +55,9 @@ class Machine:
         return None
 
     def memory(self, key: str) -> int | None:
-        """Return a line of ``/proc/meminfo`` in bytes (proc_meminfo(5))."""
-        text = self.field("/proc/meminfo", key)
-        return None if text is None else int(text.split()[0]) * 1024
+        """Return a line of ``/proc/meminfo`` in bytes (proc_meminfo(5)), None if none tells."""
+        number, _, _ = (self.field("/proc/meminfo", key) or "").partition(" ")
+        return int(number) * 1024 if number.isdigit() else None
 
 
 def headroom(machine: Machine) -> int | None:
@@ -81,7 +81,11 @@ def cgroup_limits(machine: Machine) -> Iterator[tuple[int, int, str]]:
     not count as used.
     """
     for line in (machine.text("/proc/self/cgroup") or "").splitlines():
-        _number, controllers, path = line.split(":", 2)
+        _number, colon, rest = line.partition(":")
+        controllers, second, path = rest.partition(":")
+        if not (colon and second):
+            # Not in any format that is known: emulated kernels have theirs.
+            continue
         if controllers == "":
             yield from _limits_upwards(
                 machine, "/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
@@ -114,6 +118,6 @@ def _limits_upwards(
 def _statistic(machine: Machine, folder: str, key: str) -> int:
     for line in (machine.text(f"{folder}/memory.stat") or "").splitlines():
         name, _, value = line.partition(" ")
-        if name == key:
+        if name == key and value.isdigit():
             return int(value)
     return 0

@@ -14,7 +14,7 @@ from shmreduce.cli import doctor
 from shmreduce.cli.doctor import limits, system
 from shmreduce.cli.doctor.findings import Finding
 from shmreduce.memory import locks
-from shmreduce.memory.headroom import Machine
+from shmreduce.memory.headroom import Machine, headroom
 from tests.cli.commands import read_json, run
 
 if TYPE_CHECKING:
@@ -73,10 +73,36 @@ def test_a_check_that_fails_is_a_finding() -> None:
     def another_check(_machine: Machine) -> NoReturn:
         raise OSError(errno.EIO, "no answer")
 
-    for check in (some_check, another_check):
+    def broken_check(_machine: Machine) -> NoReturn:
+        raise ValueError("odd")
+
+    for check in (some_check, another_check, broken_check):
         (finding,) = doctor._findings(check, Machine())
         assert finding.name == check.__name__.replace("_", " ")
         assert finding.verdict == "problem"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"proc__self__cgroup": "nothing known\n0::\n1:memory\n"},
+        {"proc__meminfo": "MemAvailable:\nMemTotal: many kB\n"},
+        {
+            "proc__self__cgroup": "0::/a\n",
+            "sys__fs__cgroup__a__memory.max": "100",
+            "sys__fs__cgroup__a__memory.current": "100",
+            "sys__fs__cgroup__a__memory.stat": "inactive_file\n",
+        },
+        {"proc__mounts": "proc /proc\n\n", "proc__self__mountinfo": "\nodd\n"},
+    ],
+)
+def test_machines_that_tell_odd_things(files: dict[str, str], tmp_path: Path) -> None:
+    """What a kernel, or who emulates one, tells in another format is not known; no more."""
+    machine = machine_with(tmp_path, **files)
+    left = headroom(machine)
+    assert left is None or left == 0
+    assert len(doctor.examine(machine)) >= len(doctor.CHECKS)
 
 
 @pytest.mark.parametrize(

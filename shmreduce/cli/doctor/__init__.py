@@ -70,9 +70,13 @@ def _findings(check: Check, machine: Machine) -> list[Finding]:
     try:
         answer = check(machine)
         return [answer] if isinstance(answer, Finding) else list(answer)
-    except (ShmreduceError, OSError) as error:
+    except Exception as error:
+        # Whatever it is: an odd machine is what the other findings are for.
         name = check.__name__.replace("_", " ")
-        return [Finding(name, "problem", f"could not be checked: {error}", "mend that first")]
+        what = str(error)
+        if not isinstance(error, ShmreduceError | OSError):
+            what = f"{type(error).__name__}: {error}"
+        return [Finding(name, "problem", f"could not be checked: {what}", "mend that first")]
 
 
 def _run(options: argparse.Namespace) -> int:
