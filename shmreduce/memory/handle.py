@@ -76,7 +76,8 @@ def pack_constant(
     ``key`` is from :func:`block_key`, ``name`` the strategy's; for the others
     see :class:`Handle`.
     """
-    encoded, located = name.encode(), where.encode()
+    # A path need not be text (os.fsencode).
+    encoded, located = name.encode(), where.encode(errors="surrogateescape")
     sizes = len(encoded), len(located)
     rest = _REST.pack(boot, nbytes, pid, shared, _MODES.index(mode), *sizes)
     return key + rest + encoded + located
@@ -200,7 +201,7 @@ class Handle(NamedTuple):
             raise _invalid(f"its mode is {mode}")
         try:
             name = data[_SHORTEST:end].decode()
-            where = data[end:].decode().rstrip("\0")
+            where = data[end:].decode(errors="surrogateescape").rstrip("\0")
         except UnicodeDecodeError as error:
             raise _invalid("its names are not text") from error
         return cls(

@@ -7,6 +7,8 @@ import fcntl
 import mmap
 import os
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -274,3 +276,27 @@ def test_says_that_locks_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without open file description locks there are no leases."""
     monkeypatch.delattr(fcntl, "F_OFD_SETLK")
     assert "F_OFD_SETLK" in str(FileSystemStrategy().unusable_reason())
+
+
+PROGRAM = """
+import multiprocessing, shmreduce
+shmreduce.install(strategy="file_system")
+reader, writer = multiprocessing.Pipe(duplex=False)
+writer.send(memoryview(bytes(1 << 20)))
+print(len(reader.recv()))
+"""
+
+
+def test_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
+    """Arrays travel by files in it like in any other."""
+    directory = tmp_path / os.fsdecode(b"caf\xe9")
+    directory.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "SHMREDUCE_DIRECTORY": str(directory)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(1 << 20)
