@@ -259,8 +259,8 @@ def discard_message(data: bytes | bytearray | memoryview) -> None:
     Handles in it that were claimed already are left to the arrays that were
     rebuilt from them.
     """
-    runtime = current()
     for what in _handles_in(data):
+        runtime = current()
         try:
             with _pinned(what) as segment:
                 segment.consume(what.block, what.generation, what.slot, what.nonce)
