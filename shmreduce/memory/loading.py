@@ -107,6 +107,9 @@ class Loading:
         _here.loading = self._outer
         for block, slot, nonce in self._known:
             _end_known(block, slot, nonce)
+        # Only now: what was undone may be the last message of its segment.
+        for segment in {block._record.segment for block, _ in self._claims}:
+            _message_ended(current(), segment)
 
 
 def import_block(handle: bytes) -> Block:
@@ -170,7 +173,8 @@ def import_block(handle: bytes) -> Block:
         found = _claim(runtime, segment, what)
     finally:
         segment.unpin(mark)
-    _message_ended(runtime, segment)
+    if _here.loading is None:
+        _message_ended(runtime, segment)
     return found
 
 

@@ -8,12 +8,14 @@ import os
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Listener
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce import AttachError
 from shmreduce.memory import runtime
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
@@ -195,6 +197,39 @@ def test_no_array_is_lost_where_the_mailbox_is_full(
         patch.setattr(Family, "_send", refuse)
         assert queue.get() is not None
     assert queue.get() is not None
+    assert letters() == []
+    queue.close()
+
+
+class LoadableLater:
+    """Cannot be opened at the first attempt."""
+
+    attempts = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoadableLater.load, ()
+
+    @classmethod
+    def load(cls) -> str:
+        cls.attempts += 1
+        if cls.attempts == 1:
+            raise AttachError("not now", segment=None, locator=None, reason="test", errno=0)
+        return "loaded"
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_a_message_that_can_be_loaded_again_stays_in_the_mailbox(children: Children) -> None:
+    """Also if its array was there already when what comes after it could not be opened."""
+    LoadableLater.attempts = 0
+    queue = children.context.SimpleQueue()
+    children.join(children.start(queue.put, (np.ones(LENGTH, np.uint8), LoadableLater())))
+    with pytest.raises(AttachError, match="not now") as caught:
+        queue.get()
+    runtime.current().attachments.close_idle(0)
+    assert len(letters()) == 1
+    assert caught.value.message_bytes is not None
+    array, word = ForkingPickler.loads(caught.value.message_bytes)
+    assert (array.sum(), word) == (LENGTH, "loaded")
     assert letters() == []
     queue.close()
 
