@@ -34,7 +34,7 @@ from shmreduce.registry import Registry, describe, qualified_name
 from shmreduce.settings import Settings, get_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from importlib.metadata import Distribution, EntryPoint
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer, SharingStrategy
@@ -251,7 +251,11 @@ class Plugins:
             for plugin in reversed(self._plugins):
                 plugin.status, plugin.reason = _verdict(plugin.name, settings)
                 if plugin.status == "loaded":
-                    self._load(plugin)
+                    self._attempt(plugin, self._load)
+            # Of two that claim the same, the first by name has it.
+            for plugin in self._plugins:
+                if plugin.status == "loaded":
+                    self._attempt(plugin, self._claim)
             self._synchronised_with = wanted
         self._speak_up()
         self.settled_with = settings
@@ -301,22 +305,28 @@ class Plugins:
             other = self._owner_of(namesake, but=plugin)
             plugin.status, plugin.reason = "broken", f"its name is taken by {other.origin}"
             return
+        if plugin.instance is None:
+            plugin.instance = plugin.entry_point.load()
+        if self._manager.is_registered(plugin.instance):
+            # Not withdrawn: it is the other's.
+            other = self._owner_of(plugin.instance, but=plugin)
+            plugin.status, plugin.reason = "broken", f"it is the same object as {other.origin}"
+            return
+        self._manager.register(plugin.instance, plugin.name)
+        # A hook that is misspelt would be passed over in silence.
+        self._manager.check_pending()
+        self._ask(plugin)
+
+    def _claim(self, plugin: _Plugin) -> None:
+        for reducer in plugin.reducers:
+            self.registry.register(reducer, plugin.origin)
+        for strategy in plugin.strategies:
+            self.registry.register_strategy(strategy, plugin.origin)
+
+    def _attempt(self, plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
+        """Take a step with a plugin; one that fails is withdrawn, and the others go on."""
         try:
-            if plugin.instance is None:
-                plugin.instance = plugin.entry_point.load()
-            if self._manager.is_registered(plugin.instance):
-                # Not withdrawn: it is the other's.
-                other = self._owner_of(plugin.instance, but=plugin)
-                plugin.status, plugin.reason = "broken", f"it is the same object as {other.origin}"
-                return
-            self._manager.register(plugin.instance, plugin.name)
-            # A hook that is misspelt would be passed over in silence.
-            self._manager.check_pending()
-            self._ask(plugin)
-            for reducer in plugin.reducers:
-                self.registry.register(reducer, plugin.origin)
-            for strategy in plugin.strategies:
-                self.registry.register_strategy(strategy, plugin.origin)
+            step(plugin)
         except (ReducerConflictError, StrategyConflictError) as error:
             self._withdraw(plugin)
             plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error

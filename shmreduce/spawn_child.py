@@ -209,7 +209,8 @@ def run_call(call: Call) -> None:
         data = call.way.dumps(result) if call.wants_result else None
         call.report.write(Returned(data))
     except SystemExit as error:
-        if not error.code:
+        # As Python takes it: anything else is printed, and is a failure.
+        if error.code is None or (isinstance(error.code, int) and error.code == 0):
             call.report.write(Returned(call.way.dumps(None)))
         raise
     # KeyboardInterrupt too: a function that was interrupted has not succeeded.

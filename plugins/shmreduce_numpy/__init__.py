@@ -9,6 +9,8 @@ relates arrays to memory, ``dtypes`` and ``classes`` say what can travel and how
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 from shmreduce import hookimpl
@@ -40,18 +42,21 @@ def shmreduce_reducers() -> Iterable[Reducer]:
 
 
 @hookimpl
-def shmreduce_array_factory() -> ArrayFactory:
+def shmreduce_array_factory() -> ArrayFactory | None:
     """Provide the maker of shared NumPy arrays.
 
     Returns
     -------
-    ArrayFactory
+    ArrayFactory or None
+        None where NumPy is not installed.
 
     Examples
     --------
     >>> shmreduce_array_factory().zeros(3, None, "C", "rw")
     array([0., 0., 0.])
     """
+    if sys.modules.get("numpy") is None and importlib.util.find_spec("numpy") is None:
+        return None
     from shmreduce_numpy.factory import NumpyArrayFactory
 
     return NumpyArrayFactory()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,3 +80,30 @@ def test_without_a_plugin_makers_say_why() -> None:
         with pytest.raises(NotShareableError, match="numpy is blocked"):
             share(np.zeros(3))
     assert is_shared(shmreduce.zeros(3))
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import shmreduce
+try:
+    shmreduce.zeros(3)
+except shmreduce.PluginError as error:
+    print(error)
+here, there = shmreduce.Pipe()
+here.send(memoryview(bytes(300_000)))
+print(there.recv().nbytes)
+"""
+
+
+def test_where_numpy_is_not_installed() -> None:
+    """The error says what to install, and the rest works."""
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT_NUMPY],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "install numpy" in finished.stdout, finished.stderr
+    assert finished.stdout.endswith("\n300000\n"), finished.stderr

@@ -351,7 +351,9 @@ def test_conflict_names_both_plugins(installer: Installer) -> None:
             plugins.synchronise(Settings())
         assert "dist-of-one 1.5" in str(caught.value)
         assert "dist-of-two 1.5" in str(caught.value)
-    assert report_of(plugins, "third").status == "loaded"
+    # The first by name has it.
+    found = [report_of(plugins, name).status for name in ("one", "third", "two")]
+    assert found == ["loaded", "loaded", "conflict"]
     plugins.synchronise(Settings(blocked=("one",)))
     assert report_of(plugins, "two").status == "loaded"
 

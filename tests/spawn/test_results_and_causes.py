@@ -267,7 +267,9 @@ def test_interrupted_function_has_not_succeeded(method: str) -> None:
     assert isinstance(error.__cause__, KeyboardInterrupt)
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(12, 12), (True, 1), ("a message", 1)])
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [(12, 12), (True, 1), ("a message", 1), ("", 1), ([], 1)]
+)
 def test_exit_codes_are_kept(method: str, code: object, exit_code: int) -> None:
     """SystemExit is no exception but an exit, with the code that it has in any program."""
     error = failure_of(method, functions.exit_with, code)

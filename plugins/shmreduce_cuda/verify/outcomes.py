@@ -43,14 +43,14 @@ class Scale:
     largest : int
         Bytes of the largest array.
     busy : int
-        Bytes that a stream writes twenty times, to be at work for some time.
+        Bytes that a stream writes again and again, to be at work for some time.
     """
 
     trials: int = 1000
     sends: int = 10_000
     messages: int = 200
     largest: int = 1 << 30
-    busy: int = 64 << 20
+    busy: int = 256 << 20
 
 
 @dataclass(frozen=True)

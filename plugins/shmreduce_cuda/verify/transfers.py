@@ -7,6 +7,7 @@ May import public names of :mod:`shmreduce`, the plugin, and ``lab``,
 from __future__ import annotations
 
 import multiprocessing
+import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ __all__ = ["CASES"]
 
 _SHAREABLE = ("legacy", "pool", "virtual")
 _RECLAIM_SECONDS = 1.0
+_BUSY_SECONDS = 0.02
+"""For which a stream is at work: longer than any message takes."""
+_FEWEST_FILLS, _MOST_FILLS = 20, 1000
 
 
 def _nothing_is_out() -> float:
@@ -129,10 +133,11 @@ def _order(scale: Scale) -> dict[str, Any]:
     with installed(), partner() as other:
         array = DeviceArray.of(np.zeros(scale.busy // 4, "u4"))
         stream = Stream(0)
+        times = _times(stream, array)
         queue: Any = multiprocessing.get_context("spawn").Queue()
         for number in range(1, scale.trials + 1):
             way = ("send", "share", "queue")[number % 3]
-            stream.fill(array.memory, number - 1, times=20)
+            stream.fill(array.memory, number - 1, times=times)
             stream.fill(array.memory, number)
             if way == "queue":
                 # The feeder thread pickles; this process gets its own memory back.
@@ -151,7 +156,18 @@ def _order(scale: Scale) -> dict[str, Any]:
         queue.join_thread()
         del array
     expect(not sum(stale.values()), f"stale reads: {stale}")
-    return {"trials": scale.trials, "stale": stale}
+    return {"trials": scale.trials, "stale": stale, "fills": times}
+
+
+def _times(stream: Stream, array: DeviceArray) -> int:
+    """Return how often a stream must fill an array to be at work for longer than a message."""
+    stream.fill(array.memory, 0, times=_FEWEST_FILLS)
+    stream.wait()
+    began = time.perf_counter()
+    stream.fill(array.memory, 0, times=_FEWEST_FILLS)
+    stream.wait()
+    wanted = _FEWEST_FILLS * _BUSY_SECONDS / (time.perf_counter() - began)
+    return min(_MOST_FILLS, max(_FEWEST_FILLS, round(wanted)))
 
 
 def _resources() -> tuple[int, int, int]:
