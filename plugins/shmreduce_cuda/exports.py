@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 from shmreduce import allocate
 from shmreduce_cuda.devices import current_context, synchronise, uuid_of
 from shmreduce_cuda.driver import Bytes64, get_driver
-from shmreduce_cuda.kinds import POSIX_FD, check_extent, find_memory, ordinal_at, pieces_of
+from shmreduce_cuda.errors import CudaDriverError
+from shmreduce_cuda.kinds import (
+    POSIX_FD,
+    check_extent,
+    find_memory,
+    ordinal_at,
+    pieces_of,
+    refuse,
+)
 from shmreduce_cuda.messages import Legacy, Pooled, Virtual
 
 if TYPE_CHECKING:
@@ -38,6 +46,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LEASE_BYTES", "Export", "Exports", "lease_text", "synchronise_export"]
 
+_REFUSALS = frozenset((1, 201, 400, 800, 801))
+"""Codes that say no to the memory: invalid value, context or handle, not permitted, not supported.
+
+Others, such as that of no memory, may be gone the next time.
+"""
 _LEASE = struct.Struct("<16sQ")
 LEASE_BYTES = _LEASE.size
 
@@ -148,7 +161,16 @@ class Exports:
                 memory = memory._replace(size=sum(size for _, size in pieces))
             check_extent(memory.base, memory.size, low, high)
             export = Export(next(self._numbers), source, ordinal, memory)
-            self._place(export, driver, memory, pieces)
+            try:
+                self._place(export, driver, memory, pieces)
+            except CudaDriverError as error:
+                if error.code not in _REFUSALS:
+                    raise
+                raise refuse(
+                    f"{memory.kind} memory of which the driver makes no handle ({error.name} from "
+                    f"{error.function})",
+                    "it is another process's, opened here by another library, perhaps: copy it",
+                ) from error
         try:
             export.lease = allocate(LEASE_BYTES)
             export.lease.buffer[:] = lease_text(self._token, export.number)

@@ -14,7 +14,7 @@ from shmreduce_cuda.errors import CudaMemoryError
 if TYPE_CHECKING:
     from shmreduce_cuda.driver import Driver
 
-__all__ = ["Memory", "check_extent", "find_memory", "ordinal_at", "pieces_of"]
+__all__ = ["Memory", "check_extent", "find_memory", "ordinal_at", "pieces_of", "refuse"]
 
 _CONTEXT = 1
 _MEMORY_TYPE = 2
@@ -58,7 +58,8 @@ def _attribute(driver: Driver, which: int, pointer: int) -> int:
     )
 
 
-def _refuse(kind: str, remedy: str) -> CudaMemoryError:
+def refuse(kind: str, remedy: str) -> CudaMemoryError:
+    """Return the error for memory that cannot be sent."""
     return CudaMemoryError(f"{kind} cannot be sent: {remedy}", kind=kind, remedy=remedy)
 
 
@@ -72,12 +73,12 @@ def ordinal_at(driver: Driver, pointer: int) -> int:
     """
     value = c_uint64()
     if driver.attempt("cuPointerGetAttribute", byref(value), _MEMORY_TYPE, pointer):
-        raise _refuse(
+        raise refuse(
             f"memory at {pointer:#x}, which CUDA does not know",
             "it was freed, or is memory of the host: send a NumPy array",
         )
     if value.value == _HOST and not _attribute(driver, _IS_MANAGED, pointer):
-        raise _refuse(
+        raise refuse(
             "pinned memory of the host", "copy it to a device, or send it as a NumPy array"
         )
     return _attribute(driver, _DEVICE_ORDINAL, pointer)
@@ -92,7 +93,7 @@ def find_memory(driver: Driver, pointer: int) -> Memory:
         If it is of a kind that cannot be shared.
     """
     if _attribute(driver, _IS_MANAGED, pointer):
-        raise _refuse(
+        raise refuse(
             "managed memory",
             "CUDA cannot share it between processes; copy it to memory of a device",
         )
@@ -105,7 +106,7 @@ def find_memory(driver: Driver, pointer: int) -> Memory:
     exportable = bool(_attribute(driver, _HANDLE_TYPES, pointer) & POSIX_FD)
     if pool:
         if not exportable:
-            raise _refuse(
+            raise refuse(
                 "memory of a pool that is not exportable (cudaMallocAsync)",
                 "make the pool with handle type POSIX file descriptor, or allocate by cudaMalloc "
                 "(CuPy: set_allocator(cupy.cuda.MemoryPool().malloc); torch: "
@@ -114,13 +115,13 @@ def find_memory(driver: Driver, pointer: int) -> Memory:
         return Memory("pool", base.value, size.value, pool, context)
     if _is_virtual(driver, pointer):
         if not exportable:
-            raise _refuse(
+            raise refuse(
                 "virtual memory that is not exportable (cuMemCreate, expandable segments)",
                 "make it with handle type POSIX file descriptor, or allocate by cudaMalloc "
                 "(torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
             )
         return Memory("virtual", base.value, size.value, 0, context)
-    raise _refuse(
+    raise refuse(
         f"memory at {pointer:#x}, for which the driver offers no way of sharing,",
         "copy it to memory from cudaMalloc",
     )
@@ -135,7 +136,7 @@ def check_extent(base: int, size: int, low: int, high: int) -> None:
         If they do not: the array says what is not so, or was freed.
     """
     if not base <= low <= high <= base + size:
-        raise _refuse(
+        raise refuse(
             f"an array of bytes {low:#x} to {high:#x} in an allocation of {base:#x} to "
             f"{base + size:#x}",
             "it reaches beyond its memory; was it freed?",

@@ -179,6 +179,24 @@ def test_a_call_that_fails_at_the_sender_leaves_nothing(pair: Pair, kind: str) -
     assert np.array_equal(pair.receiver.ask(act.values, "x"), BASE)
 
 
+@pytest.mark.parametrize("code", [1, 400, 801])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("legacy", "cuIpcGetMemHandle"), ("pool", "cuMemPoolExportPointer")]
+)
+def test_memory_that_the_driver_makes_no_handle_of(
+    pair: Pair, kind: str, name: str, code: int
+) -> None:
+    """Such as what another library has opened here: the error names the kind, and says to copy."""
+    pair.sender.ask(act.make, "x", BASE, kind)
+    pair.sender.ask(act.fail, name, code)
+    with pytest.raises(CudaMemoryError) as caught:
+        pair.sender.ask(act.send, "x")
+    assert kind in caught.value.kind
+    assert "copy it" in caught.value.remedy
+    found = pair.sender.ask(act.stats)
+    assert (found.exports, found.offers) == (0, 0)
+
+
 @pytest.mark.parametrize("kind", RECEIVER_FAULTS)
 def test_a_call_that_fails_at_the_receiver_leaves_nothing(pair: Pair, kind: str) -> None:
     """The lease is given back, so that the sender frees the memory; the next try works."""
