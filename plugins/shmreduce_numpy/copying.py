@@ -3,10 +3,8 @@
 May import NumPy.
 
 One core cannot use all of a machine's memory bandwidth. So an array that is
-large enough to pay for starting threads is copied in parts, by the caller and by
-threads that live as long as the copy: none is left for a later fork. Whoever is
-ready takes the next part, for a thread may come late, or not at all while other
-processes have the processor.
+large enough to pay for starting threads is copied in parts, each by a thread of
+its own that lives as long as the copy: none is left for a later fork.
 """
 
 from __future__ import annotations
@@ -21,15 +19,10 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    _Part = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-
 __all__ = ["copy_elements"]
 
-_PARALLEL_FROM = 4 << 20
-"""Bytes. Until a thread has started the caller has copied one or two mebibytes."""
-_PART = 512 << 10
-"""Bytes, at least. At the end the caller waits for a part of each thread at most."""
-_MOST_PARTS = 64
+_PARALLEL_FROM = 8 << 20
+"""Bytes. To start a thread takes as long as to copy a mebibyte; two copy half again as fast."""
 _MOST_THREADS = 4
 """More than these do not make it quicker: the memory is the limit."""
 _WAIT_SECONDS = 1.0
@@ -44,17 +37,19 @@ def copy_elements(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) ->
     if count == 1:
         np.copyto(target, source, casting="no")
         return
-    parts = list(_parts(target, source))
-    helpers = [_Helper(parts) for _ in range(count - 1)]
+    first, *others = _parts(target, source, count)
+    copies = [_Copy(*part) for part in others]
     try:
-        for helper in helpers:
-            helper.start()
-        _copy_parts(parts)
+        for copy in copies:
+            copy.start()
+        np.copyto(*first, casting="no")
+        for copy in copies:
+            copy.help()
     finally:
-        _finish(parts, helpers)
-    for helper in helpers:
-        if helper.error is not None:
-            raise helper.error
+        _finish(copies)
+    for copy in copies:
+        if copy.error is not None:
+            raise copy.error
 
 
 def _usable_cpus() -> int:
@@ -63,55 +58,55 @@ def _usable_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _parts(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> Iterator[_Part]:
+def _parts(
+    target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], count: int
+) -> Iterator[tuple[Any, Any]]:
     """Cut both arrays into equal parts; into fewer if they are not long enough."""
     if target.flags.f_contiguous and not target.flags.c_contiguous:
         target, source = target.T, source.T
     if source.flags.c_contiguous:
         target, source = target.reshape(-1), source.reshape(-1)
     length = len(target)
-    count = max(1, min(_MOST_PARTS, target.nbytes // _PART))
     step = max(1, -(-length // count))
     for start in range(0, length, step):
         part = slice(start, start + step)
         yield target[part], source[part]
 
 
-def _copy_parts(parts: list[_Part]) -> None:
-    while True:
-        try:
-            target, source = parts.pop()
-        except IndexError:
-            return
-        np.copyto(target, source, casting="no")
+class _Copy:
+    """The copy of one part, by a thread or by its caller, whoever comes first."""
 
-
-class _Helper:
-    """A thread that takes parts of a copy as long as there are any."""
-
-    def __init__(self, parts: list[_Part]) -> None:
-        self._parts = parts
-        self._begun = False
+    def __init__(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+        self._target = target
+        self._source = source
+        # One entry, never changed: who makes the copy. A thread that begins
+        # after the caller has come back finds itself too late.
+        self._maker: dict[str, str] = {}
+        self._finished = False
         self._running = _thread.allocate_lock()
         self._running.acquire()
-        self._finished = False
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread, if one can be had."""
+        """Have a thread make it, if one can be had."""
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(self._run, ())
 
+    def help(self) -> None:
+        """Make it here if no thread has begun."""
+        if self._maker.setdefault("is", "caller") == "caller":
+            np.copyto(self._target, self._source, casting="no")
+
     def finish(self) -> None:
-        """Wait for the thread, once no part is left: one that has not begun finds none."""
-        while self._begun and not self._finished:
+        """Wait for the thread; one that has not begun will not."""
+        while self._maker.setdefault("is", "caller") == "thread" and not self._finished:
             self._running.acquire(timeout=_WAIT_SECONDS)
 
     def _run(self) -> None:
-        # Before it takes a part: who sees it unset afterwards sees a thread without one.
-        self._begun = True
+        if self._maker.setdefault("is", "thread") != "thread":
+            return
         try:
-            _copy_parts(self._parts)
+            np.copyto(self._target, self._source, casting="no")
         except BaseException as error:
             # The caller's, who is told of it.
             self.error = error
@@ -120,15 +115,13 @@ class _Helper:
             self._running.release()
 
 
-def _finish(parts: list[_Part], helpers: list[_Helper]) -> None:
+def _finish(copies: list[_Copy]) -> None:
     """Wait for all, also when interrupted: they write into memory that is going to be reused."""
     interrupt: BaseException | None = None
-    for helper in helpers:
+    for copy in copies:
         while True:
             try:
-                # None are left, unless the copy has failed or was interrupted.
-                parts.clear()
-                helper.finish()
+                copy.finish()
                 break
             except BaseException as error:
                 interrupt = error
