@@ -78,7 +78,13 @@ def _parts(report: Report, verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield from _table(resources(report, workload, report.rows(workload)[-1]))
     if report.notices:
         yield "## Left out\n"
-        yield "\n".join(f"- {notice.splitlines()[0]}" for notice in report.notices)
+        yield "\n".join(f"- {_brief(notice)}" for notice in report.notices)
+
+
+def _brief(notice: str) -> str:
+    """Return what a notice says, of a traceback the last line alone."""
+    first, *more = notice.splitlines()
+    return f"{first.removesuffix('Traceback (most recent call last):')}{more[-1] if more else ''}"
 
 
 def _section(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
