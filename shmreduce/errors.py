@@ -288,8 +288,8 @@ class SegmentGoneError(AttachError, StaleHandleError):
     """The segment behind a handle has been closed, though its maker lives.
 
     Nothing of it was in use any more: the block was released, or the by-value
-    message loaded, before. Or the maker's pid means another process here, in a
-    PID namespace of its own.
+    message loaded, before. Or the maker's pid is another process's: the maker was
+    killed and its pid given out again, or is in a PID namespace of its own.
 
     Fields: ``segment``, ``block``, ``pid``, ``locator``, ``reason``, ``errno``.
     """

@@ -261,8 +261,9 @@ class Attachments:
                 f"process {handle.pid}, which sent the array, does not have segment "
                 f"{handle.token.hex()} open: it has closed it, since the array was released "
                 "(this message was loaded before, or given up), or has become another program "
-                "by exec, or its pid means another process here, in a PID namespace of its own. "
-                "Pickle the array again; use strategy 'file_system' across containers",
+                "by exec, or its pid is another process's: it was killed before the array was "
+                "read, or is in a PID namespace of its own. Pickle the array again; use strategy "
+                "'file_system' across containers",
                 segment=handle.token.hex(),
                 locator=handle.locator,
                 reason="no such descriptor",

@@ -257,8 +257,11 @@ class FaultActor(Actor):
             return
         self.tally.named[row] += 1
         self.counts["named"] += 1
+        # Not known to be dead, if another process has its pid.
+        reused = self.part.plan.reuse_pids and isinstance(error, shmreduce.SegmentGoneError)
+        dead = reused or isinstance(error, shmreduce.ProducerDied)
         if self.part.plan.system == "shmreduce" and not (
-            isinstance(error, shmreduce.ProducerDied) or (self.is_hit and _is_expected(error))
+            dead or (self.is_hit and _is_expected(error))
         ):
             self.tell("error", error=_describe(error), row=row)
 
