@@ -1,8 +1,8 @@
-"""Finds plugins, loads them and says what became of each.
+"""Loads plugins and says what became of each.
 
-The only module that reads entry points. May import :mod:`shmreduce.errors`,
-:mod:`shmreduce.contracts`, :mod:`shmreduce.settings`,
-:mod:`shmreduce.hookspecs`, :mod:`shmreduce.registry` and pluggy.
+May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
+:mod:`shmreduce.settings`, :mod:`shmreduce.hookspecs`, :mod:`shmreduce.registry`,
+:mod:`shmreduce.entry_points` and pluggy.
 
 Plugins are the entry points of group ``shmreduce``. One that cannot be used
 is recorded with the reason, warned about once, and does not take the others
@@ -12,18 +12,22 @@ either would be a guess.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
 import warnings
 from dataclasses import dataclass, field
-from importlib.metadata import distributions, entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
 from shmreduce import hookspecs
+from shmreduce.entry_points import (
+    UnreadableEntryPoints,
+    installed_entry_points,
+    name_and_version,
+    sorted_and_unique,
+)
 from shmreduce.errors import (
     PluginError,
     ReducerConflictError,
@@ -35,7 +39,7 @@ from shmreduce.settings import Settings, get_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
-    from importlib.metadata import Distribution, EntryPoint
+    from importlib.metadata import EntryPoint
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer, SharingStrategy
 
@@ -102,34 +106,12 @@ class PluginReport:
     unusable: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Unreadable:
-    """Stands for the entry points of a distribution that cannot be read."""
-
-    dist: Distribution
-    error: Exception
-
-    value = "entry_points.txt"
-
-    @property
-    def name(self) -> str:
-        return _name_and_version(self.dist)[0]
-
-    def load(self) -> Any:
-        raise PluginError(
-            f"its entry points cannot be read ({type(self.error).__name__}: {self.error})",
-            plugin=None,
-            distribution=self.name,
-            reason="unreadable entry points",
-        )
-
-
 @dataclass
 class _Plugin:
     """One entry point and what it gave when it was loaded."""
 
     name: str
-    entry_point: EntryPoint | _Unreadable
+    entry_point: EntryPoint | UnreadableEntryPoints
     status: Status = "not loaded"
     reason: str = ""
     warned: bool = False
@@ -141,11 +123,11 @@ class _Plugin:
 
     @property
     def distribution(self) -> str:
-        return _name_and_version(self.entry_point.dist)[0]
+        return name_and_version(self.entry_point.dist)[0]
 
     @property
     def version(self) -> str:
-        return _name_and_version(self.entry_point.dist)[1]
+        return name_and_version(self.entry_point.dist)[1]
 
     @property
     def path(self) -> str:
@@ -215,8 +197,8 @@ class Plugins:
 
     def __init__(self, registry: Registry, found: Iterable[EntryPoint] | None = None) -> None:
         self.registry = registry
-        entries = _installed() if found is None else found
-        self._plugins = [_Plugin(each.name, each) for each in _sorted_and_unique(entries)]
+        entries = installed_entry_points() if found is None else found
+        self._plugins = [_Plugin(each.name, each) for each in sorted_and_unique(entries)]
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._synchronised_with: tuple[object, ...] | None = None
@@ -385,67 +367,6 @@ class Plugins:
         for plugin in self._plugins:
             if plugin.conflict is not None:
                 raise plugin.conflict
-
-
-def _installed() -> list[EntryPoint | _Unreadable]:
-    """Return the entry points of all installed distributions, those in damaged files too."""
-    try:
-        return [*entry_points(group=hookspecs.PROJECT)]
-    except Exception:
-        # One file that cannot be read or parsed takes the others with it.
-        return list(_one_by_one())
-
-
-def _one_by_one() -> Iterator[EntryPoint | _Unreadable]:
-    names = set()
-    for distribution in distributions():
-        name, _ = _name_and_version(distribution)
-        if name in names:
-            # The first on sys.path is the one that imports find.
-            continue
-        names.add(name)
-        try:
-            yield from distribution.entry_points.select(group=hookspecs.PROJECT)
-        except Exception as error:
-            if _may_have_plugins(distribution):
-                yield _Unreadable(distribution, error)
-
-
-def _may_have_plugins(distribution: Distribution) -> bool:
-    try:
-        text = distribution.read_text("entry_points.txt")
-    except Exception:
-        # Not text, or not to be opened.
-        return True
-    return f"[{hookspecs.PROJECT}]" in (text or "")
-
-
-def _sorted_and_unique(
-    found: Iterable[EntryPoint | _Unreadable],
-) -> list[EntryPoint | _Unreadable]:
-    """Order by name, distribution and value; drop the same entry found twice."""
-
-    def key(each: EntryPoint | _Unreadable) -> tuple[str, str, str]:
-        return each.name, _name_and_version(each.dist)[0], each.value
-
-    unique: dict[tuple[str, str, str], EntryPoint | _Unreadable] = {}
-    for each in found:
-        # The first on sys.path is the one that imports find.
-        unique.setdefault(key(each), each)
-    return [unique[each] for each in sorted(unique)]
-
-
-@functools.cache
-def _name_and_version(distribution: Distribution | None) -> tuple[str, str]:
-    # Each look at either reads and parses the distribution's metadata again.
-    if distribution is None:
-        return "unknown", "unknown"
-    try:
-        metadata = distribution.metadata
-        return metadata["Name"] or "unknown", metadata["Version"] or "unknown"
-    except Exception:
-        # Not text, or one of the two is missing, which later Pythons raise for.
-        return "unknown", "unknown"
 
 
 def _verdict(name: str, settings: Settings) -> tuple[Status, str]:

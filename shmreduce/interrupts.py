@@ -151,7 +151,7 @@ _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 """Of the thread in which they come; not to be held back."""
 _FROM_OUTSIDE = signal.valid_signals() - _FAULTS
 _CAN_PASS_ON = hasattr(signal, "sigtimedwait")
-"""Not on macOS, where what comes in the fork of another thread waits for the next signal."""
+"""Where it cannot be asked what came, signals are not blocked either."""
 
 
 class _Mask:

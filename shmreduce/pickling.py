@@ -13,7 +13,6 @@ back when it fails.
 from __future__ import annotations
 
 import copyreg
-import errno
 import io
 import os
 import pickle
@@ -35,6 +34,7 @@ from shmreduce.errors import (
     ShmreduceError,
     WrongHostError,
 )
+from shmreduce.memory.attachments import EXHAUSTED
 from shmreduce.memory.loading import Loading, discard_message, import_block
 from shmreduce.memory.message import Message, take_mover
 from shmreduce.registry import describe, qualified_name
@@ -193,7 +193,7 @@ def load_message(
 
 def is_exhausted(error: BaseException) -> TypeGuard[OSError]:
     """Return whether no descriptor was free, as to import what is needed to unpickle."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return isinstance(error, OSError) and error.errno in EXHAUSTED
 
 
 def unloaded(error: OSError, data: Any) -> AttachError:

@@ -71,10 +71,11 @@ from shmreduce.pool_channel import (
     close_in_forked_children,
     make_channels,
 )
+from shmreduce.pool_errors import explained, forget_announced
 from shmreduce.pool_marks import Board, Marks
 from shmreduce.pool_member import Worker, describe_death
 from shmreduce.pool_room import Room, Wake
-from shmreduce.pool_worker import Orders, explained, forget_announced, work
+from shmreduce.pool_worker import Orders, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

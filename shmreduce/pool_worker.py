@@ -1,7 +1,7 @@
 """What a worker process of a pool does.
 
-May import :mod:`shmreduce.errors`, ``born``, ``children``, ``pool_tasks``,
-``pool_channel``, ``pool_marks`` and ``parent_death``. The protocol
+May import :mod:`shmreduce.errors`, ``born``, ``pool_tasks``, ``pool_channel``,
+``pool_errors``, ``pool_marks`` and ``parent_death``. The protocol
 is described in :mod:`shmreduce.pool_crew`.
 """
 
@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import signal
-import threading
 import traceback
-from multiprocessing.pool import (  # type: ignore[attr-defined]
-    ExceptionWithTraceback,
-    MaybeEncodingError,
-    RemoteTraceback,
-    rebuild_exc,
-)
+from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born.allocations import check_allocator, shared_allocations
-from shmreduce.children import Call
 from shmreduce.errors import ShmreduceError
 from shmreduce.parent_death import die_with_parent
 from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
+from shmreduce.pool_errors import with_traceback
 from shmreduce.pool_tasks import EACH, ONCE
 
 if TYPE_CHECKING:
@@ -36,7 +29,7 @@ if TYPE_CHECKING:
     from shmreduce.pool_channel import Channel
     from shmreduce.pool_marks import Marks
 
-__all__ = ["Orders", "explained", "forget_announced", "work"]
+__all__ = ["Orders", "work"]
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -108,11 +101,13 @@ def _initialize(channel: Channel, orders: Orders) -> bool:
             # On the worker's stderr too: nobody may ever ask for a result.
             if orders.plain_errors:
                 # Where concurrent.futures says it; without a handler that is stderr.
+                import logging
+
                 logger = logging.getLogger("concurrent.futures")
                 logger.critical("Exception in initializer:", exc_info=True)
             else:
                 traceback.print_exc()
-            return not _tell(channel, FAILED, _with_traceback(error))
+            return not _tell(channel, FAILED, with_traceback(error))
     return _tell(channel, READY, None)
 
 
@@ -165,7 +160,7 @@ def _answer(
             if isinstance(value, ExceptionWithTraceback):
                 value = value.exc
             return _tell(channel, False, MaybeEncodingError(error, value))
-        return _tell(channel, False, _with_traceback(error))
+        return _tell(channel, False, with_traceback(error))
     held.clear()
     return _deliver(channel, message)
 
@@ -189,7 +184,7 @@ def _run(
     except KeyboardInterrupt:
         raise
     except catch as error:
-        return False, _with_traceback(error)
+        return False, with_traceback(error)
 
 
 def _run_all(
@@ -200,60 +195,6 @@ def _run_all(
         marks.position = position
         results.append(function(item) if how == EACH else function(*item))
     return results
-
-
-class _Announced(threading.local):
-    """The traceback of the exception that the current thread has begun to unpickle."""
-
-    text: str | None = None
-
-
-_announced = _Announced()
-
-
-def _announce(text: str) -> None:
-    _announced.text = text
-
-
-class _Raised(ExceptionWithTraceback):  # type: ignore[misc]
-    """Pickles as the exception of a task, behind its traceback.
-
-    So the traceback is there also if the exception cannot be unpickled, as those
-    of classes that take other arguments than they pass on cannot.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (Call(_announce, self.tb), self.exc, self.tb)
-
-
-def _rebuild(_: None, error: BaseException, text: str) -> BaseException:
-    rebuilt: BaseException = rebuild_exc(error, text)
-    return rebuilt
-
-
-def forget_announced() -> None:
-    """Begin to unpickle another answer, in the parent."""
-    _announced.text = None
-
-
-def explained(error: BaseException) -> BaseException:
-    """Return an error of unpickling an answer, with what the answer was, in the parent."""
-    text = _announced.text
-    if text is not None:
-        error.add_note(
-            "while the exception of a task was unpickled: its class must take the arguments that "
-            "it gives to Exception, or define __reduce__"
-        )
-        if error.__cause__ is None:
-            error.__cause__ = RemoteTraceback(text)
-    return error
-
-
-def _with_traceback(error: BaseException) -> Any:
-    wrapped = _Raised(error, error.__traceback__)
-    # Its frames hold the task's arrays.
-    error.__traceback__ = None
-    return wrapped
 
 
 def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:

@@ -10,6 +10,8 @@ message, and what a killed child left behind is there whole or not at all.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import enum
 import os
 import pickle
@@ -125,11 +127,11 @@ class ReportFile:
         To be called by the parent, once the child has ended. Nothing happens if
         the file is closed.
         """
-        _give_up(self._file, way, os.getpid())
+        _give_up(self._file, way)
 
     def give_up_when_dropped(self, way: Way) -> None:
         """See to it that the file, when it is dropped in this process, is given up first."""
-        weakref.finalize(self, _give_up, self._file, way, os.getpid()).atexit = False
+        weakref.finalize(self, _give_up_elsewhere, self._file, way, os.getpid()).atexit = False
 
 
 def _outcome_in(file: Descriptor) -> Returned | Raised | None:
@@ -142,21 +144,28 @@ def _outcome_in(file: Descriptor) -> Returned | Raised | None:
     return outcome
 
 
-def _give_up(file: Descriptor, way: Way, owner: int) -> None:
+def _give_up_elsewhere(file: Descriptor, way: Way, owner: int) -> None:
     # A forked child drops what it inherited, and what it inherited is its parent's.
     if os.getpid() != owner or file.closed:
+        return
+    # The collector may come while this very thread holds a lock that is needed for it.
+    # Where no thread can be had, what is left goes with the last process that has it.
+    with contextlib.suppress(RuntimeError):
+        _thread.start_new_thread(_give_up, (file, way))
+
+
+def _give_up(file: Descriptor, way: Way) -> None:
+    if file.closed:
         return
     try:
         outcome = _outcome_in(file)
     except OSError:
         # No descriptor is free.
         outcome = None
-    if outcome is None:
-        data = None
-    else:
+    if outcome is not None:
         data = outcome.error if isinstance(outcome, Raised) else outcome.result
-    if data is not None:
-        way.discard(data)
+        if data is not None:
+            way.discard(data)
     file.close()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_uint, c_void_p, create_string_buffer
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shmreduce_cuda.driver import Bytes16, get_driver
@@ -137,8 +138,8 @@ def synchronise(ordinal: int) -> None:
     device that is their peer. ``ordinal`` is waited for last, in any case.
     """
     driver = get_driver()
-    others = [each for each in range(len(visible_uuids())) if each != ordinal]
-    for each in (*(other for other in others if _is_in_use(driver, other)), ordinal):
+    others = set(range(len(visible_uuids()))) - {ordinal}
+    for each in (*filter(partial(_is_in_use, driver), others), ordinal):
         with current_context(each):
             driver.call("cuCtxSynchronize")
 

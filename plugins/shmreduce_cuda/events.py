@@ -117,11 +117,20 @@ class Events:
         """Wait for an event of another process; return False if that has died before."""
         with current_context(ordinal) as driver, self._lock:
             event = self._open(driver, ordinal, (token, handle))
-            event.waiters += 1
+            code = driver.attempt("cuEventQuery", event.event)
+            if code == _NOT_READY:
+                event.waiters += 1
+            elif code:
+                raise driver.failure("cuEventQuery", code)
+            else:
+                return True
         waiting = _Waiting(event, self._lock)
-        if waiting.is_over_at_once():
-            return True
-        waiting.start()
+        try:
+            waiting.start()
+        except BaseException:
+            # No thread can be had.
+            waiting.end()
+            raise
         while waiting.is_alive():
             waiting.join(_PAUSE)
             if waiting.is_alive() and not is_alive():
@@ -175,17 +184,6 @@ class _Waiting(threading.Thread):
         self._waiters_lock = lock
         self.error: CudaSharingError | None = None
 
-    def is_over_at_once(self) -> bool:
-        """Return whether the event has happened; else :meth:`start` waits for it."""
-        with current_context(self._event.ordinal) as driver:
-            code = driver.attempt("cuEventQuery", self._event.event)
-        if code == _NOT_READY:
-            return False
-        self._end()
-        if code:
-            raise driver.failure("cuEventQuery", code)
-        return True
-
     def run(self) -> None:
         """Wait."""
         try:
@@ -194,10 +192,10 @@ class _Waiting(threading.Thread):
         except CudaSharingError as error:
             self.error = error
         finally:
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
-        # It may be destroyed from now on.
+    def end(self) -> None:
+        """Let go of the event, which may be destroyed from now on."""
         with self._waiters_lock:
             self._event.waiters -= 1
 

@@ -48,6 +48,8 @@ REASONS: dict[str, str] = {
     "exchange 64 KiB among 16 *": (
         "All processors are busy, so what counts is work; of that a queue in C has the least."
     ),
+    "exchange 10 B among 16 *": "Within the spread of both.",
+    "objects DataFrame with text 1 MiB *": "Within the spread of both.",
     "fan-out 64 KiB to 4 *": (
         "Five processes on two processors: nobody waits awake, what counts is work, and of that "
         "a queue in C has the least."

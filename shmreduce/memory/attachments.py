@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
 
-__all__ = ["Attachments", "boot_identity", "open_process_descriptor"]
+__all__ = ["EXHAUSTED", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
-_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
+EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
+"""What the system says when no descriptor is free."""
 
 
 def open_process_descriptor(pid: int, fd: int) -> int:
@@ -111,7 +112,7 @@ def boot_identity() -> bytes:
             return bytes.fromhex(file.read().strip().replace("-", ""))
     except (OSError, ValueError) as error:
         number = getattr(error, "errno", None)
-        if number in _EXHAUSTED:
+        if number in EXHAUSTED:
             raise SegmentError(
                 f"no descriptor is free to begin with shared memory: {error}. Close files, or "
                 "raise the limit (ulimit -n)",
@@ -218,7 +219,7 @@ class Attachments:
         try:
             self._open(handle, arrived)
         except OSError as error:
-            if error.errno not in _EXHAUSTED:
+            if error.errno not in EXHAUSTED:
                 raise self._failure(handle, error) from error
             self.close_idle(0)
             try:
@@ -284,7 +285,7 @@ class Attachments:
         )
 
     def _failure(self, handle: Handle, error: OSError) -> AttachError:
-        if error.errno in _EXHAUSTED:
+        if error.errno in EXHAUSTED:
             advice = "raise the limit of open files (ulimit -n), then load the message again"
         elif error.errno in (errno.EACCES, errno.EPERM):
             advice = (

@@ -196,15 +196,20 @@ def fill_and_share(name: str, source: str, value: int) -> None:
     act.arrays[name] = shmreduce_cuda.share(act.arrays[source], stream.handle.value)
 
 
+def bring_to_the_middle(origin: Actor, middle: Actor, third: Actor) -> None:
+    """Send an array from the first to the second of three, which can send it on."""
+    connect(origin, middle)
+    connect(middle, third, "third")
+    origin.ask(act.make, "x", BASE)
+    origin.ask(act.send, "x")
+    middle.ask(act.receive, "x")
+
+
 def test_an_array_that_was_forwarded_on_a_stream_needs_no_event(standin: Standin) -> None:
     """An event would be the forwarder's, and go with it: the stream is waited for."""
     with actors(2) as (origin, third):
         with actors(1) as (middle,):
-            connect(origin, middle)
-            connect(middle, third, "third")
-            origin.ask(act.make, "x", BASE)
-            origin.ask(act.send, "x")
-            middle.ask(act.receive, "x")
+            bring_to_the_middle(origin, middle, third)
             middle.ask(act.set_delays, 100)
             middle.ask(fill_and_share, "s", "x", 5)
             middle.ask(act.send_to, "third", "s")
@@ -220,11 +225,7 @@ def test_a_forwarder_that_was_killed_is_told_from_the_origin(standin: Standin) -
     """A message that is lost with who sent the array on does not say that its memory is."""
     with actors(2) as (origin, third):
         with actors(1) as (middle,):
-            connect(origin, middle)
-            connect(middle, third, "third")
-            origin.ask(act.make, "x", BASE)
-            origin.ask(act.send, "x")
-            middle.ask(act.receive, "x")
+            bring_to_the_middle(origin, middle, third)
             middle.ask(act.send_to, "third", "x")
             middle.kill()
         with pytest.raises(CudaProducerDied, match=f"process {origin.pid}, .* lives") as caught:

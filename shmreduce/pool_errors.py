@@ -1,0 +1,77 @@
+"""How the exception of a task travels from a worker to the parent of its pool.
+
+May import :mod:`shmreduce.errors` and ``children``.
+"""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.pool import (  # type: ignore[attr-defined]
+    ExceptionWithTraceback,
+    RemoteTraceback,
+    rebuild_exc,
+)
+from typing import Any
+
+from shmreduce.children import Call
+from shmreduce.errors import ShmreduceError
+
+__all__ = ["explained", "forget_announced", "with_traceback"]
+
+
+class _Announced(threading.local):
+    """The traceback of the exception that the current thread has begun to unpickle."""
+
+    text: str | None = None
+
+
+_announced = _Announced()
+
+
+def _announce(text: str) -> None:
+    _announced.text = text
+
+
+class _Raised(ExceptionWithTraceback):  # type: ignore[misc]
+    """Pickles as the exception of a task, behind its traceback.
+
+    So the traceback is there also if the exception cannot be unpickled, as those
+    of classes that take other arguments than they pass on cannot.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (Call(_announce, self.tb), self.exc, self.tb)
+
+
+def _rebuild(_: None, error: BaseException, text: str) -> BaseException:
+    rebuilt: BaseException = rebuild_exc(error, text)
+    return rebuilt
+
+
+def forget_announced() -> None:
+    """Begin to unpickle another answer, in the parent."""
+    _announced.text = None
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return an error of unpickling an answer, with what the answer was, in the parent."""
+    text = _announced.text
+    if text is None:
+        return error
+    if not isinstance(error, ShmreduceError):
+        # Which say themselves what to do.
+        error.add_note(
+            "while the exception of a task was unpickled: its class must take the arguments that "
+            "it gives to Exception, or define __reduce__"
+        )
+    if error.__cause__ is None:
+        error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def with_traceback(error: BaseException) -> Any:
+    """Return what the exception of a task is sent as; the exception loses its frames."""
+    wrapped = _Raised(error, error.__traceback__)
+    # Its frames hold the task's arrays.
+    error.__traceback__ = None
+    return wrapped
