@@ -146,27 +146,35 @@ def _outcome_in(file: Descriptor) -> Returned | Raised | None:
 
 def _give_up_elsewhere(file: Descriptor, way: Way, owner: int) -> None:
     # A forked child drops what it inherited, and what it inherited is its parent's.
-    if os.getpid() != owner or file.closed:
+    if os.getpid() != owner:
         return
-    # The collector may come while this very thread holds a lock that is needed for it.
-    # Where no thread can be had, what is left goes with the last process that has it.
-    with contextlib.suppress(RuntimeError):
-        _thread.start_new_thread(_give_up, (file, way))
+    data = _last_taken_from(file)
+    if data is not None:
+        # The collector may come while this very thread holds a lock that is needed for it.
+        # Where no thread can be had, what is left goes with the last process that has it.
+        with contextlib.suppress(RuntimeError):
+            _thread.start_new_thread(way.discard, (data,))
 
 
 def _give_up(file: Descriptor, way: Way) -> None:
+    data = _last_taken_from(file)
+    if data is not None:
+        way.discard(data)
+
+
+def _last_taken_from(file: Descriptor) -> bytes | None:
+    """Close a file; return what is pickled in the outcome that it held."""
     if file.closed:
-        return
+        return None
     try:
         outcome = _outcome_in(file)
     except OSError:
         # No descriptor is free.
         outcome = None
-    if outcome is not None:
-        data = outcome.error if isinstance(outcome, Raised) else outcome.result
-        if data is not None:
-            way.discard(data)
     file.close()
+    if outcome is None:
+        return None
+    return outcome.error if isinstance(outcome, Raised) else outcome.result
 
 
 def _unnamed_file() -> int:

@@ -172,13 +172,13 @@ def test_core_knows_no_array_library_and_no_plugin(module: str) -> None:
 
 @pytest.mark.parametrize("module", CORE_MODULES)
 def test_each_task_has_one_place(module: str) -> None:
-    """Entry points are read in discovery only, ForkingPickler is changed in forking only.
+    """Entry points are read in one module only, ForkingPickler is changed in forking only.
 
     A subclass of it is made in pickling, and two other modules call it.
     """
     tree = ast.parse(CORE_MODULES[module].read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if module != "shmreduce.discovery":
+    if module != "shmreduce.entry_points":
         assert "entry_points" not in names
     part = module.split(".")[1:2]
     users = {

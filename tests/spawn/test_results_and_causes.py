@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,9 @@ from shmreduce import (
     ProcessTimeoutError,
     start_processes,
 )
+from shmreduce.spawn_child import Way
 from tests.conftest import PATIENCE, Children, letters
+from tests.memory.waiting import eventually
 from tests.spawn import functions
 
 if TYPE_CHECKING:
@@ -172,7 +175,26 @@ def test_results_that_nobody_reads_are_given_back(children: Children) -> None:
     assert context.join(PATIENCE)
     assert len(letters()) == 1
     del context
-    assert letters() == []
+    eventually(lambda: not letters(), "the results are given back")
+
+
+def test_dropping_a_context_waits_for_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever drops it may hold the very lock that giving its results back needs."""
+    may_go_on, ended = threading.Event(), threading.Event()
+
+    def wait_and_discard(data: bytes) -> None:
+        may_go_on.wait(PATIENCE)
+        ended.set()
+
+    monkeypatch.setattr(Way.OWN, "discard", wait_and_discard)
+    context = start_processes(functions.succeed, join=False, start_method=method, results=True)
+    assert context.join(PATIENCE)
+    del context
+    assert not ended.is_set()
+    may_go_on.set()
+    assert ended.wait(PATIENCE)
 
 
 def test_results_that_come_after_their_context_was_dropped(children: Children) -> None:
@@ -191,7 +213,7 @@ def test_results_that_come_after_their_context_was_dropped(children: Children) -
     process.join(PATIENCE)
     assert len(letters()) == 1
     del process
-    assert letters() == []
+    eventually(lambda: not letters(), "the results are given back")
     reader.close()
     writer.close()
 
