@@ -149,6 +149,7 @@ class Attachments:
         self.boot = boot_identity() if boot is None else boot
         self._family = family
         self._inherited = dict(inherited or {})
+        self._replaced: dict[Segment, None] = {}
 
     def lineage(self) -> dict[bytes, Segment]:
         """Return what a forked child can reach through inherited descriptors."""
@@ -318,6 +319,10 @@ class Attachments:
             surplus = len(idle) - position > keep
             if (surplus or not segment.owner_alive()) and self._close(segment):
                 closed += 1
+        for segment in [one for one in list(self._replaced) if one.idle]:
+            self._replaced.pop(segment, None)
+            segment.close()
+            closed += 1
         return closed
 
     def close_ownerless(self, segment: Segment) -> None:
@@ -331,12 +336,15 @@ class Attachments:
 
     def _close(self, segment: Segment) -> bool:
         # Out of sight first, then a second look: see _pin.
-        self.directory.pop(segment.token, None)
-        if not segment.idle:
-            self.directory.setdefault(segment.token, segment)
-            return False
-        segment.close()
-        return True
+        found = self.directory.pop(segment.token, None)
+        if found is segment and segment.idle:
+            segment.close()
+            return True
+        if found is not None and self.directory.setdefault(found.token, found) is not found:
+            # A third thread has opened it once more meanwhile. That one is found from now
+            # on; this one goes with the last who has it.
+            self._replaced[found] = None
+        return False
 
     def tidy_mailbox(self) -> None:
         """Let go of segments in the mailbox whose messages have been read.

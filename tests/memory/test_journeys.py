@@ -24,6 +24,9 @@ from tests.conftest import letters
 from tests.memory.waiting import PATIENCE, eventually, receive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shmreduce.memory.segment import Segment
     from tests.conftest import Children
 
 LENGTH = 300_000
@@ -159,6 +162,53 @@ def test_the_mailbox_lets_go_of_segments_that_were_open_here(children: Children)
     second = queue.get()
     assert letters() == []
     assert first.sum() == second.sum() == LENGTH
+    reader.close()
+    writer.close()
+    queue.close()
+
+
+class ReplacedWhenClosed(dict[Any, Any]):
+    """A directory in which others have a segment open just as it is taken out."""
+
+    others: Callable[[Segment], None] | None = None
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        found = super().pop(key, *default)
+        others, self.others = self.others, None
+        if others is not None:
+            others(found)
+        return found
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_a_segment_that_is_opened_twice_is_closed_twice(children: Children) -> None:
+    """One thread closes a segment, another has begun to use it, a third opens it anew: both
+    are given back once nothing of theirs is in use.
+    """
+    attachments = runtime.current().attachments
+    queue = children.context.SimpleQueue()
+    reader, writer = children.context.Pipe(duplex=False)
+    process = children.start(put_two_and_wait, queue, reader)
+    queue.get()
+    before = set(attachments.directory.values())
+    [segment] = [one for one in before if one.idle]
+    arrays = []
+
+    def others_use_it(found: Segment) -> None:
+        found.pins["a call under way"] = None
+        arrays.append(queue.get())
+
+    attachments.directory = ReplacedWhenClosed(attachments.directory)
+    attachments.directory.others = others_use_it
+    attachments.close_idle(0)
+    assert segment.fd != -1
+    [again] = set(attachments.directory.values()) - before
+    assert arrays.pop().sum() == LENGTH
+    segment.unpin("a call under way")
+    attachments.close_idle(0)
+    assert segment.fd == again.fd == -1
+    writer.send("end")
+    children.join(process)
     reader.close()
     writer.close()
     queue.close()
