@@ -232,6 +232,9 @@ class OutOfLeasesError(ShmreduceError):
 class LeaseTimeoutError(ShmreduceError, TimeoutError):
     """Another process kept a block's lock for too long (stopped, perhaps).
 
+    Or a signal handler or a destructor wants it in the middle of what its own
+    thread does with the block: then ``waited`` is 0.
+
     Fields: ``segment``, ``block``, ``waited`` (seconds).
     """
 

@@ -4,14 +4,17 @@ May import errors, ``locks`` and ``layout``.
 
 A lock is a byte lock of the segment's file against other processes and an entry
 in a table against other threads of this one. The entry is a mark of the
-attempt. A signal handler may raise between any two steps, and then only what
-the ``finally`` finds tells what was done: it undoes what bears its mark,
-whatever has happened, and does so again if it is struck itself.
+attempt: a tuple of its own, with the thread's identity. A signal handler may
+raise between any two steps, and then only what the ``finally`` finds tells what
+was done: it undoes what bears its mark, whatever has happened, and does so
+again if it is struck itself. A handler or a destructor that wants the lock in
+the middle of its own thread's transition is refused at once.
 """
 
 from __future__ import annotations
 
 import functools
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from shmreduce.errors import LeaseTimeoutError
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     _P = ParamSpec("_P")
     _R = TypeVar("_R")
     _Transition = Callable[Concatenate[Any, int, _P], _R]
+    Mark = tuple[int]
 
 __all__ = ["LOCK_PATIENCE", "BlockLocks", "if_unlocked", "under_lock"]
 
@@ -46,9 +50,9 @@ class BlockLocks:
 
     def __init__(self, lock_fd: int) -> None:
         self.lock_fd = lock_fd
-        self._busy: dict[int, object] = {}
+        self._busy: dict[int, Mark] = {}
 
-    def try_lock_block(self, block: int, mark: object) -> bool:
+    def try_lock_block(self, block: int, mark: Mark) -> bool:
         """Lock a block without waiting; return whether that was possible."""
         if self._busy.setdefault(block, mark) is not mark:
             return False
@@ -62,20 +66,31 @@ class BlockLocks:
                 self._busy.pop(block, None)
         return locked
 
-    def lock_block(self, block: int, mark: object) -> None:
+    def lock_block(self, block: int, mark: Mark) -> None:
         """Lock a block; wait for it, boundedly."""
+        holder = self._busy.get(block)
+        if holder is not None and holder[0] == mark[0]:
+            # It would wait for what it has interrupted.
+            raise LeaseTimeoutError(
+                f"block {block} of segment {self.token.hex()} is being worked on by this very "
+                "thread: a signal handler or a destructor came into the middle of it. Have it "
+                "leave arrays alone, or try again once it has returned",
+                segment=self.token.hex(),
+                block=block,
+                waited=0.0,
+            )
         waited = locks.keep_trying(lambda: self.try_lock_block(block, mark), LOCK_PATIENCE)
         if waited is not None:
             raise LeaseTimeoutError(
                 f"block {block} of segment {self.token.hex()} stayed locked for "
-                f"{waited:.0f} s; a process that uses it is stopped, or this is a re-entrant "
-                "call from a signal handler. Continue or kill that process and try again",
+                f"{waited:.0f} s; a process that uses it is stopped. Continue or kill that "
+                "process and try again",
                 segment=self.token.hex(),
                 block=block,
                 waited=waited,
             )
 
-    def unlock_block(self, block: int, mark: object) -> None:
+    def unlock_block(self, block: int, mark: Mark) -> None:
         """Undo what ``mark`` has locked, if anything."""
         if self._busy.get(block) is mark:
             locks.unlock(self.lock_fd, LOCK_BLOCK + block)
@@ -95,7 +110,7 @@ def if_unlocked(transition: _Transition[_P, _R]) -> _Transition[_P, _R | None]:
 def _with_lock(transition: _Transition[_P, _R], *, wait: bool) -> _Transition[_P, _R | None]:
     @functools.wraps(transition)
     def locked(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R | None:
-        mark = object()
+        mark = (get_ident(),)
         try:
             if not self.try_lock_block(block, mark):
                 if not wait:

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce import LeaseTimeoutError
 from shmreduce.memory import runtime
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.ledger import Fork, ForkLedger
+from shmreduce.memory.segment import Segment
 from shmreduce_numpy.blocks import find_block_of
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
@@ -195,7 +197,7 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
                 held.enter_context(runtime.current().family._locked(1 << 41))
             else:
                 mine = runtime.current().attachments.own_view_of(segment, object())
-                mine.lock_block(0, held)
+                mine.lock_block(0, (threading.get_ident(),))
             in_forked_child(wait)
             os._exit(0)
 
@@ -203,12 +205,38 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
     if what == "family":
         family.reserve(0, 1 << 40)
     else:
-        mark = object()
+        mark = (threading.get_ident(),)
         # The child may not have come to its hook yet.
         eventually(lambda: segment.try_lock_block(0, mark), "the lock is free")
         segment.unlock_block(0, mark)
     os.close(reader)
     os.close(writer)
+
+
+def test_who_comes_into_the_middle_of_a_transition_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal handler or a destructor does not wait for what it has interrupted, and what
+    it has interrupted goes on.
+    """
+    array = shmreduce.zeros(3)
+    link = Segment._link
+    waited: list[float] = []
+
+    def link_after_a_handler(segment: Segment, block: int, slot: int, word: int) -> None:
+        monkeypatch.setattr(Segment, "_link", link)
+        with pytest.raises(LeaseTimeoutError, match="this very thread") as caught:
+            ForkingPickler.dumps(array)
+        waited.append(caught.value.waited)
+        # Its traceback is part of a cycle, with the pickle that is made around it.
+        del caught
+        link(segment, block, slot, word)
+
+    monkeypatch.setattr(Segment, "_link", link_after_a_handler)
+    data = ForkingPickler.dumps(array)
+    assert waited == [0]
+    assert ForkingPickler.loads(data) is not None
+    assert ForkingPickler.loads(ForkingPickler.dumps(array)) is not None
 
 
 def in_another_thread(function: Callable[[], object]) -> Callable[[], None]:

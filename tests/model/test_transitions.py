@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections import deque
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -303,7 +304,7 @@ def clear_before_unlinking(segment: Any, block: int, slot: int) -> None:
 def consume_without_claiming(
     segment: Any, block: int, generation: int, slot: int, nonce: int
 ) -> None:
-    mark = object()
+    mark = (get_ident(),)
     segment.lock_block(block, mark)
     if segment.generations[block] == generation and segment.words[slot] == MESSAGE | nonce:
         segment._unlink(block, slot)
@@ -341,7 +342,7 @@ def test_code_that_does_otherwise_is_noticed(
 def test_a_busy_block_is_neither_freed_nor_released_but_looked_at_again(bench: Bench) -> None:
     """While somebody else has a block locked, freeing it leaves a hint, releasing asks again."""
     bench._is_out(0, has_record=False)
-    mark = object()
+    mark = (get_ident(),)
     bench.importer.lock_block(0, mark)
     assert not bench.owner.try_free(0)
     assert bench.log == [("hints", 0, 1)]
