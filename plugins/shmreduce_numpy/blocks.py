@@ -63,14 +63,17 @@ def offset_in(block: Block, array: np.ndarray[Any, Any]) -> int:
     return address - block.address
 
 
-def root_of(block: Block) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of ``block`` as an array; read-only if the block is.
+_ALL = slice(None)
+
+
+def root_of(block: Block, part: slice = _ALL) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of ``block``, or of a part of it, as an array; read-only if the block is.
 
     What is derived from it keeps the block alive. ``frombuffer`` and not
     ``ndarray(buffer=)``: the latter forgets that a buffer was read-only, and
     would let anybody set ``flags.writeable``.
     """
-    return np.frombuffer(block.buffer, np.uint8)
+    return np.frombuffer(block.buffer[part], np.uint8)
 
 
 def array_over(
@@ -82,10 +85,12 @@ def array_over(
     strides: Sequence[int] | None = None,
     order: Any = "C",
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
+    part: slice = _ALL,
 ) -> Any:
     """Return an array of class ``cls`` over a part of ``block``, which it keeps alive.
 
     As NumPy does for a new array, ``__array_finalize__`` is called with None.
+    ``offset`` counts from the start of ``part``, of which alone the array has a view.
 
     Raises
     ------
@@ -94,5 +99,5 @@ def array_over(
     """
     # Not cls(...): the constructor of a subclass takes what it likes.
     return np.ndarray.__new__(
-        cls, shape, dtype, buffer=root_of(block), offset=offset, strides=strides, order=order
+        cls, shape, dtype, buffer=root_of(block, part), offset=offset, strides=strides, order=order
     )

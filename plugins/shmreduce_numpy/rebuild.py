@@ -18,6 +18,7 @@ __all__ = [
     "rebuild_copy",
     "rebuild_inline",
     "rebuild_masked",
+    "rebuild_part",
     "rebuild_small",
     "rebuild_view",
     "rebuild_view_like",
@@ -82,6 +83,30 @@ def rebuild_copy(
         As :func:`rebuild_view`.
     """
     array = _lay_over(import_block(handle), shape, dtype, order=order, cls=cls)
+    if not writeable:
+        np.ndarray.setflags(array, write=False)
+    return array
+
+
+def rebuild_part(
+    block: Block,
+    start: int,
+    nbytes: int,
+    shape: tuple[int, ...],
+    order: str,
+    dtype: Any,
+    writeable: bool,
+    cls: type[np.ndarray[Any, Any]] = np.ndarray,
+) -> Any:
+    """Return an array over its part of a block that carries others, too.
+
+    Raises
+    ------
+    ShmreduceError
+        As :func:`rebuild_view`.
+    """
+    part = slice(start, start + nbytes)
+    array = _lay_over(block, shape, dtype, order=order, cls=cls, part=part)
     if not writeable:
         np.ndarray.setflags(array, write=False)
     return array

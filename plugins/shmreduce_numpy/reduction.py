@@ -32,6 +32,8 @@ __all__ = ["reduce_array"]
 
 _PLAIN = frozenset("biufc")
 """Kinds whose dtype is said by one character."""
+_PARTS_FROM = 16 << 10
+"""Bytes from which one of many arrays goes into a block with others; else pickling is as quick."""
 
 
 def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
@@ -126,6 +128,9 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
         moved = _move(array, message)
         if moved is not None:
             return moved
+    part = _reduce_to_part(array, message)
+    if part is not None:
+        return part
     taken = message.allocate(nbytes_of(array))
     if taken is None:
         return _reduce_inline(array, message)
@@ -136,6 +141,22 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     if type(array) is np.ndarray:
         return rebuild.rebuild_copy, arguments
     return rebuild.rebuild_copy, (*arguments, type(array))
+
+
+def _reduce_to_part(array: np.ndarray[Any, Any], message: Message) -> Any:
+    """Copy an array into a block that it shares with others, if the message has many."""
+    nbytes = nbytes_of(array)
+    part = message.allocate_part(nbytes)
+    if part is None:
+        return None
+    memory, block, start = part
+    order = _order_of(array)
+    _copy(array, memory, order)
+    dtype, writeable = describe_dtype(dtype_of(array)), flags_of(array).writeable
+    arguments = (block, start, nbytes, shape_of(array), order, dtype, writeable)
+    if type(array) is np.ndarray:
+        return rebuild.rebuild_part, arguments
+    return rebuild.rebuild_part, (*arguments, type(array))
 
 
 def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
@@ -168,6 +189,10 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
         return NotImplemented
     flags = flags_of(array)
     dtype = dtype_of(array)
+    if nbytes_of(array) >= _PARTS_FROM and not dtype.hasobject:
+        part = _reduce_to_part(array, message)
+        if part is not None:
+            return part
     if flags.writeable and dtype.isnative:
         if dtype.isbuiltin != 1 or dtype.kind not in _PLAIN or type(array) is not np.ndarray:
             return NotImplemented

@@ -1,13 +1,14 @@
 """The sender's side of one pickled message: what it gives out.
 
 May import errors, settings, ``segment``, ``heap``, ``blocks``, ``filling``,
-``handle`` and ``runtime``.
+``handle``, ``parts`` and ``runtime``.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from shmreduce.memory.handle import block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.lease_slots import NONCE_MASK
+from shmreduce.memory.parts import LARGEST_PART, PARTS_FROM, PartedBlock, size_for
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import Segment, Sent
 from shmreduce.settings import get_settings
@@ -113,7 +115,15 @@ class Message:
     b'hello'
     """
 
-    __slots__ = ("_mover", "_runtime", "_taken", "inline_limit", "shared_memory")
+    __slots__ = (
+        "_in_parts",
+        "_mover",
+        "_parted",
+        "_runtime",
+        "_taken",
+        "inline_limit",
+        "shared_memory",
+    )
 
     def __init__(self, shared_memory: bool = True, mover: Mover | None = None) -> None:
         settings = get_settings()
@@ -124,6 +134,8 @@ class Message:
         self._mover = mover
         self._runtime: Runtime | None = None
         self._taken: list[Lease] = []
+        self._in_parts = 0
+        self._parted: PartedBlock | None = None
 
     def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None:
         """Give out a block that carries ``nbytes`` by value.
@@ -171,6 +183,67 @@ class Message:
             taken.nonce,
             _constant(segment, block, taken.generation, nbytes, shared=False, mode="rw"),
         )
+
+    def allocate_part(self, nbytes: int) -> tuple[memoryview, object, int] | None:
+        """Give out a part of a block that carries other buffers of the message, too.
+
+        For buffers by value from some ten KiB on, of which a message may have
+        many. The receiver's memory is given back when the last of those that
+        share a block has gone; a block has 4 MiB at most.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes.
+
+        Returns
+        -------
+        (memoryview, object, int) or None
+            The bytes to fill before ``reduce`` returns, uninitialised; what
+            unpickles as the receiver's :class:`Block`, to be put among the
+            arguments of the function that rebuilds; and where in that block
+            the bytes begin. None if it is not worth while, since the message
+            has too few such buffers so far or this one is large, or if there
+            is no room: do as without it.
+
+        Examples
+        --------
+        >>> from shmreduce import Message
+        >>> message = Message()
+        >>> message.allocate_part(100_000) is None
+        True
+        >>> parts = [message.allocate_part(100_000) for _ in range(20)]
+        >>> view, block, offset = parts[-1]
+        >>> view.nbytes, offset % 64, block is parts[-2][1]
+        (100000, 0, True)
+        >>> del parts, view
+        >>> message.rollback()
+        """
+        if not self.shared_memory or nbytes > LARGEST_PART:
+            return None
+        # First: in a forked child the block is its parent's.
+        self._current()
+        self._in_parts += nbytes
+        if self._in_parts <= PARTS_FROM:
+            return None
+        taken = None if self._parted is None else self._parted.take(nbytes)
+        if taken is None:
+            self._parted = self._new_parted()
+            taken = None if self._parted is None else self._parted.take(nbytes)
+        return None if taken is None else (taken[0], self._parted, taken[1])
+
+    def _new_parted(self) -> PartedBlock | None:
+        if self._parted is not None:
+            self._parted.close()
+        try:
+            given = self.allocate(size_for(self._in_parts))
+        except OutOfSharedMemoryError:
+            given = None
+        if given is None:
+            # Not asked for again by each buffer of this message.
+            self._in_parts = -sys.maxsize
+            return None
+        return PartedBlock(*given)
 
     def refer(self, block: Block, used: int) -> bytes | None:
         """Return a handle by which ``block`` travels without a copy, if it can.
@@ -319,6 +392,7 @@ class Message:
         """Keep what was given out: the message is complete."""
         if not self._is_ours():
             return
+        self._let_go_of_parts()
         child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
         now = time.monotonic()
@@ -332,8 +406,14 @@ class Message:
 
     def rollback(self) -> None:
         """Take back what was given out: the message will not be sent."""
+        self._let_go_of_parts()
         while self._is_ours():
             self._taken.pop().undo()
+
+    def _let_go_of_parts(self) -> None:
+        if self._parted is not None:
+            self._parted.close()
+            self._parted = None
 
     def _add(self, segment: Segment, block: int, generation: int) -> Lease:
         taken = Lease(segment, block, generation, next(_nonces) & NONCE_MASK)
@@ -357,6 +437,7 @@ class Message:
             # In a child that was forked in the middle of a pickling, what was given
             # out so far is the parent's.
             self._taken.clear()
+            self._parted = None
             self._runtime = runtime
         return runtime
 

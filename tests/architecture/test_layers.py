@@ -68,7 +68,9 @@ MEMORY_LAYERS = [
     {"blocks"},
     {"idle"},
     {"runtime", "filling"},
-    {"allocation", "loading", "message"},
+    {"allocation", "loading"},
+    {"parts"},
+    {"message"},
     {"inspection"},
 ]
 

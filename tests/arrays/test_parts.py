@@ -1,0 +1,244 @@
+"""Many arrays in one message, which share blocks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import AlreadyLoadedError, InvalidHandleError, Message, pickling
+from shmreduce.memory import parts, runtime
+from shmreduce.memory.layout import BY_VALUE
+from shmreduce_numpy import rebuild
+from tests.memory.waiting import wait_for_exit
+
+if TYPE_CHECKING:
+    from tests.conftest import Children
+
+LENGTH = 20_000
+"""Bytes of an array: too few for a block of its own."""
+COUNT = 400
+
+
+def many(number: int = 0, count: int = COUNT) -> list[Any]:
+    return [np.full(LENGTH, (number + each) % 251, np.uint8) for each in range(count)]
+
+
+def transfer(obj: Any) -> Any:
+    """Send to this very process."""
+    data, message = pickling.dumps(obj)
+    if message is not None:
+        message.commit()
+    return pickling.loads(bytes(data))
+
+
+def sizes_out() -> list[int]:
+    """The sizes of the blocks that this process gave out and that are in use."""
+    heap = runtime.current().heap(BY_VALUE)
+    heap.collect()
+    return [segment.capacities[block] for segment in heap.segments for block in segment.out]
+
+
+def send_back(arrays: Any) -> Any:
+    return arrays, [int(array.ravel()[0]) for array in arrays]
+
+
+def test_they_arrive_and_come_back(children: Children) -> None:
+    """From one process to another and back they keep their values, and share few blocks."""
+    sent = many()
+    found, firsts = children.call(send_back, sent)
+    assert firsts == [array[0] for array in sent]
+    assert len(sizes_out()) < COUNT // 10
+    for array, original in zip(found, sent, strict=True):
+        np.testing.assert_array_equal(array, original)
+
+
+class Labelled(np.ndarray[Any, Any]):
+    """A subclass without attributes of its own."""
+
+
+def each_layout() -> list[Any]:
+    square = np.arange(10_000.0).reshape(100, 100)
+    readonly = square + 1
+    readonly.flags.writeable = False
+    record = np.zeros(3_000, np.dtype([("a", "u1"), ("b", "<f8")], align=True))
+    record["b"] = np.arange(3_000)
+    return [
+        square,
+        square.T,
+        square[::2, ::-1],
+        square.astype(">f4"),
+        readonly,
+        record,
+        np.arange(4_000).astype("m8[s]"),
+        np.array(["text"] * 3_000),
+        np.broadcast_to(np.arange(50.0), (60, 50)),
+        square.view(Labelled),
+        np.ma.masked_array(square, square > 5),
+        np.arange(20_000, dtype="u1").reshape(2, 1, 100, 100)[:, ::1],
+    ]
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_layouts_types_and_flags_are_kept() -> None:
+    """As they are for an array that travels alone."""
+    alone = [transfer(array) for array in each_layout()]
+    *_, found = transfer([*many(), each_layout()])
+    for array, other, original in zip(found, alone, each_layout(), strict=True):
+        np.testing.assert_array_equal(array, original)
+        assert (type(array), array.dtype, array.shape) == (type(other), other.dtype, other.shape)
+        assert array.strides == other.strides
+        assert array.flags.writeable == other.flags.writeable
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_each_is_independent() -> None:
+    """Of its neighbours, and of what the sender does later; it sees nothing of theirs."""
+    sent = many()
+    found = transfer(sent)
+    for array in sent:
+        array[:] = 255
+    for each, array in enumerate(found):
+        assert (array == each % 251).all()
+        array[:] = 254 - each % 2
+    for each, array in enumerate(found):
+        assert (array == 254 - each % 2).all()
+        assert memoryview(array.base).nbytes == LENGTH
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_one_that_is_kept_keeps_one_block() -> None:
+    """Of a few MiB at most; the others are given back, and that one with its last array."""
+    before = sizes_out()
+    found = transfer(many())
+    kept = found[-1]
+    del found
+    assert sum(sizes_out()) - sum(before) == 4 << 20
+    del kept
+    assert sizes_out() == before
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_few_arrays_get_no_block() -> None:
+    """They are pickled, and can be loaded often."""
+    data, message = pickling.dumps(many(count=10))
+    assert message is None or message.is_empty
+    assert all(len(pickling.loads(bytes(data))) == 10 for _ in range(2))
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_many_are_loaded_once() -> None:
+    """As any array that travels in a block by value."""
+    data, message = pickling.dumps(many())
+    assert message is not None
+    message.commit()
+    first = pickling.loads(bytes(data))
+    with pytest.raises(AlreadyLoadedError):
+        pickling.loads(bytes(data))
+    assert (first[-1] == (COUNT - 1) % 251).all()
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_where_there_is_no_room_they_are_pickled() -> None:
+    """What needs no shared memory does not fail for want of it; one attempt is made."""
+    spent = runtime.current().family.reserved
+    with shmreduce.install(budget=max(spent, 1)):
+        found = transfer(many())
+    assert all((array == each % 251).all() for each, array in enumerate(found))
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_a_message_that_fails_leaves_nothing() -> None:
+    """None of the blocks stays."""
+    before = sizes_out()
+    with pytest.raises(ZeroDivisionError):
+        pickling.dumps([*many(), Unpicklable()])
+    assert sizes_out() == before
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_a_complete_message_holds_its_blocks_by_leases_alone() -> None:
+    """Nothing of the sender's keeps them."""
+    before = sizes_out()
+    data, message = pickling.dumps(many())
+    assert message is not None
+    message.commit()
+    assert not any(
+        segment.records for segment in runtime.current().heap(BY_VALUE).segments if segment.out
+    )
+    found = pickling.loads(bytes(data))
+    del found, data
+    assert sizes_out() == before
+
+
+class Forks:
+    """Forks while it is pickled; the child changes the rest of the message and pickles on."""
+
+    def __init__(self, rest: list[Any]) -> None:
+        self.rest = rest
+        self.child = 0
+        self._go_on = os.pipe()
+
+    def __reduce__(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.child = os.fork()
+        if not self.child:
+            os.read(self._go_on[0], 1)
+            for array in self.rest:
+                array[:] = 255
+        return str, ("forked",)
+
+    def let_child_go_on(self) -> None:
+        """Let it, and wait for its end."""
+        os.write(self._go_on[1], b"x")
+        assert wait_for_exit(self.child) == 0
+        for end in self._go_on:
+            os.close(end)
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_block() -> None:
+    """It goes on with blocks of its own."""
+    rest = many(number=7)
+    forks = Forks(rest)
+    parent = os.getpid()
+    try:
+        data, message = pickling.dumps([many(), forks, rest])
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert message is not None
+    message.commit()
+    forks.let_child_go_on()
+    _, forked, found = pickling.loads(bytes(data))
+    assert forked == "forked"
+    assert all((array == (7 + each) % 251).all() for each, array in enumerate(found))
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+@pytest.mark.parametrize("start", [-8, 0, 1 << 40])
+def test_a_part_that_lies_outside_its_block_is_refused(start: int) -> None:
+    """A damaged message makes an error, not an array over something else."""
+    block = shmreduce.allocate(64)
+    with pytest.raises(InvalidHandleError, match="does not fit"):
+        rebuild.rebuild_part(block, start, 72, (9,), "C", "<f8", True)
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_what_is_large_or_goes_to_another_host_gets_no_part() -> None:
+    """The one has a block of its own, the other none at all."""
+    elsewhere = Message(shared_memory=False)
+    assert all(elsewhere.allocate_part(LENGTH) is None for _ in range(COUNT))
+    message = Message()
+    assert all(message.allocate_part(parts.LARGEST_PART + 1) is None for _ in range(COUNT))
+    assert message.is_empty
