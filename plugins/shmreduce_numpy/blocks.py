@@ -46,11 +46,15 @@ def _bottom_of(array: np.ndarray[Any, Any]) -> Any:
     """Return the object whose memory it is: an array that is not a view, or a foreign one."""
     bottom: Any = array
     while True:
-        if isinstance(bottom, np.ndarray) or type(bottom) is _STRIDED_BASE:
-            base = base_of(bottom) if isinstance(bottom, np.ndarray) else bottom.base
-            if base is None:
+        if isinstance(bottom, np.ndarray):
+            base = base_of(bottom)
+            # One that is to be written back later (WRITEBACKIFCOPY), as numpy.nditer
+            # makes them, has memory of its own; its base is where that goes in the end.
+            if base is None or flags_of(bottom).owndata:
                 return bottom
             bottom = base
+        elif type(bottom) is _STRIDED_BASE and bottom.base is not None:
+            bottom = bottom.base
         elif isinstance(bottom, memoryview) and isinstance(bottom.obj, np.ndarray):
             bottom = bottom.obj
         else:
@@ -97,6 +101,9 @@ def array_over(
     TypeError, ValueError
         If the array would reach beyond the block.
     """
+    if offset < 0:
+        # NumPy looks at it only where there are strides.
+        raise ValueError(f"it begins {-offset} bytes before the block")
     # Not cls(...): the constructor of a subclass takes what it likes.
     return np.ndarray.__new__(
         cls, shape, dtype, buffer=root_of(block, part), offset=offset, strides=strides, order=order

@@ -15,6 +15,7 @@ import shmreduce
 from shmreduce.born.heap import get_heap
 from shmreduce.testing.leaks import find_leaks, take_census
 from tests.born.allocator import LARGE, address_of, counters, filled, is_born, received_in_place
+from tests.plugins.numpy_samples import written_back_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -320,6 +321,17 @@ def test_a_move_that_is_interrupted_by_a_free_is_a_move(pipe: tuple[Any, Any]) -
         here.send_last([(inner, Dropping(inner))])
         received, _ = there.recv()
     assert (received[0] == 8).all()
+
+
+def test_an_array_that_is_written_back_later_is_copied(pipe: tuple[Any, Any]) -> None:
+    """A temporary copy of NumPy's is not where the array is that it is written back to."""
+    here, there = pipe
+    with shmreduce.shared_allocations():
+        array = np.arange(float(LARGE))
+        with written_back_to(array) as iterator:
+            here.send(iterator.operands[0])
+        assert np.array_equal(there.recv(), array)
+        del iterator
 
 
 def test_leaks_are_noticed_here_too(pipe: tuple[Any, Any]) -> None:

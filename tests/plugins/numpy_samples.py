@@ -8,7 +8,7 @@ import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import numpy as np
 
-__all__ = ["arrays", "dtypes", "views"]
+__all__ = ["arrays", "dtypes", "views", "written_back_to"]
 
 Array = np.ndarray[Any, Any]
 
@@ -84,3 +84,9 @@ def views(draw: st.DrawFn, array: Array) -> Array:
         view = view.view()
         view.flags.writeable = False
     return view
+
+
+def written_back_to(array: Array) -> Any:
+    """Return an iterator that has a copy of an array, and writes it back when it is closed."""
+    options: Any = {"op_flags": [["readwrite", "updateifcopy"]], "casting": "equiv"}
+    return np.nditer(array, op_dtypes=[array.dtype.newbyteorder()], **options)

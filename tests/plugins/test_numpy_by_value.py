@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shmreduce
 from shmreduce_numpy import rebuild
 from tests.plugins.messages import loads, message_of, round_trip
-from tests.plugins.numpy_samples import arrays, views
+from tests.plugins.numpy_samples import arrays, views, written_back_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,27 +217,50 @@ def test_arrays_over_other_buffers() -> None:
     assert np.array_equal(round_trip(over_view), over_view)
 
 
+@pytest.mark.parametrize("make", [np.copy, shmreduce.array, round_trip])
+def test_arrays_that_are_written_back_later(make: Any) -> None:
+    """A temporary copy that NumPy writes back in the end has memory of its own, and arrives."""
+    source = make(np.arange(100_000.0))
+    with written_back_to(source) as iterator:
+        copy = iterator.operands[0]
+        copy += 1
+        received = round_trip(copy)
+        assert received.dtype == copy.dtype
+        assert received.tolist() == copy.tolist()
+        assert not shmreduce.is_shared(copy)
+    assert received.tolist() == source.tolist()
+
+
 def test_large_arrays_are_small_messages() -> None:
     """A message with a large array is a few hundred bytes."""
     assert len(message_of(np.zeros(1_000_000))) < 400
 
 
 class Forged:
-    """Pickles as an array that is larger than its block."""
+    """Pickles as an array that is somewhere else than in its block."""
 
-    def __init__(self, handle: bytes) -> None:
-        self.handle = handle
+    def __init__(self, rebuilt: Any, handle: bytes, *where: Any) -> None:
+        self.reduced = rebuilt, (handle, *where)
 
     def __reduce__(self) -> Any:
-        return rebuild.rebuild_copy, (self.handle, (900_000,), "C", "|u1", True)
+        return self.reduced
 
 
-def test_a_forged_size_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("function", "where", "said"),
+    [
+        (rebuild.rebuild_copy, ((900_000,), "C", "|u1", True), "900000"),
+        (rebuild.rebuild_view, (1, (100_000,), None, "|u1", True), "100000"),
+        (rebuild.rebuild_view, (-8, (10,), None, "|u1", True), "8 bytes before the block"),
+        (rebuild.rebuild_view, (-8, (10,), (1,), "|u1", True), "8 bytes before the block"),
+    ],
+)
+def test_a_forged_place_is_refused(function: Any, where: Any, said: str) -> None:
     """A message whose array would reach beyond its block is an InvalidHandleError."""
     message = shmreduce.Message()
     taken = message.allocate(100_000)
     assert taken is not None
     message.commit()
     with pytest.raises(shmreduce.InvalidHandleError) as caught:
-        round_trip(Forged(taken[1]))
-    assert "900000" in str(caught.value)
+        round_trip(Forged(function, taken[1], *where))
+    assert said in str(caught.value)
