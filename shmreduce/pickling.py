@@ -36,6 +36,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory.attachments import EXHAUSTED
 from shmreduce.memory.loading import Loading, discard_message, import_block
+from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message, take_mover
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import get_settings
@@ -496,6 +497,7 @@ def _load_with_buffers(handle: bytes, places: list[tuple[int, int, bool]], data:
     everything = import_block(handle).buffer
     views = []
     for start, size, readonly in places:
-        view = everything[start : start + size]
+        # Not a slice: the ``obj`` of a view, which an object may ask for, is its bytes alone.
+        view = memoryview(make_root(everything, start, size)).cast("B")
         views.append(view.toreadonly() if readonly else view)
     return pickle.loads(data, buffers=views)

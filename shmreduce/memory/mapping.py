@@ -220,7 +220,7 @@ def punch_hole(fd: int, offset: int, size: int) -> None:
 _array_types: dict[int, Any] = {}
 
 
-def make_root(pages: mmap.mmap, offset: int, nbytes: int) -> Any:
+def make_root(pages: mmap.mmap | memoryview, offset: int, nbytes: int) -> Any:
     """Return the object at the bottom of every view of a run of ``pages``.
 
     It exports the run as a buffer, pins the mapping, can be weakly referenced,

@@ -100,6 +100,30 @@ def test_buffers_are_what_they_were_when_sent(pipe: tuple[Any, Any]) -> None:
     assert memoryview(there.recv().buffers[0])[5] == 0
 
 
+class ZeroCopy(bytearray):
+    """The example in the documentation of the pickle module."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(self)._reconstruct, (pickle.PickleBuffer(self),), None
+
+    @classmethod
+    def _reconstruct(cls, obj: Any) -> Any:
+        with memoryview(obj) as view:
+            exporter: Any = view.obj
+            return exporter if type(exporter) is cls else cls(exporter)
+
+
+def test_what_a_buffer_is_a_view_of_has_the_same_bytes(pipe: tuple[Any, Any]) -> None:
+    """Not those of other buffers, nor the rest of the block."""
+    here, there = pipe
+    sent = [ZeroCopy(b"a" * (LARGE + 1)), ZeroCopy(b"b" * (LARGE + 3))]
+    here.send(sent)
+    assert there.recv() == sent
+    here.send(Holder(bytes(LARGE + 1)))
+    (received,) = there.recv().buffers
+    assert memoryview(received.obj).nbytes == LARGE + 1
+
+
 def test_without_room_the_buffers_are_in_the_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no block they are pickled in the ordinary way."""
     monkeypatch.setattr(message_module.Message, "allocate", lambda *_: None)
