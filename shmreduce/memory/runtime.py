@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import warnings
 from contextlib import suppress
 from multiprocessing import context, reduction, util
@@ -276,8 +277,33 @@ def configure(settings: Settings) -> None:
 
 
 def _leave() -> None:
-    if _current is not None:
-        _current.leave()
+    runtime = _current
+    if runtime is None:
+        return
+    if _threads_that_go_on():
+        # Before Python 3.13 a child process calls its finalizers first and waits for
+        # its threads then: for this one, too.
+        with suppress(RuntimeError):
+            threading.Thread(
+                target=_leave_last, args=(runtime,), name="shmreduce-leave", daemon=False
+            ).start()
+            return
+    runtime.leave()
+
+
+def _leave_last(runtime: Runtime) -> None:
+    while threads := _threads_that_go_on():
+        threads[0].join()
+    runtime.leave()
+
+
+def _threads_that_go_on() -> list[threading.Thread]:
+    """Return the other threads that the interpreter has yet to wait for."""
+    here, main = threading.current_thread(), threading.main_thread()
+    if not main.is_alive():
+        # It has waited for them.
+        return []
+    return [each for each in threading.enumerate() if not each.daemon and each not in {here, main}]
 
 
 def _to_the_end(step: Callable[[], None]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import sys
 import threading
-from multiprocessing import Pipe
+from multiprocessing import Pipe, util
 from multiprocessing.connection import Client, Listener
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from shmreduce.memory import runtime
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.testing.processes import OtherProcess
-from tests.conftest import letters
+from tests.conftest import STRATEGIES, letters
 from tests.memory.waiting import PATIENCE, eventually, receive
 
 if TYPE_CHECKING:
@@ -107,6 +108,44 @@ def test_messages_outlive_their_producer(children: Children) -> None:
     simple.close()
     reader.close()
     writer.close()
+
+
+def go_on_in_a_thread(connection: Any) -> None:
+    """Return while a thread of this process goes on to answer, until it is told the end."""
+    finalized = threading.Event()
+    # After all others. From Python 3.13 on threads are waited for before finalizers are called.
+    util.Finalize(None, finalized.set, exitpriority=-1000)
+
+    def answer() -> None:
+        if sys.version_info < (3, 13):
+            finalized.wait(PATIENCE)
+        while (array := connection.recv()) is not None:
+            connection.send(array + 1)
+            del array
+
+    threading.Thread(target=answer).start()
+
+
+@pytest.mark.parametrize(
+    "children", [("fork", each) for each in STRATEGIES] + [("spawn", STRATEGIES[0])], indirect=True
+)
+def test_threads_that_go_on_after_their_function(children: Children) -> None:
+    """A child whose function has returned lives on in its threads: what they receive is
+    given back, and what they have sent when they end is not lost.
+    """
+    ours, theirs = children.context.Pipe()
+    child = children.start(go_on_in_a_thread, theirs)
+    theirs.close()
+    for number in range(20):
+        ours.send(np.full(LENGTH, number, np.uint8))
+        assert sum_of(receive(ours)) == LENGTH * (number + 1)
+    heaps = runtime.current().heaps
+    assert sum(len(segment.out) for heap in heaps for segment in heap.segments) < 10
+    ours.send(np.zeros(LENGTH, np.uint8))
+    ours.send(None)
+    children.join(child)
+    assert sum_of(receive(ours)) == LENGTH
+    ours.close()
 
 
 def produce_in_a_grandchild(method: str, queue: Any) -> None:
