@@ -221,6 +221,9 @@ def _is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
 
 def pack_bytes(data: memoryview) -> Packet:
     """Return the packet of bytes; see :func:`pack`."""
+    if data.format != "B":
+        # They are assigned to those of a block, which are.
+        data = data.cast("B")
     return _make(data, None)
 
 

@@ -263,6 +263,16 @@ def test_closed_ends_refuse_everything(pipe: tuple[Any, Any]) -> None:
             call()
 
 
+@pytest.mark.parametrize("size", [1000, 2 * packets.INLINE_BODY])
+@pytest.mark.parametrize("kind", ["b", "c", "?"])
+def test_bytes_of_any_kind(pipe: tuple[Any, Any], kind: str, size: int) -> None:
+    """What has one byte for each item is bytes: integers with a sign, characters, booleans."""
+    here, there = pipe
+    data = bytes([0, 1]) * (size // 2)
+    here.send_bytes(memoryview(data).cast(kind))  # type: ignore[call-overload]
+    assert there.recv_bytes() == data
+
+
 def test_bytes_into_a_buffer(pipe: tuple[Any, Any]) -> None:
     """They are written at the offset; a buffer that is too short is an error with the message."""
     here, there = pipe
