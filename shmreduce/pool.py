@@ -9,7 +9,6 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Sized
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -434,8 +433,7 @@ class Pool:
         self._check_running()
         if chunksize < 1:
             raise ValueError(f"Chunksize must be 1+, not {chunksize!r}")
-        total = len(iterable) if isinstance(iterable, Sized) else None
-        bar = make_bar(progress, total) if progress else None
+        bar = make_bar(progress, _length_of(iterable)) if progress else None
         tries = self._tries(retries)
         try:
             self._crew.announce(result)
@@ -539,6 +537,14 @@ def _chunks(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
     iterator = iter(iterable)
     while chunk := tuple(itertools.islice(iterator, size)):
         yield chunk
+
+
+def _length_of(iterable: Any) -> int | None:
+    """Return how many items there are; None where nobody can tell, as of a huge range."""
+    try:
+        return len(iterable)
+    except Exception:
+        return None
 
 
 def checked_retries(retries: int) -> int:

@@ -146,6 +146,28 @@ def test_an_iterable_that_raises(pool: Pool) -> None:
     assert list(results) == []
 
 
+class Unsized:
+    """Has a length that cannot be told."""
+
+    def __len__(self) -> int:
+        raise TypeError("nobody knows")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.parametrize("items", [range(1 << 70), Unsized()], ids=["huge", "unsized"])
+def test_imap_of_what_has_no_length(items: Any, progress: bool) -> None:
+    """An iterable whose length is too large for an integer of C, or an error, is read as ever."""
+    with Pool(2, context=FORK) as pool:
+        for call in (pool.imap, pool.imap_unordered):
+            results = call(square, items, progress=progress)
+            assert {next(results) for _ in range(3)} == {0, 1, 4}
+            del results
+    pool.join()
+
+
 def test_long_iterables_side_by_side() -> None:
     """Iterables of imap are read not far ahead of the workers, several at once."""
     taken = []
