@@ -156,7 +156,9 @@ class ProcessPoolExecutor(Executor):
         self._lock = threading.Lock()
         self._shut = False
         self._pending: set[Future[Any]] = set()
-        # At the end of the interpreter what was submitted is done first.
+        # At the end of the interpreter what was submitted is done first: before functions
+        # of atexit are called, and in a child, before other children are waited for.
+        _end.crews[id(self._crew)] = self._crew
         util.Finalize(self._crew, _finish, args=(weakref.ref(self._crew),), exitpriority=15)
         # Dropped without shutdown: what was submitted is done, then the workers leave.
         weakref.finalize(self, self._crew.close).atexit = False
@@ -277,9 +279,38 @@ class ProcessPoolExecutor(Executor):
             raise _broken(self._crew.broken_by)
         if self._shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
+        if _end.has_come or self._crew.closing:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
 
-def _finish(reference: weakref.ref[Crew]) -> None:
+class _End:
+    """What is to be done when the main thread has come to its end."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+        try:
+            # As concurrent.futures has it called.
+            threading._register_atexit(self.come)  # type: ignore[attr-defined]
+        except RuntimeError:
+            self.has_come = True
+
+    def begin_anew(self) -> None:
+        """Forget, in a forked child, the executors of its parent."""
+        self.has_come = False
+        self.crews: weakref.WeakValueDictionary[int, Crew] = weakref.WeakValueDictionary()
+
+    def come(self) -> None:
+        """Let all executors do what was submitted, and leave."""
+        self.has_come = True
+        for reference in self.crews.valuerefs():
+            _finish(reference)
+
+
+_end = _End()
+os.register_at_fork(after_in_child=_end.begin_anew)
+
+
+def _finish(reference: Callable[[], Crew | None]) -> None:
     crew = reference()
     if crew is not None:
         crew.close()

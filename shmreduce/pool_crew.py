@@ -228,6 +228,11 @@ class Crew:
         if self.ended:
             self._abandon(TaskAbandonedError(_TERMINATED))
 
+    @property
+    def closing(self) -> bool:
+        """Whether the workers leave when everything is done."""
+        return self._closing
+
     def close(self) -> None:
         """Let the workers leave when everything is done."""
         self._closing = True

@@ -233,3 +233,26 @@ def test_what_an_executor_was_given_is_done_before_the_program_ends(
     output, errors = program.process.communicate(timeout=PATIENCE)
     assert output.split() == ["0", "1", "2", "3", "4"], errors
     program.wait_for_the_end()
+
+
+def test_an_executor_is_done_before_functions_of_atexit(run: Callable[[str], Program]) -> None:
+    """What they take away may be needed by calls; and they can submit no more."""
+    program = run(
+        "import atexit\n"
+        "def at_the_end():\n"
+        "    print([future.done() for future in futures], flush=True)\n"
+        "    try:\n"
+        "        executor.submit(abs, -1)\n"
+        "    except RuntimeError as error:\n"
+        "        print(error, flush=True)\n"
+        "atexit.register(at_the_end)\n"
+        "from shmreduce.executor import ProcessPoolExecutor\n"
+        "import multiprocessing, time\n"
+        "executor = ProcessPoolExecutor(1, multiprocessing.get_context('fork'))\n"
+        "futures = [executor.submit(time.sleep, 0.05) for _ in range(3)]\n"
+        "atexit.register(at_the_end)\n"
+    )
+    output, errors = program.process.communicate(timeout=PATIENCE)
+    done = "[True, True, True]\ncannot schedule new futures after interpreter shutdown\n"
+    assert output == 2 * done, errors
+    program.wait_for_the_end()
