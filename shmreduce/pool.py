@@ -544,6 +544,7 @@ def _length_of(iterable: Any) -> int | None:
     try:
         return len(iterable)
     except Exception:
+        # Whatever it raises: only the bar has a use for it.
         return None
 
 
