@@ -56,7 +56,9 @@ REASONS: dict[str, str] = {
     ),
     "first-use *": (
         "What counts is how quickly the machine gives pages, and who gets those that it has at "
-        "hand: in three runs 64 MiB took 58 to 186 ms here, 28 to 170 ms in torch."
+        "hand: in three runs 64 MiB took 58 to 186 ms here, 28 to 170 ms in torch. Of ours, 33 to "
+        "170 ms are huge pages; small ones took 45 to 70, but all later round trips would take "
+        "12 ms instead of 7."
     ),
     "fresh 1 KiB: shmreduce install / multiprocessing": (
         "Both are two wake-ups, whose time varies by a third within the run."
