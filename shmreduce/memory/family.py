@@ -152,8 +152,13 @@ class Family:
         if fd != -1:
             os.close(fd)
 
+    def take_over(self, other: Family) -> None:
+        """Count here what this process has reserved as a member of another family; leave that."""
+        self._reserved[self._index] = other.reserved
+        other.leave(with_mailbox=True)
+
     def leave(self, *, with_mailbox: bool) -> None:
-        """Close a membership that nobody has used."""
+        """Close a membership that nobody uses any more."""
         # The mapping keeps the description, and so the lock, until it is gone, too.
         locks.unlock(self.fd, _LOCK_MEMBER + self._index)
         self.give_up_locks()

@@ -93,8 +93,14 @@ class Runtime:
         return self._family or self._parent_family
 
     def join(self, family: Family) -> None:
-        """Become a member of the family that the parent process is in."""
-        self._family = family
+        """Become a member of the family that the parent process is in.
+
+        What this process has done before, when its main module was imported or
+        its fork server had loaded one, may have made it one of another.
+        """
+        before, self._family = self._family, family
+        if before is not None:
+            family.take_over(before)
 
     def heap(self, kind: int) -> Heap:
         """Return the heap for new blocks of a kind, by the strategy in force."""
@@ -377,18 +383,13 @@ def _join_family(*descriptors: Any) -> None:
         # Passed on through an exec, so it was inheritable.
         os.set_inheritable(number, False)
     file, receiver, sender = numbers
-    runtime = current()
-    if runtime.known_family is not None:
-        for number in numbers:
-            os.close(number)
-        return
     try:
         own = locks.reopen(file)
     finally:
         # The parent's description: with it open here, the parent's membership
         # would outlive the parent.
         os.close(file)
-    runtime.join(Family(own, (_socket(receiver), _socket(sender))))
+    current().join(Family(own, (_socket(receiver), _socket(sender))))
 
 
 def _socket(fd: int) -> socket.socket:

@@ -256,3 +256,51 @@ def test_main_module_that_registers_in_every_process(method: str, tmp_path: Path
         timeout=60,
     ).stdout
     assert output.split() == ["reducer", "file_system"]
+
+
+INSTALLED_AT_IMPORT = """
+import multiprocessing
+import sys
+
+import numpy as np
+import shmreduce
+from shmreduce.memory.inspection import process_state
+from shmreduce.memory.runtime import current
+
+kept = shmreduce.zeros(500_000)
+shmreduce.install()
+
+
+def answer(queue):
+    queue.put(np.ones(500_000))
+    family = current().family
+    queue.put((family.identity, family.reserved == process_state().reserved > 0))
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    context.set_forkserver_preload(["__main__"] if "preload" in sys.argv else [])
+    queue = context.SimpleQueue()
+    process = context.Process(target=answer, args=(queue,))
+    process.start()
+    process.join()
+    array, (family, booked) = queue.get(), queue.get()
+    print(int(array.sum()), family == current().family.identity, booked)
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver", "forkserver preload"])
+def test_a_child_that_installs_at_import_is_of_its_parents_family(
+    how: str, tmp_path: Path
+) -> None:
+    """What it has sent can be read when it has ended, and what it had reserved before counts."""
+    script = tmp_path / "script.py"
+    script.write_text(INSTALLED_AT_IMPORT)
+    output = subprocess.run(
+        [sys.executable, "-W", "error", str(script), *how.split()],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    assert output.split() == ["500000", "True", "True"]
