@@ -420,9 +420,9 @@ class LiveBlocks:
         try:
             self.ledger.announce(fork)
             self._prepare(fork)
-        except BaseException as error:
-            # After Ctrl-C comes another attempt, after anything else the fork.
-            self.ledger.withdraw(fork, unguarded=isinstance(error, Exception))
+        except BaseException:
+            # Another attempt comes, or the fork as it is.
+            self.ledger.withdraw(fork)
             raise
 
     def _prepare(self, fork: Fork) -> None:

@@ -81,13 +81,13 @@ class IdleReturn:
         """End the thread, waiting for it boundedly; return whether there was one."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            leaving.join(_PATIENCE)
+            _wait_for(leaving)
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
             return False
         if self._stop.locked():
             self._stop.release()
-        thread.join(_PATIENCE)
+        _wait_for(thread)
         return True
 
     def before_fork(self) -> None:
@@ -142,3 +142,9 @@ class IdleReturn:
         except HeapBusyError:
             # Collected from inside the heap, by a finalizer that runs in this thread.
             return
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    # A destructor that the collector calls in the thread itself may fork.
+    if thread.ident != threading.get_ident():
+        thread.join(_PATIENCE)

@@ -30,13 +30,15 @@ _LOCK_FORK = 1 << 44
 class Fork:
     """One fork that is about to happen."""
 
-    __slots__ = ("number", "token")
+    __slots__ = ("number", "ready", "token")
 
     def __init__(self) -> None:
         self.number = 0
         """Which of the process's forks it is; 0 until it is announced."""
         self.token = -1
         """A descriptor that the child inherits and the parent closes."""
+        self.ready = False
+        """Whether all has been done for it."""
 
 
 class ForkLedger:
@@ -108,33 +110,38 @@ class ForkLedger:
         # Of this thread, since another may be forking too. A stack, since a
         # signal handler may fork between this hook and the fork.
         self._ready.setdefault(threading.get_ident(), []).append(fork)
+        fork.ready = True
 
-    def withdraw(self, fork: Fork, *, unguarded: bool) -> None:
-        """Take back what was done for a fork so far, but for its number.
-
-        Either another attempt at the same fork begins, or it happens
-        ``unguarded``: what is alive now is then never reused.
-        """
+    def withdraw(self, fork: Fork) -> None:
+        """Take back what was done for a fork so far, but for its number."""
+        fork.ready = False
         self._close_token(fork)
         stack = self._ready.get(threading.get_ident(), [])
         if fork in stack:
             stack.remove(fork)
-        if unguarded:
-            self._unguarded_until = max(self._unguarded_until, fork.number)
-            self.pending.pop(fork.number, None)
 
-    def after_fork_in_parent(self) -> None:
-        """Leave the token to the child alone."""
-        stack = self._ready.get(threading.get_ident())
-        if not stack:
-            return
-        # Ctrl-C may come at any call, and this be called again: its place last.
-        fork = stack[-1]
-        self._close_token(fork)
+    def leave_unguarded(self, fork: Fork) -> None:
+        """Let a fork happen for which nothing could be done: what is alive now is never reused."""
+        self.announce(fork)
+        self._unguarded_until = max(self._unguarded_until, fork.number)
         self.pending.pop(fork.number, None)
-        del stack[-1]
-        if not stack:
-            self._ready.pop(threading.get_ident(), None)
+
+    def after_fork_in_parent(self, over: list[Fork]) -> None:
+        """Leave the token to the child alone.
+
+        ``over`` gets the fork. A signal handler may raise at any call, and this be
+        called again: with the same list it goes on from where it was.
+        """
+        stack = self._ready.get(threading.get_ident(), [])
+        if not over:
+            over[:] = stack[-1:]
+        for fork in over:
+            self._close_token(fork)
+            self.pending.pop(fork.number, None)
+            if fork in stack:
+                stack.remove(fork)
+            if not stack:
+                self._ready.pop(threading.get_ident(), None)
 
     def _close_token(self, fork: Fork) -> None:
         token, fork.token = fork.token, -1

@@ -40,6 +40,8 @@ __all__ = ["Runtime", "configure", "current", "inheritance"]
 
 _BUDGET_SHARE = 0.8
 _BUDGET_UNKNOWN = 1 << 40
+_ATTEMPTS = 10
+"""At a step of a fork that raises an exception."""
 
 
 class Runtime:
@@ -180,12 +182,10 @@ class Runtime:
         self.idle_return.before_fork()
         self.live.before_fork(fork)
 
-    def after_fork_in_parent(self) -> None:
-        """Go on."""
-        self.live.ledger.after_fork_in_parent()
+    def after_fork_in_parent(self, over: list[Fork]) -> None:
+        """Go on. Called again with the same list it goes on from where it was."""
+        self.live.ledger.after_fork_in_parent(over)
         self.idle_return.after_fork_in_parent()
-        # Last: a warning may be an error, and nothing after it would be done.
-        self.live.warn_of_exposed()
 
     # The end
 
@@ -313,34 +313,68 @@ def _threads_that_go_on() -> list[threading.Thread]:
 
 
 def _to_the_end(step: Callable[[], None]) -> None:
-    """Take a step of a fork, again if Ctrl-C comes into it.
+    """Take a step of a fork, again if Ctrl-C comes into it, or another handler raises.
 
     Whatever a hook raises is printed, and the fork goes on without the rest of
     what the hook was to do.
     """
-    interrupt: BaseException | None = None
-    while True:
+    raised: BaseException | None = None
+    attempts = _ATTEMPTS
+    while attempts:
         try:
             step()
             break
-        except Exception:
-            raise
+        except Exception as error:
+            # A handler's, most likely. If it is the step's own it comes again.
+            raised, attempts = error, attempts - 1
         except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+            raised = error
+    if raised is not None:
+        raise raised
+
+
+def _hear_signals() -> None:
+    """Do nothing: the handler of a signal that came during the fork runs here, and may raise."""
+
+
+# Of the hooks the first thing is a try: what is raised before it, or by the call in
+# it, is not lost on the fork.
 
 
 def _before_fork() -> None:
     runtime = _current
-    if runtime is not None:
-        fork = Fork()
-        _to_the_end(lambda: runtime.before_fork(fork))
+    forks: list[Fork] = []
+    try:
+        if runtime is not None:
+            _to_the_end(lambda: _prepare(runtime, forks))
+    finally:
+        if runtime is not None and not (forks and forks[0].ready):
+            _to_the_end(lambda: _prepare(runtime, forks, last=True))
+
+
+def _prepare(runtime: Runtime, forks: list[Fork], *, last: bool = False) -> None:
+    if not forks:
+        forks.append(Fork())
+    try:
+        runtime.before_fork(forks[0])
+    except Exception:
+        if last:
+            runtime.live.ledger.leave_unguarded(forks[0])
+        raise
 
 
 def _after_fork_in_parent() -> None:
-    if _current is not None:
-        _to_the_end(_current.after_fork_in_parent)
+    runtime = _current
+    over: list[Fork] = []
+    try:
+        if runtime is not None:
+            _to_the_end(lambda: runtime.after_fork_in_parent(over))
+    finally:
+        if runtime is not None:
+            if not over:
+                _to_the_end(lambda: runtime.after_fork_in_parent(over))
+            # Last: a warning may be an error.
+            runtime.live.warn_of_exposed()
 
 
 def _after_fork_in_child() -> None:
@@ -359,11 +393,14 @@ def _renew(parent: Runtime) -> None:
     _finish_at_exit(None)
 
 
+# Before a fork the last that was registered comes first, after it the first.
+os.register_at_fork(after_in_parent=_hear_signals)
 os.register_at_fork(
     before=_before_fork,
     after_in_parent=_after_fork_in_parent,
     after_in_child=_after_fork_in_child,
 )
+os.register_at_fork(before=_hear_signals)
 
 
 class _Inheritance:

@@ -422,30 +422,112 @@ def _pin_without_descriptors(held: list[Any]) -> list[int]:
     return [first, process_state().waiting]
 
 
-def test_ctrl_c_in_a_fork_hook_does_not_leave_the_fork_unguarded(
-    inherited: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["ledger.announce", "idle_return.before_fork"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_what_is_raised_in_a_fork_hook_does_not_leave_the_fork_unguarded(
+    inherited: list[Any], monkeypatch: pytest.MonkeyPatch, error: type[BaseException], step: str
 ) -> None:
-    """Python prints what a hook raises and forks all the same: the hook has done its work."""
-    ledger = runtime.current().live.ledger
-    interrupts = iter([KeyboardInterrupt()])
-    announce = ledger.announce
+    """By Ctrl-C, or by a handler that gives up after some time: Python prints it and forks
+    all the same; the hook has done its work.
+    """
+    state = runtime.current()
+    owner: Any = state.live.ledger if step == "ledger.announce" else state.idle_return
+    name = step.rpartition(".")[2]
+    does = getattr(owner, name)
+    left = [error()]
 
-    def interrupted(fork: Any) -> None:
-        for interrupt in interrupts:
-            raise interrupt
-        announce(fork)
+    def interrupted(*arguments: Any) -> None:
+        if left:
+            raise left.pop()
+        does(*arguments)
 
     ignored: list[Any] = []
-    monkeypatch.setattr(ledger, "announce", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     monkeypatch.setattr(sys, "unraisablehook", lambda args: ignored.append(args.exc_type))
     where = address(inherited[0])
     child = Child(lambda: int(inherited[0].sum()))
-    assert ignored == [KeyboardInterrupt]
+    assert ignored == [error]
     inherited.clear()
     assert where not in [address(each) for each in occupy()]
     assert child.step() == LENGTH
     child.end()
     eventually(lambda: process_state().waiting == 0, "the block is released")
+
+
+_GIVES_UP = """
+import ctypes, functools, os, signal, sys
+
+def give_up(number, frame):
+    raise TimeoutError
+
+signal.signal(signal.SIGALRM, give_up)
+left = [True]
+# Not Python code, so that the handler runs in whatever Python code comes next.
+strike = functools.partial(ctypes.pythonapi.PyErr_SetInterruptEx, signal.SIGALRM)
+# Of these hooks the last that was registered comes first.
+if sys.argv[1] == "after":
+    os.register_at_fork(before=strike)
+import numpy, shmreduce
+from shmreduce.memory import runtime
+if sys.argv[1] == "before":
+    os.register_at_fork(before=strike)
+lost = []
+sys.unraisablehook = lambda args: lost.append(args.exc_type)
+array = shmreduce.full(300_000, 1, numpy.uint8)
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.read(reader, 1)
+    os._exit(0 if (array == 1).all() else 1)
+del array
+others = [shmreduce.full(300_000, 2, numpy.uint8) for _ in range(3)]
+os.write(writer, b"!")
+assert os.waitpid(child, 0)[1] == 0, "the child sees other bytes"
+ledger, live = runtime.current().live.ledger, runtime.current().live
+live.settle()
+assert lost == [TimeoutError], lost
+assert (ledger.pending, live.unsettled) == ({}, 0), "nothing is used again"
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_that_comes_during_a_fork_does_not_keep_its_hooks_from_their_work(
+    when: str,
+) -> None:
+    """Its handler raises in the first of the hooks, in which it is printed: the child's
+    bytes stay, and the block is used again when the child has gone.
+    """
+    command = [sys.executable, "-c", _GIVES_UP, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_destructor_that_forks_in_the_thread_for_idle_memory_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Least of all for that thread: its child is guarded as any."""
+    exits: list[int] = []
+    ignored: list[Any] = []
+    idle = runtime.current().idle_return
+    look_after = idle._look_after
+
+    def fork(*arguments: Any) -> None:
+        # As a destructor that the collector calls there.
+        if not exits:
+            exits.append(in_forked_child(lambda: True))
+        look_after(*arguments)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: ignored.append(args.exc_value))
+    monkeypatch.setattr(idle, "_look_after", fork)
+    forks = runtime.current().live.ledger.forks
+    with warnings.catch_warnings(), shmreduce.install(idle_keep=0, idle_seconds=0.01):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        array = shmreduce.share(np.ones(LENGTH, np.uint8))
+        eventually(lambda: exits, "the fork")
+        assert wait_for_exit(exits[0]) == 0
+    del array
+    assert ignored == []
+    assert runtime.current().live.ledger.forks == forks + 1
 
 
 def test_ctrl_c_while_the_last_view_dies_does_not_free_what_a_child_sees(

@@ -112,7 +112,7 @@ def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
         second = Fork()
         ledger.announce(second)
         ledger.before_fork(second, guarded=True)
-        ledger.after_fork_in_parent()
+        ledger.after_fork_in_parent([])
 
     thread = threading.Thread(target=fork_elsewhere)
     thread.start()
@@ -120,7 +120,7 @@ def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
     # The other's token is closed and no child has it; this one's is still open.
     assert not ledger.visible(1, 2)
     assert ledger.visible(0, 1)
-    ledger.after_fork_in_parent()
+    ledger.after_fork_in_parent([])
     assert not ledger.visible(0, 2)
     # Closes its file.
     ledger.after_fork_in_child()
@@ -345,7 +345,7 @@ def test_the_first_forks_of_two_threads_are_of_one_ledger(monkeypatch: pytest.Mo
     assert ledger.visible(0, 1)
     assert ledger.visible(1, 2)
     for fork in forks:
-        ledger.withdraw(fork, unguarded=False)
+        ledger.withdraw(fork)
     assert not ledger.visible(0, 2)
     ledger.after_fork_in_child()
 
