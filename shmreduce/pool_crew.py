@@ -25,7 +25,10 @@ anybody else's way.
 While a worker is idle, a task of any size is sent to it: it reads at once. A
 busy worker gets a few more, small enough not to fill the connection, and only
 if tasks have been short lately and many wait: a task that waits behind a long
-one could have been done by somebody else.
+one could have been done by somebody else. They are of the call that the worker
+is busy with, and only if it has not been for long: a task may be one that waits
+for the others, as one that collects what they put into a queue, and what
+is behind it would never be done.
 
 Who may die where
 -----------------
@@ -461,9 +464,18 @@ class Crew:
                 self._give(worker)
         if self._pace < _SHORT and len(self._waiting) > _DEPTH * len(self.workers):
             for worker in self.workers:
-                while worker.tasks and len(worker.tasks) < _DEPTH:
+                while self._may_wait_behind(worker):
                     if not self._give(worker, limit=_AHEAD):
                         break
+
+    def _may_wait_behind(self, worker: Worker) -> bool:
+        """Return whether the next task can be sent to a worker that is at another one."""
+        return (
+            0 < len(worker.tasks) < _DEPTH
+            and len(self._waiting) > 0
+            and self._waiting[0].receiver is worker.tasks[0].receiver
+            and time.monotonic() - worker.since < _SHORT
+        )
 
     def _give(self, worker: Worker, limit: int | None = None) -> bool:
         """Send the next task to a worker that can take one; False if it was not sent."""

@@ -23,11 +23,13 @@ from tests.pool.work import (
     own_pid,
     square,
     unpicklable_there,
+    wait_for_kept,
+    wait_for_kept_at_0,
     wait_for_kept_lock,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PATIENCE = 30.0
 FORK: Any = multiprocessing.get_context("fork")
@@ -181,6 +183,55 @@ def test_long_iterables_side_by_side() -> None:
         both = zip(pool.imap(len, items()), pool.imap(len, items()), strict=False)
         assert [next(both) for _ in range(3)] == [(1 << 20, 1 << 20)] * 3
         assert len(taken) < 1000
+    pool.join()
+
+
+def by_map(pool: Pool, count: int) -> None:
+    pool.map_async(square, range(count), chunksize=1).get(PATIENCE)
+
+
+def by_imap(pool: Pool, count: int) -> None:
+    results: Any = pool.imap(square, range(count))
+    for _ in range(count):
+        results.next(PATIENCE)
+
+
+def by_apply(pool: Pool, count: int) -> None:
+    for each in [pool.apply_async(square, (number,)) for number in range(count)]:
+        each.get(PATIENCE)
+
+
+@pytest.mark.parametrize("do_others", [by_map, by_imap, by_apply])
+def test_a_call_that_waits_for_others(
+    do_others: Callable[[Pool, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that goes on until the others are done has none of them behind it in its worker."""
+    # All tasks count as short, so that several are sent at once.
+    monkeypatch.setattr("shmreduce.pool_crew._SHORT", 3600.0)
+    done = FORK.Event()
+    with Pool(2, keep, (done,), context=FORK) as pool:
+        waiting = pool.apply_async(wait_for_kept)
+        do_others(pool, 200)
+        done.set()
+        assert waiting.get(PATIENCE)
+    pool.join()
+
+
+def test_an_item_that_takes_long_keeps_no_others() -> None:
+    """Nor has an item that has taken long already, though the others of its list are short."""
+
+    def items() -> Iterator[int]:
+        yield 0
+        # Longer than what counts as short.
+        threading.Event().wait(0.05)
+        yield from range(1, 3000)
+
+    done = FORK.Event()
+    with Pool(2, keep, (done,), context=FORK) as pool:
+        results: Any = pool.imap_unordered(wait_for_kept_at_0, items())
+        assert {results.next(PATIENCE) for _ in range(2999)} == set(range(1, 3000))
+        done.set()
+        assert results.next(PATIENCE) == 0
     pool.join()
 
 

@@ -163,6 +163,17 @@ def nested_busy_pool() -> None:
         results[0].get()
 
 
+def wait_for_kept(_: Any = None) -> Any:
+    """Wait for the event that this worker was given."""
+    return _given[-1].wait(FOREVER)
+
+
+def wait_for_kept_at_0(number: int) -> int:
+    if not number:
+        wait_for_kept()
+    return number
+
+
 def wait_for_kept_lock() -> None:
     with _given[-1]:
         pass
