@@ -22,6 +22,7 @@ import multiprocessing.connection
 import os
 import select
 import socket
+import stat
 import sys
 import termios
 import time
@@ -29,6 +30,7 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born import moving
+from shmreduce.errors import ConfigurationError
 from shmreduce.memory import locks
 from shmreduce.packets import (
     LARGEST_PACKET,
@@ -97,6 +99,11 @@ class Connection(multiprocessing.connection.Connection):
         A connected ``SOCK_SEQPACKET`` socket; this object's from now on.
     readable, writable : bool
         What the end may be used for.
+
+    Raises
+    ------
+    ConfigurationError
+        If the handle is a pipe or another kind of socket. It stays the caller's.
     """
 
     _handle: int | None
@@ -104,6 +111,7 @@ class Connection(multiprocessing.connection.Connection):
     _writable: bool
 
     def __init__(self, handle: int, readable: bool = True, writable: bool = True) -> None:
+        _check_kind(handle)
         super().__init__(handle, readable, writable)
         self._socket = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, handle)
         # socket.setdefaulttimeout() is not meant for this.
@@ -356,6 +364,23 @@ class Connection(multiprocessing.connection.Connection):
         if not size:
             raise EOFError
         return size, control
+
+
+def _check_kind(handle: int) -> None:
+    """Refuse what has no packets: a stream would give parts of messages, or several as one."""
+    if stat.S_ISSOCK(os.fstat(handle).st_mode):
+        borrowed = socket.socket(fileno=handle)
+        try:
+            if borrowed.type == socket.SOCK_SEQPACKET:
+                return
+        finally:
+            borrowed.detach()
+    raise ConfigurationError(
+        f"handle={handle!r}: must be a socket of type SOCK_SEQPACKET, as Pipe() makes them; for "
+        "any other descriptor use multiprocessing.connection.Connection",
+        setting="handle",
+        value=handle,
+    )
 
 
 def Pipe(duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802

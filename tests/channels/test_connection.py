@@ -242,6 +242,20 @@ def test_it_is_a_connection(pipe: tuple[Any, Any]) -> None:
     assert here.closed
 
 
+@pytest.mark.parametrize("make", [socket.socketpair, os.pipe])
+def test_what_has_no_packets_is_refused(make: Any) -> None:
+    """A stream is no connection of ours, and stays its owner's."""
+    ends = [end if isinstance(end, int) else end.detach() for end in make()]
+    try:
+        for end in ends:
+            with pytest.raises(shmreduce.ConfigurationError, match="SEQPACKET") as caught:
+                Connection(end)
+            del caught
+    finally:
+        for end in ends:
+            os.close(end)
+
+
 def test_one_way_ends_refuse_the_other_way() -> None:
     """As the standard ends do, with OSError."""
     reader, writer = shmreduce.Pipe(duplex=False)
