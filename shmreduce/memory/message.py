@@ -21,7 +21,7 @@ from shmreduce.memory.handle import block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.lease_slots import NONCE_MASK
-from shmreduce.memory.parts import LARGEST_PART, PARTS_FROM, PartedBlock, size_for
+from shmreduce.memory.parts import BLOCK_SIZE, LARGEST_PART, PARTS_FROM, PartedBlock
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import Segment, Sent
 from shmreduce.settings import get_settings
@@ -212,7 +212,7 @@ class Message:
         >>> message = Message()
         >>> message.allocate_part(100_000) is None
         True
-        >>> parts = [message.allocate_part(100_000) for _ in range(20)]
+        >>> parts = [message.allocate_part(100_000) for _ in range(50)]
         >>> view, block, offset = parts[-1]
         >>> view.nbytes, offset % 64, block is parts[-2][1]
         (100000, 0, True)
@@ -236,7 +236,7 @@ class Message:
         if self._parted is not None:
             self._parted.close()
         try:
-            given = self.allocate(size_for(self._in_parts))
+            given = self.allocate(BLOCK_SIZE)
         except OutOfSharedMemoryError:
             given = None
         if given is None:

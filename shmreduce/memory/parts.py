@@ -2,9 +2,9 @@
 
 May import ``loading``.
 
-A block of its own costs a buffer a lease, and its pages a fault each when they
-are new; in the pickle its bytes are copied three times over. Both are most of
-the time for a list of thousands of arrays of some ten KiB.
+A block of its own costs a buffer a lease; in the pickle its bytes are copied
+three times over, and memory for them is touched for the first time. Either is
+most of the time for a list of thousands of arrays of some ten KiB.
 """
 
 from __future__ import annotations
@@ -13,26 +13,15 @@ from typing import Any
 
 from shmreduce.memory.loading import import_block
 
-__all__ = ["LARGEST_PART", "PARTS_FROM", "PartedBlock", "size_for"]
+__all__ = ["BLOCK_SIZE", "LARGEST_PART", "PARTS_FROM", "PartedBlock"]
 
-PARTS_FROM = 1 << 20
-"""Bytes of such buffers in one message from which they are put together."""
+PARTS_FROM = 4 << 20
+"""Bytes of such buffers in one message from which they are put together: less is in caches."""
 LARGEST_PART = 256 << 10
 """Larger ones have blocks of their own, which can travel on without a copy."""
-_LARGEST_BLOCK = 4 << 20
+BLOCK_SIZE = 4 << 20
 """One part that is still in use keeps no more than this."""
 _ALIGNMENT = 64
-
-
-def size_for(nbytes: int) -> int:
-    """Return how large the next block is to be in a message that has ``nbytes`` in parts so far.
-
-    Examples
-    --------
-    >>> [size_for(mebibytes << 20) >> 20 for mebibytes in (1, 2, 3, 100)]
-    [1, 2, 4, 4]
-    """
-    return int(min(_LARGEST_BLOCK, 1 << (nbytes - 1).bit_length()))
 
 
 class PartedBlock:
