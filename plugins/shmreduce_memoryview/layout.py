@@ -6,6 +6,7 @@ May import the standard library only.
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class _Buffer(ctypes.Structure):
     )
 
 
+_DEEPEST = 64
+"""Views of views. NumPy makes few; what others call ``base`` may lead in a circle."""
 _PYBUF_FULL_RO = 0x011C
 _get_buffer: Any = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
@@ -63,11 +66,23 @@ def bottom_of(view: memoryview) -> Any:
     its memory (it has a ``base``), what it borrows from.
     """
     bottom: Any = view.obj
-    while True:
-        below = bottom.obj if isinstance(bottom, memoryview) else getattr(bottom, "base", None)
+    for _ in range(_DEEPEST):
+        below = _below(bottom)
         if below is None:
-            return bottom
+            break
         bottom = below
+    return bottom
+
+
+def _below(exporter: Any) -> Any:
+    if isinstance(exporter, memoryview):
+        return exporter.obj
+    # Whoever has an array has imported NumPy, and a class of arrays may have
+    # something else under that name.
+    array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if array_type is not None and isinstance(exporter, array_type):
+        return array_type.base.__get__(exporter)
+    return getattr(exporter, "base", None)
 
 
 def is_castable(view: memoryview) -> bool:

@@ -266,3 +266,28 @@ def test_bytes_that_only_seem_to_lie_in_a_block_are_copied() -> None:
         source.base = shmreduce.zeros(100)
         received = ForkingPickler.loads(ForkingPickler.dumps(memoryview(source)))
     assert bytes(received) == b"x" * 8
+
+
+class Renaming(np.ndarray):
+    """Has something of its own under the name of ``base``, which C code never asks for."""
+
+    @property
+    def base(self) -> Any:
+        return np.multiply(self, 2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_base_may_mean_something_else(shared: bool) -> None:
+    """NumPy itself is asked what an array is a view of; above all, this comes to an end."""
+    memory = shmreduce.ones(10_000) if shared else np.ones(10_000)
+    original = view_of(np.ndarray.view(memory, Renaming))
+    received = round_trip(original)
+    assert_same(received, original)
+    assert shmreduce.is_shared(received) == shared
+
+
+def test_a_base_may_lead_in_a_circle() -> None:
+    """An exporter that calls itself its ``base`` arrives."""
+    source = Based(b"x" * 8)
+    source.base = source
+    assert bytes(round_trip(memoryview(source))) == b"x" * 8
