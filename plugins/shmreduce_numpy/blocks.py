@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 import shmreduce
-from shmreduce_numpy.classes import base_of, flags_of
+from shmreduce_numpy.classes import address_of, base_of, flags_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +63,7 @@ def _bottom_of(array: np.ndarray[Any, Any]) -> Any:
 
 def offset_in(block: Block, array: np.ndarray[Any, Any]) -> int:
     """Return how far from the start of ``block`` the array's first element is, in bytes."""
-    address: int = array.__array_interface__["data"][0]
-    return address - block.address
+    return address_of(array) - block.address
 
 
 _ALL = slice(None)

@@ -14,6 +14,7 @@ import numpy as np
 
 __all__ = [
     "Protocol",
+    "address_of",
     "base_of",
     "dtype_of",
     "flags_of",
@@ -30,6 +31,13 @@ flags_of: Any = np.ndarray.flags.__get__
 nbytes_of: Any = np.ndarray.nbytes.__get__
 shape_of: Any = np.ndarray.shape.__get__
 strides_of: Any = np.ndarray.strides.__get__
+_interface_of: Any = np.ndarray.__array_interface__.__get__
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """Return where the array's first element is."""
+    address: int = _interface_of(array)["data"][0]
+    return address
 
 
 class Protocol(enum.Enum):

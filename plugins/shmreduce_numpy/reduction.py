@@ -15,6 +15,7 @@ from shmreduce_numpy import rebuild
 from shmreduce_numpy.blocks import find_block_of, offset_in, owner_of
 from shmreduce_numpy.classes import (
     Protocol,
+    address_of,
     dtype_of,
     flags_of,
     nbytes_of,
@@ -164,11 +165,11 @@ def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
     owner = owner_of(array)
     if owner is None:
         return None
-    address: int = owner.__array_interface__["data"][0]
+    address = address_of(owner)
     handle = message.move(address, nbytes_of(array))
     if handle is None:
         return None
-    offset: int = array.__array_interface__["data"][0] - address
+    offset = address_of(array) - address
     dtype = describe_dtype(dtype_of(array))
     arguments = (
         handle,

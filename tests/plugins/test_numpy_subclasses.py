@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -173,6 +174,7 @@ class Renaming(np.ndarray):
     flags: Any = None
     nbytes: Any = -1
     strides: Any = None
+    __array_interface__: Any = MappingProxyType({"data": (12345, False)})
 
     @property
     def base(self) -> Any:
@@ -188,6 +190,14 @@ def test_names_of_ndarray_may_mean_something_else(count: int, shared: bool) -> N
     assert type(received) is Renaming
     assert np.ndarray.tolist(received) == [1.0] * count
     assert np.shares_memory(received, memory) == shared
+
+
+def test_a_part_of_such_an_array_keeps_its_place() -> None:
+    """Where it lies is NumPy's to say, too."""
+    memory = shmreduce.array(np.arange(10.0))
+    received = round_trip(np.ndarray.view(memory[3:7], Renaming))
+    assert np.ndarray.tolist(received) == [3.0, 4.0, 5.0, 6.0]
+    assert np.shares_memory(received, memory)
 
 
 @SIZES
