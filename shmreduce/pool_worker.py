@@ -154,7 +154,8 @@ def _answer(
     except KeyboardInterrupt:
         raise
     except orders.catch as error:
-        if not isinstance(error, ShmreduceError) and not orders.plain_errors:
+        # Where there is no value any more it was pickled, and not moved: no memory, say.
+        if held and not isinstance(error, ShmreduceError) and not orders.plain_errors:
             # Not one that says itself what to do, such as: there is no memory.
             value = held[0][1]
             if isinstance(value, ExceptionWithTraceback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.born import allocations, library
+from shmreduce import pool as pool_module
+from shmreduce.born import allocations, library, moving
 from tests.born.allocator import filled, is_born, needs_allocator
 
 if TYPE_CHECKING:
@@ -131,6 +133,32 @@ def test_what_is_moved_is_where_it_was_born_and_what_is_kept_is_not() -> None:
         assert {token for token, _ in segments_of(plain)} <= born_in
         assert not {token for token, _ in segments_of(held)} & born_in
         assert [int(array[0]) for array in [*plain, *held]] == [0, 1, 2] * 2
+
+
+def lack_memory(number: int) -> Any:
+    """Return an array of which this worker will find, once pickled, that it cannot go on."""
+    moves: Any = moving.Moves
+    original = moves.settle
+
+    def settle(*_: Any) -> Any:
+        moves.settle = original
+        raise MemoryError
+
+    moves.settle = settle
+    return filled(number)
+
+
+@pytest.mark.usefixtures("allocator")
+@pytest.mark.parametrize("context", [shmreduce, multiprocessing])
+def test_a_result_that_fails_when_it_was_given_up_is_told_of(context: Any) -> None:
+    """The worker has no result any more then; it says what happened, and lives on."""
+    with (
+        shmreduce.install(),
+        pool_module.Pool(1, context=context.get_context("fork"), shared_allocations=True) as pool,
+    ):
+        with pytest.raises(MemoryError):
+            pool.apply_async(lack_memory, (1,)).get(30)
+        assert pool.apply_async(make_plain, (2,)).get(30)[0] == 2
 
 
 @pytest.mark.usefixtures("allocator")
