@@ -18,11 +18,12 @@ import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shmreduce.memory.handle import MARK
-from shmreduce.memory.loading import discard_message
+from shmreduce.memory.loading import common_handles, discard_message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from shmreduce.memory.handle import Handle
     from shmreduce.pool_results import Receiver
 
 __all__ = ["EACH", "EACH_STARRED", "ONCE", "Call", "Task", "make_task"]
@@ -64,6 +65,7 @@ class Task:
     """
 
     __slots__ = (
+        "_foreign",
         "_handles",
         "_room",
         "deaths",
@@ -92,6 +94,7 @@ class Task:
         self.tries = tries
         self.repeats = repeats
         self._handles = handles
+        self._foreign = _foreign_handles(tries) if handles else frozenset()
         self.weight = max(len(tries[0]), _HEAVY if handles else 0)
         """What it counts for among those that wait for a worker."""
         self.deaths = 0
@@ -120,7 +123,7 @@ class Task:
         if self.repeats > 0:
             self.repeats -= 1
         elif len(self.tries) > 1:
-            discard_message(self.tries.pop())
+            discard_message(self.tries.pop(), self._foreign)
         else:
             return False
         self.deaths = 0
@@ -137,7 +140,7 @@ class Task:
         self.leave_queue()
         if self._handles:
             for data in self.tries:
-                discard_message(data)
+                discard_message(data, self._foreign)
         self.tries.clear()
 
 
@@ -163,7 +166,16 @@ def make_task(
     try:
         tries.extend(dumps(call) for _ in range(retries))
     except BaseException:
+        foreign = _foreign_handles(tries)
         for data in tries:
-            discard_message(data)
+            discard_message(data, foreign)
         raise
     return Task(receiver, index, first, tries, 0, handles=True)
+
+
+def _foreign_handles(tries: Sequence[bytes | memoryview]) -> frozenset[Handle]:
+    """Return what pickles refer to that are arguments: they may be loaded elsewhere, and later.
+
+    Of a single try it cannot be told.
+    """
+    return common_handles(tries[0], tries[1]) if len(tries) > 1 else frozenset()

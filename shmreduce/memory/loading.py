@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Arrived = Arriving[bytes, int]
 
-__all__ = ["Loading", "discard_message", "hold_message", "import_block"]
+__all__ = ["Loading", "common_handles", "discard_message", "hold_message", "import_block"]
 
 _NOTHING: Arrived = MappingProxyType({})
 
@@ -258,13 +258,28 @@ def _end_known(known: Block, slot: int, nonce: int) -> None:
         _message_ended(current(), record.segment)
 
 
-def discard_message(data: bytes | bytearray | memoryview) -> None:
+def common_handles(
+    first: bytes | bytearray | memoryview, second: bytes | bytearray | memoryview
+) -> frozenset[Handle]:
+    """Return what two pickles of one object both refer to.
+
+    Each has leases of its own. So that is what other pickles refer to which are
+    in the object, as bytes.
+    """
+    return frozenset(_handles_in(first)).intersection(_handles_in(second))
+
+
+def discard_message(
+    data: bytes | bytearray | memoryview, but: frozenset[Handle] = frozenset()
+) -> None:
     """Release what a message that cannot be unpickled would have brought.
 
     Handles in it that were claimed already are left to the arrays that were
-    rebuilt from them.
+    rebuilt from them, and those of ``but`` to whoever has them.
     """
     for what in _handles_in(data):
+        if what in but:
+            continue
         runtime = current()
         try:
             with _pinned(what) as segment:

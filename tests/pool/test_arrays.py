@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,3 +115,23 @@ def _held_arrays() -> int:
     from shmreduce.memory.inspection import process_state
 
     return process_state().arrays
+
+
+def total_in(message: bytes) -> float:
+    return float(pickle.loads(message).sum())
+
+
+def second_of(_first: Any, second: Any) -> Any:
+    return second
+
+
+def test_a_pickle_among_the_arguments_is_the_users(children: Children) -> None:
+    """Tries that are not needed are given back without what a pickle in them refers to."""
+    with shmreduce.install(), Pool(1, context=children.context, retries=2) as pool:
+        message = bytes(ForkingPickler.dumps(np.ones(COUNT)))
+        assert pool.apply(total_in, (message,)) == COUNT
+        message = bytes(ForkingPickler.dumps(np.ones(COUNT)))
+        argument = np.ones(COUNT)
+        assert pool.apply(second_of, (argument, message)) == message
+        assert pickle.loads(message).sum() == COUNT
+    pool.join()
