@@ -2,7 +2,7 @@
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
 :mod:`shmreduce.settings`, :mod:`shmreduce.hookspecs`, :mod:`shmreduce.registry`,
-:mod:`shmreduce.entry_points` and pluggy.
+:mod:`shmreduce.entry_points`, :mod:`shmreduce.signals` and pluggy.
 
 Plugins are the entry points of group ``shmreduce``. One that cannot be used
 is recorded with the reason, warned about once, and does not take the others
@@ -36,6 +36,7 @@ from shmreduce.errors import (
 )
 from shmreduce.registry import Registry, describe, qualified_name
 from shmreduce.settings import Settings, get_settings
+from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -313,6 +314,9 @@ class Plugins:
             self._withdraw(plugin)
             plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error
         except (Exception, SystemExit) as error:
+            if is_from_handler(error):
+                # Not the plugin's fault: all are asked anew the next time.
+                raise
             self._withdraw(plugin)
             plugin.reducers, plugin.strategies, plugin.array_factory = [], [], None
             plugin.status, plugin.reason = "broken", f"{type(error).__name__}: {error}"

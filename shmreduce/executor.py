@@ -23,6 +23,7 @@ from shmreduce.pool import checked_retries, processors
 from shmreduce.pool_crew import Crew
 from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import Orders
+from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -251,6 +252,9 @@ class ProcessPoolExecutor(Executor):
                 promise, 0, first, call, retries=self._retries, dumps=self._crew.dumps
             )
         except Exception as error:
+            if is_from_handler(error):
+                self._pending.discard(promise.future)
+                raise
             promise.answer(0, False, error)
             return promise.future
         with self._lock:

@@ -26,6 +26,7 @@ from shmreduce.pool_results import (
 )
 from shmreduce.pool_tasks import EACH, EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import Orders
+from shmreduce.signals import is_from_handler
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -385,6 +386,9 @@ class Pool:
             # An iterable may have fewer items than its length says.
             result.forget(count - sent)
         except Exception as error:
+            if is_from_handler(error):
+                # Nor is it to wait for the tasks that were given to workers.
+                raise
             # The iterable's own.
             result.forget(count - sent - 1)
             result.answer(sent, False, error)
@@ -494,12 +498,19 @@ class Pool:
         try:
             task = make_task(result, index, first, call, retries=retries, dumps=self._crew.dumps)
         except Exception as error:
+            if is_from_handler(error):
+                raise
             # As in the standard library it is the call that fails, not the caller.
             result.answer(index, False, error)
             return True
         if patient:
+            try:
+                wanted = self._crew.room.take(task.weight)
+            except BaseException:
+                task.discard()
+                raise
             task.wait_in(self._crew.room.give)
-            if not self._crew.room.take(task.weight):
+            if not wanted:
                 task.discard()
                 result.abandon(TaskAbandonedError("the pool was terminated meanwhile"))
                 return False

@@ -206,7 +206,10 @@ class IMapIterator:
 
     def __init__(self, pool: object) -> None:
         self._pool: object = pool
-        self._condition = threading.Condition(threading.Lock())
+        # Taken by its own ``with``: that of a Condition is Python code, in which
+        # Ctrl-C may come between the lock and the block, and it stays taken.
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
         self._items: collections.deque[tuple[bool, Any]] = collections.deque()
         self._early: dict[int, tuple[bool, Any]] = {}
         self._arrived = 0
@@ -226,7 +229,7 @@ class IMapIterator:
         StopIteration
             If there are no more.
         """
-        with self._condition:
+        with self._lock:
             if not self._items and not self._ended():
                 self._condition.wait_for(lambda: self._items or self._ended(), timeout)
             if self._items:
@@ -256,7 +259,7 @@ class IMapIterator:
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
         """Take the value of one task, or its exception."""
-        with self._condition:
+        with self._lock:
             self._early[index] = (succeeded, value)
             while self._arrived in self._early:
                 self._items.append(self._early.pop(self._arrived))
@@ -265,13 +268,13 @@ class IMapIterator:
 
     def expect(self, length: int) -> None:
         """Take note of how many results there will be."""
-        with self._condition:
+        with self._lock:
             self._length = length
             self._news()
 
     def abandon(self, error: BaseException) -> None:
         """Fail once what has come is taken."""
-        with self._condition:
+        with self._lock:
             self._abandoned = error
             self._news()
 
@@ -286,7 +289,7 @@ class IMapUnorderedIterator(IMapIterator):
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
         """Take the value of one task, or its exception."""
-        with self._condition:
+        with self._lock:
             self._items.append((succeeded, value))
             self._arrived += 1
             self._news()

@@ -28,24 +28,27 @@ class Room:
         self._limit = size << 20
         self._used = 0
         self._closed = False
-        self._changed = threading.Condition()
+        # Taken by its own ``with``: that of a Condition is Python code, in which
+        # Ctrl-C may come between the lock and the block, and it stays taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def take(self, weight: int) -> bool:
         """Wait until there is room; False if there will be none, since the pool ends."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._closed or self._used < self._limit)
             self._used += weight
             return not self._closed
 
     def give(self, weight: int) -> None:
         """Give back what was taken."""
-        with self._changed:
+        with self._lock:
             self._used -= weight
             self._changed.notify_all()
 
     def close(self) -> None:
         """Let everybody go who waits."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shmreduce.connection import Pipe, give_buffer
 from shmreduce.errors import ShmreduceError
 from shmreduce.packets import Packet, pack_last
+from shmreduce.signals import is_from_handler
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ class Queue(_StandardQueue):
     _reader: Connection
     _writer: Connection
     _buffer: collections.deque[Any]
+    _lock: threading.Lock
     _notempty: threading.Condition
     _sem: Any
     _close: Any
@@ -230,6 +232,11 @@ class Queue(_StandardQueue):
 
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
+        if not after_fork:
+            # Taken by its own ``with``: that of a Condition is Python code, in which
+            # Ctrl-C may come between the lock and the block, and it stays taken.
+            self._lock = threading.Lock()
+            self._notempty = threading.Condition(self._lock)
         self._busy = [False]
         self._used = False
 
@@ -326,13 +333,16 @@ class Queue(_StandardQueue):
             self._sem.release()
             raise
         except Exception as error:
+            if is_from_handler(error):
+                self._sem.release()
+                raise
             return _Unsendable(held[0] if held else None, error)
         except BaseException:
             self._sem.release()
             raise
 
     def _add(self, item: Packet | _Unsendable) -> None:
-        with self._notempty:
+        with self._lock:
             self._used = True
             if not self._sent_at_once(item):
                 if self._thread is None:
@@ -345,7 +355,10 @@ class Queue(_StandardQueue):
             return False
         try:
             self._writer.transmit(item, wait=False)
-        except OSError:
+        except OSError as error:
+            if error.errno is None:
+                # A signal handler's TimeoutError, say: nobody knows whether it was sent.
+                raise
             # It has to wait; or the thread is told in its turn what is wrong.
             return False
         return True

@@ -1,7 +1,7 @@
 """Chooses the sharing strategy by name and says why others cannot be chosen.
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
-:mod:`shmreduce.settings` and :mod:`shmreduce.discovery`.
+:mod:`shmreduce.settings`, :mod:`shmreduce.signals` and :mod:`shmreduce.discovery`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shmreduce.discovery import get_plugins, get_registry
 from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
 from shmreduce.settings import get_settings, set_settings
+from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
@@ -67,6 +68,8 @@ def reason_against(strategy: SharingStrategy) -> str | None:
     try:
         return strategy.unusable_reason()
     except Exception as error:
+        if is_from_handler(error):
+            raise
         return f"asked whether it works, it raised {type(error).__name__}: {error}"
 
 

@@ -220,6 +220,9 @@ class Attachments:
         try:
             self._open(handle, arrived)
         except OSError as error:
+            if error.errno is None and not isinstance(error, LeaseTimeoutError):
+                # Not the system's: a signal handler's TimeoutError, say.
+                raise
             if error.errno not in EXHAUSTED:
                 raise self._failure(handle, error) from error
             self.close_idle(0)

@@ -294,6 +294,9 @@ class Heap:
             reserve_pages(segment.fd, offset, size)
         except OSError as error:
             punch_hole(segment.fd, offset, size)
+            if error.errno is None:
+                # Not the system's: a signal handler's TimeoutError, say.
+                raise
             raise self._no_room(size, room_left(segment.fd), error.errno or 0) from error
 
     def _check_room(self, size: int) -> None:
@@ -354,6 +357,8 @@ class Heap:
         try:
             file = self.strategy.create(size, token.hex())
         except OSError as error:
+            if error.errno is None:
+                raise
             raise SegmentError(
                 f"strategy {self.strategy.name!r} could not make a segment of {size} bytes: "
                 f"{error.strerror or error}. 'shmreduce doctor' lists the limits that matter",
@@ -376,7 +381,7 @@ class Heap:
                 raise
         except BaseException as error:
             _discard_file(self.strategy, file)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.errno is not None:
                 raise self._no_room(layout.slot_words, None, error.errno or 0) from error
             raise
         return segment

@@ -224,6 +224,9 @@ class LeaseSlots(BlockLocks):
         except OSError as error:
             self._chunks.pop(chunk, None)
             locks.unlock(self.fd, LOCK_CHUNK + chunk)
+            if error.errno is None:
+                # Not the system's: a signal handler's TimeoutError, say.
+                raise
             raise OutOfSharedMemoryError(
                 f"no room for lease slots in segment {self.token.hex()}: {error.strerror}. "
                 "Free shared memory or give it more room (see 'shmreduce doctor')",

@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"errors", "standard_names"},
+    {"errors", "signals", "standard_names"},
     {"contracts"},
     {"settings"},
     {"hookspecs", "registry"},

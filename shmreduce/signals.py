@@ -1,0 +1,57 @@
+"""Tells what the handler of a signal has raised from the errors of what it has interrupted.
+
+Imports nothing of shmreduce.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType
+
+__all__ = ["is_from_handler"]
+
+
+def is_from_handler(error: BaseException) -> bool:
+    """Return whether a handler of a signal has raised an exception, as its traceback tells.
+
+    One that gives up after some time (``signal.alarm``) comes between any two
+    instructions, and is for the caller of whatever it has interrupted, not for
+    those who deal with the errors of that.
+
+    Examples
+    --------
+    >>> def give_up(number, frame):
+    ...     raise TimeoutError
+    >>> before = signal.signal(signal.SIGALRM, give_up)
+    >>> try:
+    ...     signal.raise_signal(signal.SIGALRM)
+    ... except TimeoutError as error:
+    ...     is_from_handler(error)
+    True
+    >>> _ = signal.signal(signal.SIGALRM, before)
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
+    handlers = set(_codes_of_handlers())
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _codes_of_handlers() -> Iterator[CodeType]:
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler):
+            # A function, a method, or an object that is called.
+            for each in (handler, type(handler).__call__):
+                code = getattr(each, "__code__", None)
+                if code is not None:
+                    yield code

@@ -1,0 +1,226 @@
+"""What a signal handler raises is for whoever called, not for those who deal with errors there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import discovery
+from shmreduce.connection import Connection
+from shmreduce.pool_results import IMapIterator
+from shmreduce.pool_room import Room
+from tests.channels.channels import PATIENCE, within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FORK: Any = shmreduce.get_context("fork")
+
+
+@pytest.fixture(params=["function", "method", "object"])
+def alarm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """SIGALRM is handled by raising TimeoutError, as by those who wait for some time only."""
+
+    class Handler:
+        def give_up(self, _number: int, _frame: object) -> None:
+            raise TimeoutError("it takes too long")
+
+        __call__ = give_up
+
+    def give_up(_number: int, _frame: object) -> None:
+        raise TimeoutError("it takes too long")
+
+    handlers: dict[str, Any] = {
+        "function": give_up,
+        "method": Handler().give_up,
+        "object": Handler(),
+    }
+    before = signal.signal(signal.SIGALRM, handlers[request.param])
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+class Slow:
+    """The alarm comes while it is pickled."""
+
+    def __reduce__(self) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+        return Slow, ()
+
+
+class Broken:
+    """Raises the same when it is pickled, by itself."""
+
+    def __reduce__(self) -> Any:
+        raise TimeoutError("of its own")
+
+
+@pytest.mark.usefixtures("alarm", "shmreduce_no_leaks")
+def test_an_alarm_while_a_queue_pickles_is_raised_by_put(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """And is no error of the object, which would be dropped in silence."""
+    queue = shmreduce.Queue(1)
+    with pytest.raises(TimeoutError, match="too long"):
+        queue.put(Slow())
+    assert capfd.readouterr().err == ""
+    # Its place in the queue is free.
+    queue.put("next", timeout=PATIENCE)
+    assert within(queue.get) == "next"
+    queue.put(Broken())
+    queue.close()
+    queue.join_thread()
+    assert "of its own" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("alarm", "shmreduce_no_leaks")
+def test_an_alarm_while_a_queue_writes_does_not_put_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written is there once, and the alarm is raised."""
+    queue = shmreduce.Queue()
+    write = Connection._write
+
+    def struck(self: Connection, packet: Any, flags: int) -> None:
+        monkeypatch.undo()
+        write(self, packet, flags)
+        signal.raise_signal(signal.SIGALRM)
+
+    monkeypatch.setattr(Connection, "_write", struck)
+    with pytest.raises(TimeoutError):
+        queue.put(1)
+    queue.put(2)
+    assert [within(queue.get), within(queue.get)] == [1, 2]
+    queue.close()
+    queue.join_thread()
+
+
+def sleep_for_ever(_: Any) -> None:
+    signal.pause()
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize("when", ["pickling", "waiting"])
+def test_map_does_not_wait_on_after_an_alarm(when: str) -> None:
+    """Not for the tasks that workers have begun: one may hang, and the alarm is for that."""
+    with FORK.Pool(1) as pool:
+        items: list[Any] = [np.zeros(1 << 20, np.uint8)] * 40
+        if when == "pickling":
+            items[1] = Slow()
+        else:
+            # By then it waits for room in what is sent ahead.
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError, match="too long"):
+            pool.map(sleep_for_ever, items, chunksize=1)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_an_alarm_while_a_call_is_pickled_is_for_the_caller() -> None:
+    """Not for the one call that it came into, whose result may never be asked for."""
+    with FORK.Pool(1) as pool:
+        with pytest.raises(TimeoutError, match="too long"):
+            pool.apply_async(abs, (Slow(),))
+        with pytest.raises(TimeoutError, match="of its own"):
+            pool.apply_async(abs, (Broken(),)).get(PATIENCE)
+    with shmreduce.ProcessPoolExecutor(1, FORK) as executor:
+        with pytest.raises(TimeoutError, match="too long"):
+            executor.submit(abs, Slow())
+        with pytest.raises(TimeoutError, match="of its own"):
+            executor.submit(abs, Broken()).result(PATIENCE)
+
+
+@pytest.mark.usefixtures("alarm", "shmreduce_no_leaks")
+@pytest.mark.parametrize("what", ["posix_fallocate", "open", "memfd_create"])
+def test_an_alarm_while_memory_is_made_is_not_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Which would be answered by another try."""
+    function = getattr(os, what)
+
+    def struck(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGALRM)
+        return function(*arguments, **named)
+
+    with shmreduce.install(strategy="file_system" if what == "open" else "file_descriptor"):
+        small = shmreduce.zeros(10)
+        monkeypatch.setattr(os, what, struck)
+        with pytest.raises(TimeoutError, match="too long"):
+            # More than any segment has that was made for others.
+            shmreduce.empty(200 << 20, np.uint8)
+        del small
+
+
+@pytest.mark.usefixtures("alarm")
+def test_an_alarm_while_plugins_are_loaded_breaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are loaded by the next who needs them."""
+    plugins = discovery.get_plugins()
+    load = discovery.Plugins._load
+
+    def struck(self: Any, plugin: Any) -> None:
+        monkeypatch.setattr(discovery.Plugins, "_load", load)
+        signal.raise_signal(signal.SIGALRM)
+
+    monkeypatch.setattr(discovery.Plugins, "_load", struck)
+    monkeypatch.setattr(plugins, "_synchronised_with", None)
+    monkeypatch.setattr(plugins, "settled_with", None)
+    with pytest.raises(TimeoutError, match="too long"):
+        discovery.get_plugins()
+    assert {each.status for each in discovery.plugin_report()} == {"loaded"}
+
+
+def struck_where_conditions_are_entered(action: Callable[[], object]) -> None:
+    """Do something; Ctrl-C comes when a Condition has taken its lock and is about to say so."""
+    entered = threading.Condition.__enter__.__code__
+
+    def trace(frame: Any, event: str, _argument: object) -> Any:
+        if frame.f_code is not entered:
+            return None
+        if event == "return":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+def in_time(action: Callable[[], object]) -> None:
+    """Do something in another thread, which must come to an end."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "a lock stayed taken"
+
+
+def test_a_queue_can_be_used_after_ctrl_c_in_put() -> None:
+    """Its lock does not stay taken."""
+    queue = shmreduce.Queue()
+    struck_where_conditions_are_entered(lambda: queue.put(1))
+    in_time(lambda: queue.put(2))
+    in_time(queue.close)
+    queue.join_thread()
+
+
+def test_a_pool_goes_on_after_ctrl_c_in_those_who_wait_for_it() -> None:
+    """The pool's own thread gets the locks of those who feed it, and of results."""
+    room = Room(1)
+    struck_where_conditions_are_entered(lambda: room.take(1))
+    in_time(lambda: room.give(1))
+    results = IMapIterator(None)
+    results.expect(1)
+    results.answer(0, True, 5)
+    struck_where_conditions_are_entered(results.next)
+    in_time(lambda: results.expect(1))
