@@ -415,9 +415,11 @@ class Heap:
 
         Returns the bytes given back to the system. Call under the lock.
         """
-        warm = sum(size * len(stack) for size, stack in self.warm.items())
+        # A list: other threads, and views that die here, bring sizes that are new.
+        sizes = sorted(self.warm, reverse=True)
+        warm = sum(size * len(self.warm[size]) for size in sizes)
         released = 0
-        for size in sorted(self.warm, reverse=True):
+        for size in sizes:
             stack = self.warm[size]
             while stack and warm - released > keep:
                 try:
@@ -486,7 +488,7 @@ class Heap:
     @property
     def warm_bytes(self) -> int:
         """Bytes of free blocks whose pages are kept."""
-        return sum(size * len(stack) for size, stack in list(self.warm.items()))
+        return sum(size * len(self.warm[size]) for size in list(self.warm))
 
     @property
     def block_bytes(self) -> int:

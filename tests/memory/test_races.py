@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("installed")
 
 LENGTH = 300_000
+UNUSUAL = 7 << 40
+"""Bytes of a block that nobody has."""
 
 
 class Interrupted(dict[Any, Any]):
@@ -368,6 +370,28 @@ def test_memory_is_had_where_no_thread_is(monkeypatch: pytest.MonkeyPatch) -> No
     for heap in state.heaps:
         heap.collect()
     assert sum(len(segment.out) for heap in state.heaps for segment in heap.segments) == 0
+
+
+def test_a_block_of_a_new_size_may_be_freed_while_others_are_given_back() -> None:
+    """By another thread, or by the collector: the sizes are those of when it began."""
+    heap = runtime.current().heap(SHARED)
+
+    class Stack(list[Any]):
+        def __len__(self) -> int:
+            # As a view that dies just now.
+            heap.warm.setdefault(UNUSUAL, [])
+            return super().__len__()
+
+    usual = heap.warm.pop(UNUSUAL, None)
+    heap.warm[UNUSUAL + 64] = Stack()
+    try:
+        with heap.exclusive():
+            assert heap.cool(1 << 60) == 0
+    finally:
+        del heap.warm[UNUSUAL + 64]
+        assert heap.warm.pop(UNUSUAL) == []
+        if usual is not None:
+            heap.warm[UNUSUAL] = usual
 
 
 def test_a_heap_that_this_thread_is_in_is_passed_over_when_others_make_room() -> None:
