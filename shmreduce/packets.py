@@ -30,7 +30,7 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import Loading, hold_message, import_block
 from shmreduce.memory.message import Lease, Message
-from shmreduce.pickling import dumps, is_exhausted, load_message, unloaded
+from shmreduce.pickling import dumps, is_exhausted, load_message, loads_again, unloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -387,7 +387,7 @@ class Arrival:
         try:
             return import_block(handle).buffer
         except (AttachError, SegmentError) as error:
-            error.message_bytes = pickle.dumps(Call(again, handle), _PROTOCOL)
+            error.message_bytes = loads_again(pickle.dumps(Call(again, handle), _PROTOCOL))
             raise
         finally:
             loading.close()

@@ -47,7 +47,16 @@ if TYPE_CHECKING:
     from shmreduce.memory.message import Mover
     from shmreduce.registry import ReducerClaim
 
-__all__ = ["Pickled", "Pickler", "ask_reducer", "dump_message", "dumps", "load_message", "loads"]
+__all__ = [
+    "Pickled",
+    "Pickler",
+    "ask_reducer",
+    "dump_message",
+    "dumps",
+    "load_message",
+    "loads",
+    "loads_again",
+]
 
 PASSES_ON = "_shmreduce_passes_on"
 """Where a ``reducer_override`` that does what :class:`Pickler` does by itself keeps the next."""
@@ -175,11 +184,15 @@ def load_message(
         if is_exhausted(error):
             _clear_frames(error)
             loading.undo()
-            raise unloaded(error, data) from error
+            failed = unloaded(error, data)
+            failed.message_bytes = loads_again(bytes(data))
+            raise failed from error
         if _may_pass(error):
             _clear_frames(error)
             loading.undo()
-            error.message_bytes = bytes(data)
+            # Unless this is another try already.
+            if error.message_bytes != data:
+                error.message_bytes = loads_again(bytes(data))
         elif not isinstance(error, AlreadyLoadedError):
             # What another loader has begun is that loader's, whole.
             discard_message(data)
@@ -190,6 +203,18 @@ def load_message(
         # be collected together with it, and CPython 3.13 complains of a BytesIO
         # that dies with views.
         del data
+
+
+def loads_again(data: bytes) -> bytes:
+    """Return a pickle of what a message brings, which can be tried any number of times.
+
+    What a try that fails has claimed is given back, as by :func:`load_message`.
+    """
+    return pickle.dumps(Call(_load_again, data), _PROTOCOL)
+
+
+def _load_again(data: bytes) -> Any:
+    return load_message(pickle.loads, data)
 
 
 def is_exhausted(error: BaseException) -> TypeGuard[OSError]:

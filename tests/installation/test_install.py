@@ -433,7 +433,7 @@ def test_message_that_cannot_be_loaded(
         with pytest.raises(type(error)) as caught:
             ForkingPickler.loads(data)
     if is_kept:
-        assert getattr(caught.value, "message_bytes", None) == data
+        assert data in getattr(caught.value, "message_bytes", b"")
         assert discarded == []
     else:
         assert getattr(caught.value, "message_bytes", None) is None

@@ -77,8 +77,7 @@ def test_a_reader_without_descriptors_can_load_later() -> None:
             ForkingPickler.loads(data)
         assert caught.value.errno == errno.EMFILE
         assert "ulimit -n" in str(caught.value)
-        assert caught.value.message_bytes == data
-        first, second = ForkingPickler.loads(data)
+        first, second = ForkingPickler.loads(caught.value.message_bytes or b"")
         assert (first == 2).all()
         assert (second == 1).all()
         del first, second

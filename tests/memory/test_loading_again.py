@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import threading
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -101,6 +102,21 @@ def test_what_nobody_has_is_loaded_by_the_next_try() -> None:
     assert (array == 1).all()
     array[:] = 2
     assert (ForkingPickler.loads(ForkingPickler.dumps(array)) == 2).all()
+
+
+@pytest.mark.parametrize("load", [pickle.loads, ForkingPickler.loads])
+def test_a_message_can_be_tried_until_it_loads(load: Callable[[bytes], Any]) -> None:
+    """Each try that fails gives back what it had claimed, and has the message."""
+    Trouble.left = 4
+    first = again = fail_to_load(dumped(np.full(LENGTH, 1.0)))
+    for _ in range(3):
+        with pytest.raises(AttachError) as caught:
+            load(again)
+        assert caught.value.message_bytes is not None
+        again = caught.value.message_bytes
+    assert again == first
+    array, _ = load(again)
+    assert (array == 1).all()
 
 
 def test_an_array_by_value_that_an_object_has_kept_is_not_given_out_again() -> None:
