@@ -189,6 +189,8 @@ class Attachments:
         """
         known = self._pin(segment.token, mark)
         while known is None:
+            if not segment.is_open:
+                raise _closed_here(segment)
             self._adopt(locks.reopen(segment.fd), segment.file.name, segment)
             known = self._pin(segment.token, mark)
         return known
@@ -233,7 +235,7 @@ class Attachments:
 
     def _open(self, handle: Handle, arrived: Mapping[bytes, int]) -> None:
         inherited = self._inherited.get(handle.token)
-        if inherited is not None and inherited.fd != -1:
+        if inherited is not None and inherited.is_open:
             self._adopt(locks.reopen(inherited.fd), inherited.file.name, inherited)
             return
         strategy = find_strategy(handle.strategy)
@@ -357,6 +359,18 @@ class Attachments:
         # No descriptor is free, say. Who calls has an array that must not be lost for it.
         with suppress(OSError, LeaseTimeoutError):
             self._family().tidy(_all_read)
+
+
+def _closed_here(segment: Segment) -> AttachError:
+    return AttachError(
+        f"segment {segment.token.hex()}, which this process has inherited, cannot be sent on: its "
+        "descriptor was closed here, as daemons do with all that they find open. Send a copy of "
+        "the array, or share it after that",
+        segment=segment.token.hex(),
+        locator=None,
+        reason="its descriptor was closed",
+        errno=errno.EBADF,
+    )
 
 
 def _all_read(letter: Letter, fd: int) -> bool:

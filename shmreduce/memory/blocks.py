@@ -261,11 +261,11 @@ class LiveBlocks:
             # First: whatever comes now, the next block here will show the file again.
             record.in_place = True
             record.mapping.cover(
-                segment.fd, segment.offsets[block], segment.capacities[block], private=True
+                segment.checked_fd, segment.offsets[block], segment.capacities[block], private=True
             )
             record.private = True
         except SegmentError:
-            # vm.max_map_count is reached; the caller copies instead.
+            # vm.max_map_count is reached, say; the caller copies instead.
             record.in_place = False
             record.cutting.clear()
             return False
@@ -374,7 +374,10 @@ class LiveBlocks:
             # hold keeps this one from being reused.
             try:
                 record.mapping.cover(
-                    segment.fd, segment.offsets[block], segment.capacities[block], private=False
+                    segment.checked_fd,
+                    segment.offsets[block],
+                    segment.capacities[block],
+                    private=False,
                 )
             except SegmentError:
                 return False

@@ -100,6 +100,7 @@ class Family:
     def __init__(self, fd: int, mailbox: tuple[socket.socket, socket.socket]) -> None:
         self.fd = fd
         self.mailbox = mailbox
+        self._identities = self._what_is_open()
         self._mapping = Mapping(fd, 0, _SIZE)
         everything = memoryview(self._mapping.pages)
         self.identity = bytes(everything[:16])
@@ -138,18 +139,28 @@ class Family:
             raise
         return cls(fd, (receiver, sender))
 
-    def rejoined(self) -> Family:
+    def _what_is_open(self) -> list[tuple[int, int] | None]:
+        return [locks.identity_of(fd) for fd in (self.fd, *(end.fileno() for end in self.mailbox))]
+
+    def rejoined(self) -> Family | None:
         """Return the membership of a child that was just forked.
+
+        None if it has closed what it inherited, as daemons do: the numbers may be
+        other files' by now, which must not be written to, nor closed.
 
         The inherited descriptor stays open: it keeps the parent's entry alive
         as long as the child may keep the parent's memory.
         """
+        if self._what_is_open() != self._identities:
+            for end in self.mailbox:
+                end.detach()
+            return None
         return Family(locks.reopen(self.fd), self.mailbox)
 
     def give_up_locks(self) -> None:
         """Let go of the locks of an inherited membership, in a forked child."""
         fd, self._lock_fd = self._lock_fd, -1
-        if fd != -1:
+        if fd != -1 and locks.identity_of(fd) == self._identities[0]:
             os.close(fd)
 
     def take_over(self, other: Family) -> None:

@@ -223,6 +223,8 @@ class Heap:
                 self._busy = False
 
     def _make_room(self, size: int) -> tuple[OwnedSegment, int]:
+        for segment in self.segments:
+            _ = segment.checked_fd
         now = time.monotonic()
         if now - self._reaped > _REAP_SECONDS:
             self.reap()
@@ -438,7 +440,7 @@ class Heap:
         start, length = next(run for run in segment.cold if run[0] <= offset < run[0] + run[1])
         first = max(page_ceil(start), offset & -PAGE_SIZE)
         last = min((start + length) & -PAGE_SIZE, page_ceil(offset + size))
-        if last > first:
+        if last > first and segment.is_open:
             punch_hole(segment.fd, first, last - first)
         self._book(segment, -size)
 
@@ -475,7 +477,7 @@ class Heap:
                 segment, block = stack.pop()
                 first = page_ceil(segment.offsets[block])
                 last = (segment.offsets[block] + segment.capacities[block]) & -PAGE_SIZE
-                if last > first:
+                if last > first and segment.is_open:
                     punch_hole(segment.fd, first, last - first)
                     freed += last - first
         if freed:

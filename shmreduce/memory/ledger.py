@@ -1,13 +1,15 @@
 """Which forked children may still see what this process had alive at the fork.
 
-May import ``locks``.
+May import errors, ``locks`` and ``mapping``.
 
 A forked child inherits every mapping, and with it every view. So what was
 alive at a fork must not be reused before that child has gone, exec'ed
 included. Each fork gets a number and one byte of the process's ledger file.
-The byte is locked through an open file description made for this fork alone;
-the parent closes its descriptor right after the fork, the child keeps its
-inherited one, close-on-exec, for life, as do the child's own forked children.
+The byte is locked through an open file description made for this fork alone,
+which a page of addresses keeps, not a descriptor: a child that closes all its
+descriptors, as daemons do, goes on seeing the memory. The parent gives its page
+up right after the fork, the child keeps the inherited one until it ends or
+becomes another program by exec, as do the child's own forked children.
 The lock is gone when the last of them is gone (fcntl(2), F_OFD_SETLK), and a
 single query answers for any range of forks. A failed fork leaves no lock.
 
@@ -20,11 +22,17 @@ from __future__ import annotations
 import os
 import threading
 
+from shmreduce.errors import SegmentError
 from shmreduce.memory import locks
+from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 
 __all__ = ["Fork", "ForkLedger"]
 
 _LOCK_FORK = 1 << 44
+
+
+_inherited: list[Fork] = []
+"""The forks by which this process came about."""
 
 
 class Fork:
@@ -35,8 +43,8 @@ class Fork:
     def __init__(self) -> None:
         self.number = 0
         """Which of the process's forks it is; 0 until it is announced."""
-        self.token = -1
-        """A descriptor that the child inherits and the parent closes."""
+        self.token: Mapping | None = None
+        """What the child inherits and the parent gives up. Nobody touches the page."""
         self.ready = False
         """Whether all has been done for it."""
 
@@ -57,6 +65,7 @@ class ForkLedger:
         self.pending: dict[int, None] = {}
         """Numbers of forks that are about to happen."""
         self._fd = -1
+        self._identity: tuple[int, int] | None = None
         self._ready: dict[int, list[Fork]] = {}
         self._unguarded_until = 0
 
@@ -64,6 +73,10 @@ class ForkLedger:
     def descriptor(self) -> int:
         """Descriptor of the ledger's file, -1 until a fork needed one."""
         return self._fd
+
+    @property
+    def _is_open(self) -> bool:
+        return self._fd != -1 and locks.identity_of(self._fd) == self._identity
 
     @property
     def birth(self) -> int:
@@ -95,16 +108,16 @@ class ForkLedger:
             try:
                 if self._fd == -1:
                     made = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
+                    identity = locks.identity_of(made)
                     # Another thread may have been faster: all tokens are of one file.
                     # No call between the two lines.
                     if self._fd == -1:
-                        self._fd = made
+                        self._fd, self._identity = made, identity
                     else:
                         os.close(made)
-                fork.token = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
-                if not locks.try_lock(fork.token, _LOCK_FORK + fork.number):
+                if not self._make_token(fork):
                     self._unguarded_until = max(self._unguarded_until, fork.number)
-            except OSError:
+            except (OSError, SegmentError):
                 # Out of descriptors, say. What is alive now is then never reused.
                 self._unguarded_until = max(self._unguarded_until, fork.number)
         # Of this thread, since another may be forking too. A stack, since a
@@ -112,10 +125,19 @@ class ForkLedger:
         self._ready.setdefault(threading.get_ident(), []).append(fork)
         fork.ready = True
 
+    def _make_token(self, fork: Fork) -> bool:
+        fd = locks.reopen(self._fd)
+        try:
+            locked = locks.try_lock(fd, _LOCK_FORK + fork.number)
+            fork.token = Mapping(fd, 0, PAGE_SIZE)
+        finally:
+            os.close(fd)
+        return locked
+
     def withdraw(self, fork: Fork) -> None:
         """Take back what was done for a fork so far, but for its number."""
         fork.ready = False
-        self._close_token(fork)
+        fork.token = None
         stack = self._ready.get(threading.get_ident(), [])
         if fork in stack:
             stack.remove(fork)
@@ -136,22 +158,18 @@ class ForkLedger:
         if not over:
             over[:] = stack[-1:]
         for fork in over:
-            self._close_token(fork)
+            fork.token = None
             self.pending.pop(fork.number, None)
             if fork in stack:
                 stack.remove(fork)
             if not stack:
                 self._ready.pop(threading.get_ident(), None)
 
-    def _close_token(self, fork: Fork) -> None:
-        token, fork.token = fork.token, -1
-        if token != -1:
-            os.close(token)
-
     def after_fork_in_child(self) -> ForkLedger:
-        """Return the child's own ledger; the inherited token stays open for life."""
-        fd, self._fd = self._fd, -1
-        if fd != -1:
+        """Return the child's own ledger; the inherited tokens stay for life."""
+        _inherited.extend(fork for stack in self._ready.values() for fork in stack)
+        is_open, fd, self._fd = self._is_open, self._fd, -1
+        if is_open:
             os.close(fd)
         return ForkLedger()
 
@@ -171,4 +189,7 @@ class ForkLedger:
         if self._fd == -1:
             # No fork was in need of a token so far.
             return False
+        if not self._is_open:
+            # Closed by somebody else: nobody knows any more.
+            return True
         return locks.first_locked(self._fd, _LOCK_FORK + birth + 1, death - birth) is not None

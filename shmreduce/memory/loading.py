@@ -188,7 +188,7 @@ def _message_ended(runtime: Runtime, segment: Segment) -> None:
 def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
     if segment.import_mapping is None:
         start = segment.layout.data_offset
-        segment.import_mapping = Mapping(segment.fd, start, segment.header.size - start)
+        segment.import_mapping = Mapping(segment.checked_fd, start, segment.header.size - start)
     mapping = segment.import_mapping
     slot, alone = segment.claim(
         what.block, what.generation, what.slot, what.nonce, shared=what.shared
@@ -208,7 +208,7 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
             )
         private = what.mode == "cow" or not (what.shared or alone)
         if private:
-            mapping = Mapping(segment.fd, offset, capacity, private=True)
+            mapping = Mapping(segment.checked_fd, offset, capacity, private=True)
         record = Record(
             runtime.live,
             segment,

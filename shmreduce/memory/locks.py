@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["first_locked", "keep_trying", "reopen", "supported", "try_lock", "unlock"]
+__all__ = [
+    "first_locked",
+    "identity_of",
+    "keep_trying",
+    "reopen",
+    "supported",
+    "try_lock",
+    "unlock",
+]
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -41,6 +49,18 @@ def supported() -> bool:
 def reopen(fd: int) -> int:
     """Open the same file under a new open file description (proc(5), /proc/self/fd)."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def identity_of(fd: int) -> tuple[int, int] | None:
+    """Return what tells the file behind a descriptor from others, None if it is closed.
+
+    Daemons close all descriptors, and open others that get the same numbers.
+    """
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def try_lock(fd: int, offset: int, *, later: bool = False) -> bool:

@@ -78,12 +78,13 @@ class Runtime:
         """Membership of the process in its family; a process without one begins a family."""
         if self._family is None:
             parents = self._parent_family
-            made = Family.found(_default_budget()) if parents is None else parents.rejoined()
+            inherited = None if parents is None else parents.rejoined()
+            made = inherited or Family.found(_default_budget())
             # No call between the two lines, so no other thread.
             if self._family is None:
                 self._family = made
             else:
-                made.leave(with_mailbox=parents is None)
+                made.leave(with_mailbox=inherited is None)
         return self._family
 
     def _get_family(self) -> Family:

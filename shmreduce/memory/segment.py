@@ -21,6 +21,7 @@ inherit together with its views.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from multiprocessing.connection import wait
@@ -30,6 +31,7 @@ from shmreduce.errors import (
     AlreadyLoadedError,
     InvalidHandleError,
     OutOfLeasesError,
+    SegmentError,
     StaleHandleError,
 )
 from shmreduce.memory import locks
@@ -103,6 +105,7 @@ class Segment(LeaseSlots):
     ) -> None:
         super().__init__(file.fd, header, strategy)
         self.file = file
+        self._identity = locks.identity_of(file.fd)
         self.owner = owner
         self.records: dict[int, object] = {}
         """Blocks of its own that the owner still has a view of, or is about to have."""
@@ -182,6 +185,32 @@ class Segment(LeaseSlots):
         every = (self.fd, self.lock_fd, *self._transfer.values())
         return tuple(fd for fd in every if fd != -1)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the descriptor is still the segment's, and was not closed by somebody else."""
+        return self.fd != -1 and locks.identity_of(self.fd) == self._identity
+
+    @property
+    def checked_fd(self) -> int:
+        """The descriptor, for who shows the file's pages, or gives and takes them.
+
+        Raises
+        ------
+        SegmentError
+            If somebody has closed it: the number may be another file's, which
+            would be damaged.
+        """
+        if not self.is_open:
+            raise SegmentError(
+                f"somebody has closed descriptor {self.fd} of segment {self.token.hex()} in this "
+                "process, as os.closerange() and libraries for daemons do: have them leave it "
+                "open, or use shared memory only after that",
+                operation="fstat",
+                errno=errno.EBADF,
+                segment=self.token.hex(),
+            )
+        return self.fd
+
     def owner_alive(self) -> bool:
         """Return whether the process that made the segment, or a fork of it, lives."""
         return self.owner or locks.first_locked(self.fd, LOCK_OWNER) is not None
@@ -242,13 +271,16 @@ class Segment(LeaseSlots):
         self.give_up_locks()
         fd, self.fd = self.fd, -1
         for number in (fd, self._transfer.pop("fd", -1)):
-            if number != -1:
-                os.close(number)
+            self._close(number)
 
     def give_up_locks(self) -> None:
         """Let go of the blocks' locks, also those of a parent in its forked child."""
         fd, self.lock_fd = self.lock_fd, -1
-        if fd != -1:
+        self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        # Not what has become another file's.
+        if fd != -1 and locks.identity_of(fd) == self._identity:
             os.close(fd)
 
     # Importers
