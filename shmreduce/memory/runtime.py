@@ -101,9 +101,11 @@ class Runtime:
         What this process has done before, when its main module was imported or
         its fork server had loaded one, may have made it one of another.
         """
+        self.idle_return.stop()
         before, self._family = self._family, family
         if before is not None:
             family.take_over(before)
+        self.on_growth()
 
     def heap(self, kind: int) -> Heap:
         """Return the heap for new blocks of a kind, by the strategy in force."""
