@@ -468,8 +468,12 @@ class Heap:
         may live on in the mailbox or in importers. Nothing here waits. What is
         left of this member's reservation ends with its last forked child.
         """
-        for segment in self.segments:
-            self._unlink(segment)
+        try:
+            self.unlink_names()
+        finally:
+            self._free_all()
+
+    def _free_all(self) -> None:
         self.collect()
         freed = 0
         for stack in list(self.warm.values()):
@@ -482,6 +486,11 @@ class Heap:
                     freed += last - first
         if freed:
             self._host.family.lower(freed)
+
+    def unlink_names(self) -> None:
+        """Remove the names of all segments, which stay open."""
+        for segment in self.segments:
+            self._unlink(segment)
 
     def _unlink(self, segment: OwnedSegment) -> None:
         if segment.file.name is not None:

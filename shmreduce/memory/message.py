@@ -403,6 +403,8 @@ class Message:
             # From here on the unread message keeps the segment open.
             taken.drop()
         self._taken.clear()
+        if self._runtime is not None and self._runtime.has_left:
+            self._runtime.leave()
 
     def rollback(self) -> None:
         """Take back what was given out: the message will not be sent."""

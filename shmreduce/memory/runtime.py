@@ -9,6 +9,7 @@ look up: the parent's memory is the parent's to free.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -17,7 +18,12 @@ from contextlib import suppress
 from multiprocessing import context, reduction, util
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import LeaseTimeoutError, ShmreduceWarning
+from shmreduce.errors import (
+    LeaseTimeoutError,
+    SegmentError,
+    ShmreduceError,
+    ShmreduceWarning,
+)
 from shmreduce.memory import locks
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
@@ -66,6 +72,8 @@ class Runtime:
         self._heaps: dict[tuple[int, str, str], Heap] = {}
         self.strategies: set[SharingStrategy] = set()
         """Strategies that were in force here, whose leftovers are swept at the end."""
+        self.has_left = False
+        """Whether the end has begun: what is sent from now on is handed over at once."""
         self._parent_family = parent.known_family if parent is not None else None
         self._family: Family | None = None
         if self._parent_family is not None:
@@ -175,7 +183,11 @@ class Runtime:
 
     def on_growth(self) -> None:
         """Have somebody look after heaps that hold more than they may keep idle."""
-        if sum(heap.block_bytes for heap in self.heaps) > get_settings().idle_keep:
+        if self.has_left:
+            # Nobody comes after this who would remove the names.
+            for heap in self.heaps:
+                heap.unlink_names()
+        elif sum(heap.block_bytes for heap in self.heaps) > get_settings().idle_keep:
             self.idle_return.start()
 
     # Fork
@@ -195,29 +207,36 @@ class Runtime:
     def leave(self) -> None:
         """Hand unread messages over and remove what has a name.
 
-        Runs at normal exit, after the queues' feeder threads have flushed. What
+        Runs at normal exit, after the queues' feeder threads have flushed, and
+        again for each message of a function that :mod:`atexit` calls later. What
         a killed process cannot do here, the kernel does (memfd), or the next
         user (names).
         """
+        self.has_left = True
         self.idle_return.stop()
         self.live.settle()
+        troubles = []
         for segment in list(self.attachments.directory.values()):
             unread = [(sent.slot, sent.nonce) for sent in segment.unread()]
             if unread:
-                self._post(segment, unread)
+                troubles += self._post(segment, unread)
         for heap in self.heaps:
-            heap.leave()
+            troubles += _try_to_tidy(heap.leave)
         for strategy in {heap.strategy for heap in self.heaps} | self.strategies:
-            sweep(strategy)
+            troubles += _try_to_tidy(functools.partial(sweep, strategy))
         self.live.current = False
+        # Last: a warning may be an error, and nothing after it would be done.
+        if troubles:
+            warnings.warn("; ".join(troubles), ShmreduceWarning, stacklevel=2)
 
-    def _post(self, segment: Segment, unread: list[tuple[int, int]]) -> None:
+    def _post(self, segment: Segment, unread: list[tuple[int, int]]) -> list[str]:
+        """Leave a segment in the mailbox; return what to warn of."""
         # Also if no other member is known: a forked child, or one that is just
         # starting, may not have joined yet. The last to go takes it along.
         letter = Letter(segment.token, unread, complete=True)
         try:
             # Another description: the mailbox keeps it, and this one has our locks.
-            fd = locks.reopen(segment.fd)
+            fd = locks.reopen(segment.checked_fd)
             try:
                 # First: who reads the last of them from now on takes the letter out.
                 segment.hand_over()
@@ -227,15 +246,25 @@ class Runtime:
             if not segment.unread():
                 # Read meanwhile, when there was no letter yet.
                 self.attachments.tidy_mailbox()
-        except (OSError, LeaseTimeoutError) as error:
+        except (OSError, LeaseTimeoutError, SegmentError) as error:
             # The process ends all the same, and its names must go.
-            warnings.warn(
-                f"{len(unread)} messages sent by process {os.getpid()} have not been read and "
-                f"are lost with it, since they could not be handed over: {error}. Read them "
-                "before the sender ends",
-                ShmreduceWarning,
-                stacklevel=2,
-            )
+            return [
+                (
+                    f"{len(unread)} messages sent by process {os.getpid()} have not been read and "
+                    f"are lost with it, since they could not be handed over: {error}. Read them "
+                    "before the sender ends"
+                )
+            ]
+        return []
+
+
+def _try_to_tidy(step: Callable[[], object]) -> list[str]:
+    """Take a step that removes names; return what to warn of."""
+    try:
+        step()
+    except (OSError, ShmreduceError) as error:
+        return [f"a name of shared memory could not be removed: {error}. Try `shmreduce gc`"]
+    return []
 
 
 def _default_budget() -> int:

@@ -1,0 +1,128 @@
+"""What is sent and shared when the process has begun to end, and what goes wrong then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import warnings
+from multiprocessing import Pipe
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce.memory import runtime
+from shmreduce.memory.family import Family
+from shmreduce.memory.inspection import all_names
+from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shmreduce import SharingStrategy
+
+LENGTH = 300_000
+PROGRAM = """
+import atexit
+
+late = []
+# Before those of multiprocessing, so it is called after them.
+atexit.register(lambda: [function() for function in late])
+
+import multiprocessing
+import os
+import sys
+
+import numpy as np
+import shmreduce
+
+shmreduce.install(strategy=sys.argv[1])
+reader, writer = multiprocessing.Pipe(duplex=False)
+reader_lives, writer_lives = os.pipe()
+if sys.argv[2] == "read" and not os.fork():
+    writer.close()
+    os.close(writer_lives)
+    os.read(reader_lives, 1)
+    print(*(int(reader.recv().sum()) for _ in range(3)), flush=True)
+    os._exit(0)
+kept = []
+late.append(lambda: kept.append(shmreduce.ones(300_000)))
+late.append(lambda: [writer.send(each) for each in (np.ones(300_000), kept[0], np.ones(9))])
+"""
+
+
+def run(*arguments: str, directory: Path) -> str:
+    """Run the program and return what its reader tells."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+        env={**os.environ, "SHMREDUCE_DIRECTORY": str(directory), "SHMREDUCE_INLINE_LIMIT": "0"},
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_what_exit_functions_send_is_read_when_the_sender_has_ended(
+    strategy: str, tmp_path: Path
+) -> None:
+    """Messages of a function that is called after those of multiprocessing are handed over."""
+    assert run(strategy, "read", directory=tmp_path) == "300000 300000 9\n"
+
+
+def test_what_exit_functions_make_has_no_name_left(tmp_path: Path) -> None:
+    """Segments that are made at the very end leave no file, also if nobody comes after."""
+    run("file_system", "alone", directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["mailbox", "unlink"])
+def test_a_warning_at_the_end_comes_when_all_is_done(
+    fault: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where warnings are errors, and handing over or removing one name fails, the rest is done."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "the mailbox is full")
+
+    def refuse_one(self: SharingStrategy, name: str) -> None:
+        refused.append(name)
+        if len(refused) == 1:
+            raise PermissionError(errno.EACCES, "not to be removed", name)
+        unlink(self, name)
+
+    def child() -> bool:
+        if fault == "mailbox":
+            monkeypatch.setattr(Family, "post", refuse)
+        else:
+            monkeypatch.setattr(type(heap_strategy), "unlink", refuse_one)
+        here, there = Pipe()
+        here.send([np.ones(LENGTH), shmreduce.ones(LENGTH)])
+        # Nothing is left to others by a child that may hand over.
+        kept = [] if fault == "mailbox" else there.recv()
+        mine = f"-{os.getpid()}-"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                runtime.current().leave()
+            except shmreduce.ShmreduceWarning as warning:
+                told = str(warning)
+        left = [name for name in all_names() if mine in name]
+        del kept
+        there.close()
+        if fault == "mailbox":
+            return not left and told.count("lost") == 2
+        return len(left) <= 1 and len(refused) > 1 and "shmreduce gc" in told
+
+    if fault == "unlink" and strategy == "file_descriptor":
+        pytest.skip("segments of this strategy have no names")
+    refused: list[str] = []
+    heap_strategy = shmreduce.strategies.current_strategy()
+    unlink = type(heap_strategy).unlink
+    assert wait_for_exit(in_forked_child(child)) == 0
