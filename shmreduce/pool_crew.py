@@ -290,7 +290,7 @@ class Crew:
         return bool(
             self._fed
             or self._waiting
-            or any(worker.tasks for worker in self.workers)
+            or any(worker.tasks or worker.lost for worker in self.workers)
             or not self._inbox.empty()
         )
 
@@ -390,6 +390,11 @@ class Crew:
             self._failed_to_start(describe_death(self._died, worker, exitcode, None, None))
         begun = worker.marks.begun - worker.answered
         again = []
+        for task in worker.lost:
+            if task.next_try():
+                again.append(task)
+            else:
+                self._fail(task, describe_death(self._died, worker, exitcode, task.first, task))
         for place, task in enumerate(worker.tasks, 1):
             task.deaths += begun == 0 and place == 1
             charged = place <= begun or task.deaths > 1
@@ -402,6 +407,7 @@ class Crew:
             self._fail(task, describe_death(self._died, worker, exitcode, index, task))
         self._waiting.extendleft(reversed(again))
         worker.tasks.clear()
+        worker.lost.clear()
 
     def _failed_to_start(self, error: BaseException, patience: int = _PATIENCE) -> None:
         self._failures += 1
@@ -445,8 +451,8 @@ class Crew:
                 worker.process.kill()
         for worker in list(self.workers):
             worker.exit_code()
-            for task in worker.tasks:
-                self._waiting.append(task)
+            self._waiting.extend([*worker.lost, *worker.tasks])
+            worker.lost.clear()
             worker.tasks.clear()
             self._remove(worker)
 
@@ -479,7 +485,7 @@ class Crew:
 
     def _give(self, worker: Worker, limit: int | None = None) -> bool:
         """Send the next task to a worker that can take one; False if it was not sent."""
-        while self._waiting and worker.ready and not worker.silent:
+        while self._waiting and worker.ready and not (worker.silent or worker.lost):
             if self._orders.limit is not None and worker.sent >= self._orders.limit:
                 return False
             if limit is not None and len(self._waiting[0].data) > limit:
@@ -526,8 +532,7 @@ class Crew:
         except ProducerDied as error:
             if error.pid == worker.process.pid:
                 # Its answer's memory went with it, as on connections of multiprocessing.
-                self._stop_listening(worker)
-                worker.process.kill()
+                self._lose_answer(worker)
                 return
             kind, value = False, error
         except BaseException as error:
@@ -551,6 +556,16 @@ class Crew:
             task = worker.tasks.popleft()
             task.done()
             task.receiver.answer(task.index, bool(kind), value)
+
+    def _lose_answer(self, worker: Worker) -> None:
+        """Deal with an answer that cannot be read, since its worker has died."""
+        if worker.ready and worker.tasks:
+            # The answers behind it may be whole.
+            worker.answered += 1
+            worker.lost.append(worker.tasks.popleft())
+        else:
+            self._stop_listening(worker)
+        worker.process.kill()
 
     def _stop_listening(self, worker: Worker) -> None:
         self._selector.unregister(worker.channel.fileno())

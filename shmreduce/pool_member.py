@@ -48,6 +48,8 @@ class Worker:
         self.sent = 0
         self.answered = 0
         self.tasks: collections.deque[Task] = collections.deque()
+        self.lost: list[Task] = []
+        """Tasks that it had answered, but the memory of the answer went with it."""
         self.since = 0.0
         """When it got, or could begin, its oldest task."""
 

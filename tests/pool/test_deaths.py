@@ -7,12 +7,15 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+import shmreduce
 from shmreduce import TaskAbandonedError, WorkerDied
 from shmreduce.pool import Pool
 from tests.conftest import PATIENCE
@@ -136,6 +139,42 @@ def test_the_tries_are_counted() -> None:
             pool.apply(end, ("SIGKILL",), retries=2)
         assert caught.value.pid != before
         assert pool.apply(square, (3,)) == 9
+    pool.join()
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_an_answer_behind_one_that_is_lost_counts(retries: int) -> None:
+    """A worker is killed with two answers unread, and the memory of the first goes with it:
+    that task is tried again if it may be, the second has been done.
+    """
+    holding, ready = threading.Event(), threading.Event()
+
+    def hold(_: int) -> None:
+        holding.set()
+        ready.wait(PATIENCE)
+
+    with shmreduce.install(), Pool(1, context=FORK, retries=retries) as pool:
+        pid = pool.apply(own_pid)
+        # While the pool's thread waits here it is given so much that some is sent ahead.
+        pool.apply_async(square, (1,), callback=hold)
+        assert holding.wait(PATIENCE)
+        sentinel = pool._crew.workers[0].sentinel
+        pool.apply_async(square, (1,), callback=lambda _: wait([sentinel], PATIENCE))
+        lost = pool.apply_async(filled, (3,))
+        done = pool.apply_async(own_pid)
+        killed = pool.apply_async(end, ("SIGKILL",))
+        others = [pool.apply_async(square, (number,)) for number in range(5)]
+        pool._crew._pace = 0.0
+        ready.set()
+        assert done.get(PATIENCE) == pid
+        with pytest.raises(WorkerDied):
+            killed.get(PATIENCE)
+        if retries:
+            assert (lost.get(PATIENCE) == 3).all()
+        else:
+            with pytest.raises(WorkerDied):
+                lost.get(PATIENCE)
+        assert [each.get(PATIENCE) for each in others] == [0, 1, 4, 9, 16]
     pool.join()
 
 
