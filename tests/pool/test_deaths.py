@@ -18,6 +18,7 @@ import pytest
 import shmreduce
 from shmreduce import TaskAbandonedError, WorkerDied
 from shmreduce.pool import Pool
+from shmreduce.pool_results import MapResult
 from tests.conftest import PATIENCE
 from tests.pool.work import (
     LARGE,
@@ -29,6 +30,7 @@ from tests.pool.work import (
     filled,
     keep,
     own_pid,
+    perform,
     release_kept_and_sleep,
     square,
     touch_and_sleep,
@@ -153,29 +155,39 @@ def test_an_answer_behind_one_that_is_lost_counts(retries: int) -> None:
         holding.set()
         ready.wait(PATIENCE)
 
+    answers = {}
+
+    def answer(index: int, succeeded: bool, value: Any) -> None:
+        answers[index] = succeeded, value
+        MapResult.answer(result, index, succeeded, value)
+        if index == 0:
+            wait([sentinel], PATIENCE)
+
     with shmreduce.install(), Pool(1, context=FORK, retries=retries) as pool:
         pid = pool.apply(own_pid)
+        sentinel = pool._crew.workers[0].sentinel
         # While the pool's thread waits here it is given so much that some is sent ahead.
         pool.apply_async(square, (1,), callback=hold)
         assert holding.wait(PATIENCE)
-        sentinel = pool._crew.workers[0].sentinel
-        pool.apply_async(square, (1,), callback=lambda _: wait([sentinel], PATIENCE))
-        lost = pool.apply_async(filled, (3,))
-        done = pool.apply_async(own_pid)
-        killed = pool.apply_async(end, ("SIGKILL",))
-        others = [pool.apply_async(square, (number,)) for number in range(5)]
+        calls = [(square, 1), (filled, 3), (own_pid, None), (end, "SIGKILL")]
+        calls += [(square, number) for number in range(5)]
+        result = pool.map_async(perform, calls, chunksize=1)
+        result.answer = answer  # type: ignore[method-assign]
         pool._crew._pace = 0.0
         ready.set()
-        assert done.get(PATIENCE) == pid
         with pytest.raises(WorkerDied):
-            killed.get(PATIENCE)
-        if retries:
-            assert (lost.get(PATIENCE) == 3).all()
-        else:
-            with pytest.raises(WorkerDied):
-                lost.get(PATIENCE)
-        assert [each.get(PATIENCE) for each in others] == [0, 1, 4, 9, 16]
-    pool.join()
+            result.get(PATIENCE)
+        pool.close()
+        pool.join()
+    assert answers[2] == (True, [pid])
+    assert isinstance(answers[3][1], WorkerDied)
+    if retries:
+        assert (answers[1][1][0] == 3).all()
+    else:
+        assert isinstance(answers[1][1], WorkerDied)
+    assert [answers[4 + number] for number in range(5)] == [
+        (True, [number**2]) for number in range(5)
+    ]
 
 
 def test_arrays_of_the_killed_are_given_back(children: Children) -> None:

@@ -28,6 +28,12 @@ def square(x: Any) -> Any:
     return x * x
 
 
+def perform(call: tuple[Callable[[Any], Any], Any]) -> Any:
+    """Call a function with its argument: tasks of one call that do different things."""
+    function, argument = call
+    return function(argument)
+
+
 def add(x: Any, y: Any) -> Any:
     return x + y
 
