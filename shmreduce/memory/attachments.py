@@ -85,16 +85,31 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     """
     # O_NONBLOCK and O_NOCTTY: the number may name a pipe or a terminal by now.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    path = f"/proc/{pid}/fd/{fd}"
     try:
-        return os.open(f"/proc/{pid}/fd/{fd}", flags)
+        return os.open(path, flags)
     except OSError as error:
         # A socket cannot be opened this way (ENXIO): the number was reused. What
         # is left of a process that has ended belongs to root (EACCES).
         ended = error.errno == errno.EACCES and not is_alive(pid)
-        if error.errno in _GONE or ended:
+        if error.errno in _GONE or ended or _is_another_file(path, error):
             gone = "the process or its descriptor is gone"
             raise FileNotFoundError(errno.ENOENT, gone) from error
         raise
+
+
+def _is_another_file(path: str, error: OSError) -> bool:
+    """Return whether a descriptor that cannot be opened means a directory, say, by now.
+
+    Who may follow the link may open what a process of this user has made for sharing.
+    """
+    if error.errno is None or error.errno in EXHAUSTED or error.errno == errno.ENOMEM:
+        return False
+    try:
+        os.stat(path)
+    except OSError:
+        return False
+    return True
 
 
 def boot_identity() -> bytes:
@@ -248,9 +263,12 @@ class Attachments:
                 else SegmentFile(locks.reopen(fd), None)
             )
             segment = Segment.adopt(file, handle.token, strategy)
-        except (FileNotFoundError, InvalidHandleError) as error:
-            # Gone, or its descriptor's number means another file by now.
+        except (FileNotFoundError, PermissionError, InvalidHandleError) as error:
+            # Gone, or its descriptor's number means another file by now, or its pid
+            # another user's process.
             fd = self._family().look_for(handle.token)
+            if fd is None and isinstance(error, PermissionError):
+                raise
             if fd is None:
                 raise self._gone(handle) from error
             try:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import mmap
+import multiprocessing
 import os
+import sys
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import shmreduce
@@ -76,6 +80,44 @@ def _open_of_ended_child() -> None:
         FileDescriptorStrategy().open(f"{pid}:0")
     finally:
         os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("path", ["/", os.path.realpath(sys.executable)])
+def test_a_number_that_means_another_file_by_now(path: str) -> None:
+    """A directory, or a program that runs, cannot be opened for writing: the segment is gone."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        with pytest.raises(FileNotFoundError):
+            FileDescriptorStrategy().open(f"{os.getpid()}:{number}")
+    finally:
+        os.close(number)
+
+
+def send_ones(writer: Any) -> None:
+    writer.send(np.ones(300_000, np.uint8))
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_the_mailbox_has_what_a_sender_left_whose_pid_is_another_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose descriptors this process may not look at."""
+
+    def refused(pid: int, fd: int) -> int:
+        raise PermissionError(errno.EACCES, f"process {pid} is another user's, with its {fd}")
+
+    fork = multiprocessing.get_context("fork")
+    with shmreduce.install(strategy="file_descriptor"):
+        reader, writer = Pipe(duplex=False)
+        sender = fork.Process(target=send_ones, args=(writer,))
+        sender.start()
+        sender.join(30)
+        monkeypatch.setattr("shmreduce_fd.strategy.open_process_descriptor", refused)
+        assert reader.poll(30)
+        assert reader.recv().sum() == 300_000
+        sender.close()
+        reader.close()
+        writer.close()
 
 
 def test_older_kernels_lack_the_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
