@@ -1,16 +1,16 @@
 """How far each worker of a pool is, in memory that outlives a worker.
 
-May import :mod:`shmreduce.descriptor`.
+May import :mod:`shmreduce.descriptor` and ``anonymous`` of the memory.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from typing import Any
 
 from shmreduce.descriptor import Descriptor
+from shmreduce.memory.anonymous import anonymous_file
 
 __all__ = ["Board", "Marks"]
 
@@ -38,11 +38,7 @@ class Board:
     @classmethod
     def for_workers(cls, count: int) -> Board:
         """Make a board for so many workers."""
-        if hasattr(os, "memfd_create"):
-            number = os.memfd_create("shmreduce-pool")
-        else:
-            with tempfile.TemporaryFile() as file:
-                number = os.dup(file.fileno())
+        number = anonymous_file("shmreduce-pool")
         descriptor = Descriptor(number)
         os.truncate(number, _WORD * _PER_WORKER * count)
         return cls(descriptor)

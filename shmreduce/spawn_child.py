@@ -1,7 +1,8 @@
 """What a process of the spawn family does, and how it tells its parent the outcome.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`, ``loading`` of the memory,
-:mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling` and :mod:`shmreduce.prctl`.
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`, ``anonymous`` and
+``loading`` of the memory, :mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling`
+and :mod:`shmreduce.prctl`.
 
 The outcome is written to an unnamed file that the parent made, not to a pipe:
 the child never waits for a reader, the parent never waits for the rest of a
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.descriptor import Descriptor
 from shmreduce.interrupts import Interrupts, take_over
+from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import set_thread_name
 
@@ -99,7 +101,7 @@ class ReportFile:
     """
 
     def __init__(self) -> None:
-        self._file = Descriptor(_unnamed_file())
+        self._file = Descriptor(anonymous_file("shmreduce-outcome"))
         os.pwrite(self._file.fileno(), _EMPTY, 0)
 
     def write(self, outcome: Returned | Raised) -> None:
@@ -175,15 +177,6 @@ def _last_taken_from(file: Descriptor) -> bytes | None:
     if outcome is None:
         return None
     return outcome.error if isinstance(outcome, Raised) else outcome.result
-
-
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("shmreduce-outcome", os.MFD_CLOEXEC)
-    import tempfile
-
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,10 @@ class FileDescriptorStrategy(SharingStrategy):
         locks it, since containers forbid calls that the kernel has.
         """
         if not hasattr(os, "memfd_create"):
-            return "this system has no memfd_create (Linux 3.17 and later have it)"
+            return (
+                "this Python has no os.memfd_create (Linux 3.17 and later have it, Pythons that "
+                "are built for a C library before glibc 2.27 do not know it)"
+            )
         if not hasattr(fcntl, "F_OFD_SETLK"):
             return "this system has no open file description locks (fcntl F_OFD_SETLK)"
         if not Path("/proc/self/fd").is_dir():

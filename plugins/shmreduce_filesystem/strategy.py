@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
@@ -60,27 +61,32 @@ class FileSystemStrategy(SharingStrategy):
     def unusable_reason(self) -> str | None:
         """Return why named files do not work here, or None if they do.
 
-        Makes one small file in the directory and removes it.
+        Makes one small file in the directory, locks it, and removes it.
         """
         if not hasattr(os, "geteuid") or not hasattr(os, "O_NOFOLLOW"):
             return "this system has no POSIX file ownership"
         try:
-            import fcntl
+            import fcntl  # noqa: F401
         except ImportError:
             return "this system has no fcntl"
-        if not hasattr(fcntl, "F_OFD_SETLK"):
-            return "this system has no open file description locks (fcntl F_OFD_SETLK)"
+        if not Path("/proc/self/fd").is_dir():
+            return "/proc/self/fd is missing, by which files are opened once more: mount /proc"
         directory = _directory()
         if not directory.is_absolute():
             return f"{_DIRECTORY_VARIABLE}={str(directory)!r} is not an absolute path"
         if not directory.is_dir():
             return f"{directory} is not a directory: set {_DIRECTORY_VARIABLE} to one that exists"
         try:
-            self._probe()
+            refused = self._probe()
         except OSError as error:
             return (
                 f"a trial file in {directory} failed: {error}. "
                 f"Set {_DIRECTORY_VARIABLE} to a directory where this user may make files"
+            )
+        if refused is not None:
+            return (
+                f"a trial lock in {directory} failed: {refused}. Segments need open file "
+                "description locks (fcntl F_OFD_SETLK)"
             )
         return None
 
@@ -183,11 +189,27 @@ class FileSystemStrategy(SharingStrategy):
                 if entry.name.startswith(mine) and _NAME.fullmatch(entry.name)
             )
 
-    def _probe(self) -> None:
+    def _probe(self) -> OSError | None:
+        """Make a trial file; return why it cannot be locked, None if it can."""
         file = self.create(os.sysconf("SC_PAGE_SIZE"), f"trial{os.urandom(8).hex()}")
-        os.close(file.fd)
-        if file.name is not None:
-            self.unlink(file.name)
+        try:
+            _lock_first_byte(file.fd)
+        except OSError as error:
+            return error
+        finally:
+            os.close(file.fd)
+            if file.name is not None:
+                self.unlink(file.name)
+        return None
+
+
+def _lock_first_byte(fd: int) -> None:
+    import fcntl
+
+    # Pythons that are built for a C library before glibc 2.20 have no name for 37.
+    command = getattr(fcntl, "F_OFD_SETLK", 37)
+    # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for these locks).
+    fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
 
 
 def _directory() -> Path:

@@ -2,6 +2,7 @@
 
 The modules, lowest first; each may import only those before it:
 
+``anonymous``   files without a name
 ``locks``       byte locks of open file descriptions
 ``processes``   whether another process lives, or is just being ended
 ``mapping``     address ranges over a file, shared or private

@@ -1,6 +1,6 @@
 """The processes that descend from one installation: one budget, one mailbox.
 
-May import errors, ``locks`` and ``mapping``.
+May import errors, ``anonymous``, ``locks`` and ``mapping``.
 
 A family shares one small file and one socket pair, inherited by fork and passed
 to spawned children. The file has an entry for each member: its pid and the
@@ -22,13 +22,13 @@ import os
 import socket
 import struct
 import sys
-import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
 from shmreduce.memory import locks
+from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 
 if TYPE_CHECKING:
@@ -121,11 +121,7 @@ class Family:
 
         ``budget`` is the family's in bytes, for members whose settings name none.
         """
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("shmreduce-family", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        else:
-            fd, name = tempfile.mkstemp(prefix="shmreduce-family-")
-            os.unlink(name)
+        fd = anonymous_file("shmreduce-family")
         try:
             os.ftruncate(fd, _SIZE)
             os.posix_fallocate(fd, 0, _SIZE)

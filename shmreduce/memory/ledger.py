@@ -1,6 +1,6 @@
 """Which forked children may still see what this process had alive at the fork.
 
-May import errors, ``locks`` and ``mapping``.
+May import errors, ``anonymous``, ``locks`` and ``mapping``.
 
 A forked child inherits every mapping, and with it every view. So what was
 alive at a fork must not be reused before that child has gone, exec'ed
@@ -24,6 +24,7 @@ import threading
 
 from shmreduce.errors import SegmentError
 from shmreduce.memory import locks
+from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 
 __all__ = ["Fork", "ForkLedger"]
@@ -107,7 +108,7 @@ class ForkLedger:
         if guarded:
             try:
                 if self._fd == -1:
-                    made = os.memfd_create("shmreduce-forks", os.MFD_CLOEXEC)
+                    made = anonymous_file("shmreduce-forks")
                     identity = locks.identity_of(made)
                     # Another thread may have been faster: all tokens are of one file.
                     # No call between the two lines.

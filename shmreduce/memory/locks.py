@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import struct
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,10 @@ __all__ = [
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = struct.Struct("@hhqqi4x")
-_SETLK: int = getattr(fcntl, "F_OFD_SETLK", -1)
-_GETLK: int = getattr(fcntl, "F_OFD_GETLK", -1)
+# By number, too: Pythons that are built for a C library before glibc 2.20 have no names for them.
+_HAS_THEM = sys.platform == "linux"
+_SETLK: int = getattr(fcntl, "F_OFD_SETLK", 37 if _HAS_THEM else -1)
+_GETLK: int = getattr(fcntl, "F_OFD_GETLK", 36 if _HAS_THEM else -1)
 _CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
 # Seconds. Locks are held for microseconds, unless their holder is stopped.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.00002, 0.005

@@ -277,7 +277,7 @@ def _remove(strategy: SharingStrategy, file: SegmentFile) -> None:
 def _lock_first_byte(fd: int) -> None:
     # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for these locks).
     wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+    fcntl.fcntl(fd, getattr(fcntl, "F_OFD_SETLK", 37), wanted)
 
 
 # Run in other processes

@@ -273,9 +273,20 @@ def test_an_impossible_directory_is_the_reason(
 
 
 def test_says_that_locks_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without open file description locks there are no leases."""
-    monkeypatch.delattr(fcntl, "F_OFD_SETLK")
+    """Without open file description locks there are no leases: found out by trying."""
+
+    def refuse(_fd: int, _command: int, _argument: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     assert "F_OFD_SETLK" in str(FileSystemStrategy().unusable_reason())
+    assert FileSystemStrategy().names() == []
+
+
+def test_says_that_proc_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc no file can be opened once more, for locks of its own."""
+    monkeypatch.setattr(Path, "is_dir", lambda self: self != Path("/proc/self/fd"))
+    assert "mount /proc" in str(FileSystemStrategy().unusable_reason())
 
 
 PROGRAM = """

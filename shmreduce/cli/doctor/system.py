@@ -62,7 +62,7 @@ def python(_machine: Machine) -> Finding:
 def anonymous_files(_machine: Machine) -> Finding:
     """Make and seal a memfd, which the file_descriptor strategy lives on."""
     if not hasattr(os, "memfd_create"):
-        return _no_memfd("this system has no memfd_create")
+        return _no_memfd("this Python has no os.memfd_create")
     try:
         fd = os.memfd_create("shmreduce-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -111,8 +111,7 @@ def process_files(machine: Machine) -> Finding:
             name,
             "warning",
             "/proc/self/fd is missing",
-            "mount it: `mount -t proc proc /proc`; the file_descriptor strategy opens segments "
-            "through it",
+            "mount it: `mount -t proc proc /proc`; every strategy opens segments through it",
         )
     for line in (machine.text("/proc/mounts") or "").splitlines():
         _device, folder, kind, options, *_ = line.split()
@@ -201,7 +200,8 @@ def _no_memfd(reason: str) -> Finding:
         "anonymous files (memfd)",
         "warning",
         reason,
-        "allow memfd_create in the seccomp profile, or use the file_system strategy",
+        "allow memfd_create in the seccomp profile, take a Python that has it, or use the "
+        "file_system strategy",
     )
 
 

@@ -1,0 +1,44 @@
+"""Files without a name, for what is neither a segment nor large.
+
+Imports nothing of shmreduce.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+
+__all__ = ["anonymous_file"]
+
+_FORBIDDEN = frozenset((errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL))
+"""What sandboxes answer to a call that they do not let through."""
+
+
+def anonymous_file(name: str) -> int:
+    """Return a descriptor of a new, empty file; the caller's, close-on-exec.
+
+    A memfd, which can be sealed, where there are any: a sandbox may forbid the
+    call, and Pythons that are built for old C libraries do not know it.
+
+    Parameters
+    ----------
+    name : str
+        Shown in ``/proc/PID/fd``.
+
+    Raises
+    ------
+    OSError
+        If no descriptor is free.
+    """
+    create = getattr(os, "memfd_create", None)
+    if create is not None:
+        try:
+            made: int = create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            if error.errno not in _FORBIDDEN:
+                raise
+        else:
+            return made
+    with tempfile.TemporaryFile(prefix=f"{name}-") as file:
+        return os.dup(file.fileno())
