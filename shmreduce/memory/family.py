@@ -17,6 +17,7 @@ look without taking (``MSG_PEEK`` with ``SO_PEEK_OFF``, socket(7)).
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import os
 import socket
@@ -287,14 +288,23 @@ class Family:
             self._send(letter, fd)
 
     def look_for(self, token: bytes) -> int | None:
-        """Return a descriptor of the segment if it is in the mailbox; the caller owns it."""
+        """Return a descriptor of the segment if it is in the mailbox; the caller owns it.
+
+        Raises
+        ------
+        OSError
+            ``EMFILE`` if it is there and no descriptor is free.
+        """
         with self._locked(_LOCK_MAILBOX):
-            found = None
+            found, is_there = None, False
             for letter, fd in self._letters():
+                is_there = is_there or letter.token == token
                 if letter.token == token and found is None and fd != -1:
                     found = fd
                 else:
                     _close(fd)
+            if is_there and found is None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return found
 
     def tidy(self, is_read: Callable[[Letter, int], bool]) -> None:

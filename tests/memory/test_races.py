@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import multiprocessing
 import os
 import threading
+from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import LeaseTimeoutError
+from shmreduce import AttachError, LeaseTimeoutError
 from shmreduce.memory import runtime
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
@@ -370,6 +373,36 @@ def test_memory_is_had_where_no_thread_is(monkeypatch: pytest.MonkeyPatch) -> No
     for heap in state.heaps:
         heap.collect()
     assert sum(len(segment.out) for heap in state.heaps for segment in heap.segments) == 0
+
+
+def test_who_finds_no_descriptor_free_in_the_mailbox_can_look_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread has taken the last one: the array is not lost for that."""
+    reader, writer = Pipe(duplex=False)
+    data = np.ones(LENGTH, np.uint8)
+    sender = multiprocessing.get_context("fork").Process(target=writer.send, args=(data,))
+    sender.start()
+    sender.join(PATIENCE)
+    receive = Family._receive
+
+    def without_descriptor(self: Family, flags: int) -> Any:
+        answer = receive(self, flags)
+        if answer is None:
+            return None
+        letter, fd, size = answer
+        os.close(fd)
+        return letter, -1, size
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Family, "_receive", without_descriptor)
+        with pytest.raises(AttachError) as caught:
+            reader.recv()
+    assert caught.value.errno == errno.EMFILE
+    assert (ForkingPickler.loads(caught.value.message_bytes or b"") == data).all()
+    sender.close()
+    reader.close()
+    writer.close()
 
 
 def test_a_block_of_a_new_size_may_be_freed_while_others_are_given_back() -> None:
