@@ -13,6 +13,7 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shmreduce.memory.heap import Heap, HeapBusyError
@@ -62,20 +63,27 @@ class IdleReturn:
     def start(self) -> None:
         """See to it that the thread runs; cheap if it does."""
         self._asked = True
-        if self._thread is not None and self._thread.is_alive():
+        before = self._thread
+        # One without an identity is just being started.
+        if before is not None and (before.is_alive() or before.ident is None):
             return
         stop = _thread.allocate_lock()
         stop.acquire()
-        self._stop = stop
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(stop,), name="shmreduce-idle", daemon=True
         )
+        # Another thread may have been faster. No call between the lines, so no other thread.
+        if self._thread is not before:
+            return
+        self._stop, self._thread = stop, thread
         try:
-            self._thread.start()
-        except RuntimeError:
             # None can be had (a limit of processes), or the interpreter ends: somebody
             # asks again when more memory is taken.
-            self._thread = None
+            with suppress(RuntimeError):
+                thread.start()
+        finally:
+            if thread.ident is None:
+                self._thread = None
 
     def stop(self) -> bool:
         """End the thread, waiting for it boundedly; return whether there was one."""

@@ -148,6 +148,26 @@ def test_who_asks_while_the_thread_is_about_to_end_is_heard() -> None:
     eventually(lambda: not thread.stop(), "the thread ends when nobody asks any more")
 
 
+def test_threads_that_ask_at_once_get_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would not be stopped for forks."""
+    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+    make = threading.Thread
+
+    def slow(*arguments: Any, **named: Any) -> threading.Thread:
+        monkeypatch.undo()
+        other = make(target=idle.start)
+        other.start()
+        other.join(PATIENCE)
+        return make(*arguments, **named)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(threading, "Thread", slow)
+    idle.start()
+    assert len(set(threading.enumerate()) - before) == 1
+    assert idle.stop()
+    assert set(threading.enumerate()) == before
+
+
 def test_what_may_be_kept_is_asked_when_it_is_looked_at() -> None:
     """Settings that change while the thread sleeps count from its next look on."""
     asked: list[int] = []
