@@ -170,6 +170,11 @@ class MapResult(ApplyResult):
             self._event.set()
             self._pool = None
 
+    @property
+    def _number_left(self) -> int:
+        # The name that programs know, which show how far it is.
+        return self._left
+
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
         """Take the values of one chunk, or the exception of one of its items."""
         with self._lock:

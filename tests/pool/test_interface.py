@@ -71,6 +71,8 @@ def test_asynchronous_results(pool: Pool) -> None:
     calls: list[Any] = []
     good = pool.map_async(square, [1, 2], callback=calls.append, error_callback=fail)
     good.wait(PATIENCE)
+    # Of no public name, but what programs ask that show how far a map is.
+    assert good._number_left == 0
     assert isinstance(good, AsyncResult)
     assert good.ready()
     assert good.successful()
