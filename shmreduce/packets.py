@@ -22,6 +22,7 @@ from shmreduce.children import Call
 from shmreduce.errors import (
     AttachError,
     InvalidHandleError,
+    LeaseTimeoutError,
     OutOfSharedMemoryError,
     SegmentError,
     ShmreduceError,
@@ -386,7 +387,7 @@ class Arrival:
         loading = Loading(self._arrived)
         try:
             return import_block(handle).buffer
-        except (AttachError, SegmentError) as error:
+        except (AttachError, SegmentError, LeaseTimeoutError) as error:
             error.message_bytes = loads_again(pickle.dumps(Call(again, handle), _PROTOCOL))
             raise
         finally:

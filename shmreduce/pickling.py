@@ -27,6 +27,7 @@ from shmreduce.errors import (
     AlreadyLoadedError,
     AttachError,
     ForeignSegmentError,
+    LeaseTimeoutError,
     ProducerDied,
     ReducerError,
     SegmentError,
@@ -266,7 +267,7 @@ def _clear_frames(error: BaseException) -> None:
 
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
     """Whether the same message may load later: nothing of the block was claimed."""
-    return isinstance(error, AttachError | SegmentError) and not isinstance(
+    return isinstance(error, AttachError | SegmentError | LeaseTimeoutError) and not isinstance(
         error, ProducerDied | SegmentGoneError | WrongHostError | ForeignSegmentError
     )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from shmreduce.errors import (
     AttachError,
     InvalidHandleError,
+    LeaseTimeoutError,
     OutOfLeasesError,
     SegmentError,
     ShmreduceError,
@@ -254,8 +255,10 @@ def _end_known(known: Block, slot: int, nonce: int) -> None:
     """End a message about a block that this process has had before."""
     # As long as it is known its segment stays open, without a pin.
     record = known._record
-    if record.segment.consume(record.block, record.generation, slot, nonce):
-        _message_ended(current(), record.segment)
+    # Who has the lock is stopped: the message stays, but the array is there.
+    with contextlib.suppress(LeaseTimeoutError):
+        if record.segment.consume(record.block, record.generation, slot, nonce):
+            _message_ended(current(), record.segment)
 
 
 def common_handles(
@@ -308,7 +311,7 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
         mark = object()
         try:
             pins.append((attachments.pin(what, mark, _arrived_here()), mark))
-        except AttachError:
+        except (AttachError, LeaseTimeoutError):
             # Whoever unpickles the message is told.
             continue
 
