@@ -48,7 +48,7 @@ def test_a_message_about_a_locked_block_can_be_loaded_later(
         pytest.raises(LeaseTimeoutError) as caught,
     ):
         ForkingPickler.loads(data)
-    assert caught.value.message_bytes == data
+    assert data in (caught.value.message_bytes or b"")
     assert (pickle.loads(data) == 3).all()
 
 
