@@ -108,7 +108,10 @@ class Packet:
         for segment in self.segments:
             try:
                 found.append(segment.transfer_fd)
-            except OSError:
+            except OSError as error:
+                if error.errno is None:
+                    # Not the system's: a signal handler's TimeoutError, say.
+                    raise
                 break
         return found
 

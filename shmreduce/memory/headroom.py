@@ -38,7 +38,10 @@ class Machine:
         """Return a file's text, or None if it cannot be read."""
         try:
             return self.path(name).read_text(errors="replace").strip()
-        except OSError:
+        except OSError as error:
+            if error.errno is None:
+                # Not the system's: a signal handler's TimeoutError, say.
+                raise
             return None
 
     def number(self, name: str) -> int | None:

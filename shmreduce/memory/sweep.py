@@ -34,7 +34,10 @@ def sweep(strategy: SharingStrategy) -> list[str]:
     removed: list[str] = []
     try:
         names = list(strategy.names())
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            # Not the system's: a signal handler's TimeoutError, say.
+            raise
         # No descriptor is free, say: for the next who sweeps. What this process
         # is about to do may not need one.
         return removed
@@ -49,7 +52,9 @@ def abandoned(name: str) -> bool:
     """Return whether the named segment's owner, and every fork of it, is dead."""
     try:
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
+    except OSError as error:
+        if error.errno is None:
+            raise
         # Removed meanwhile.
         return False
     try:
