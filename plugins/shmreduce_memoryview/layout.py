@@ -6,11 +6,12 @@ May import the standard library only.
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Rows", "address_of", "bottom_of", "is_castable", "rows_of"]
+__all__ = ["Elements", "Rows", "address_of", "bottom_of", "is_castable", "rows_of", "structure_of"]
 
 # The formats that memoryview.cast() takes in every supported Python.
 _CASTABLE = frozenset("bBhHiIlLqQnNfd?cP")
@@ -96,7 +97,36 @@ def is_castable(view: memoryview) -> bool:
     >>> is_castable(memoryview((ctypes.c_int * 3)()))
     False
     """
-    return view.format.removeprefix("@") in _CASTABLE
+    element = view.format.removeprefix("@")
+    # ctypes says "B" of packed structures and unions, which are longer.
+    return element in _CASTABLE and struct.calcsize(element) == view.itemsize
+
+
+def structure_of(view: memoryview) -> type | None:
+    """Return the structure or union of ctypes that the view's elements are, if they are.
+
+    The format of such a view is not always right: see :func:`is_castable`.
+    """
+    kind: Any = type(view.obj)
+    while issubclass(kind, ctypes.Array):
+        kind = kind._type_
+    if not issubclass(kind, ctypes.Structure | ctypes.Union):
+        return None
+    return kind if ctypes.sizeof(kind) == view.itemsize else None
+
+
+class Elements:
+    """Shows NumPy the elements of a view, whatever its format, as bytes without a type."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address_of(view), view.readonly),
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": f"|V{view.itemsize}",
+        }
 
 
 @dataclass(frozen=True)

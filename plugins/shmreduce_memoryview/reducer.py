@@ -9,7 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import NotShareableError, Reducer, allocate, find_block, share
-from shmreduce_memoryview.layout import Rows, address_of, bottom_of, is_castable, rows_of
+from shmreduce_memoryview.layout import (
+    Elements,
+    Rows,
+    address_of,
+    bottom_of,
+    is_castable,
+    rows_of,
+    structure_of,
+)
 from shmreduce_memoryview.rebuild import cast, rebuild_inline, rebuild_view
 
 if TYPE_CHECKING:
@@ -24,7 +32,8 @@ class MemoryviewReducer(Reducer):
     A view of a shared block keeps its strides and stays a view of that block.
     Other views are copied, without gaps. Formats and layouts that
     :meth:`memoryview.cast` and slicing cannot make (structures, complex
-    numbers, Fortran order) travel as the NumPy array behind them.
+    numbers, Fortran order) travel as the NumPy array behind them. The elements
+    are bytes without a type where NumPy cannot tell others of their fields.
     """
 
     types = (memoryview,)
@@ -122,11 +131,34 @@ def _array_of(view: memoryview) -> Any:
     import numpy as np
 
     try:
-        return np.asarray(view)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+        kind = structure_of(view)
+        array: Any = (
+            np.asarray(view) if kind is None else np.asarray(Elements(view)).view(np.dtype(kind))
+        )
+    except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
         raise NotShareableError(
             f"A memoryview of format {view.format!r} cannot be shared: NumPy does not know "
             f"the format ({error}). Cast it to bytes first: view.cast('B').",
             type_name="builtins.memoryview",
             reason=f"format {view.format!r} is not known to NumPy",
         ) from error
+    if array.dtype.names is None or _can_be_viewed(array.dtype):
+        return array
+    # What NumPy takes for fields is more than it can tell others: the bytes go.
+    return array.view(f"V{view.itemsize}")
+
+
+def _can_be_viewed(dtype: Any) -> bool:
+    """Return whether a memoryview of an array of this dtype can be read again.
+
+    Not where fields overlap (of a union), where there are none (opaque bytes), nor
+    always where there are gaps.
+    """
+    import numpy as np
+
+    sample: Any = np.empty(0, dtype)
+    try:
+        again: Any = np.asarray(memoryview(sample))
+    except (ValueError, RuntimeError):
+        return False
+    return bool(again.dtype.itemsize == dtype.itemsize)

@@ -154,6 +154,52 @@ def test_views_of_ctypes() -> None:
     assert received == memoryview(values)
 
 
+class Packed(ctypes.Structure):
+    """Its views call it "B", and say that it has nine bytes."""
+
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = (("flag", ctypes.c_byte), ("value", ctypes.c_double))
+
+
+class Either(ctypes.Union):
+    """Has fields in one place, which no array of NumPy's can be a view of."""
+
+    _fields_ = (("whole", ctypes.c_int), ("part", ctypes.c_float))
+
+
+class Swapped(ctypes.BigEndianStructure):
+    """Has a gap at its end, of which NumPy does not tell."""
+
+    _fields_ = (("first", ctypes.c_int), ("second", ctypes.c_short))
+
+
+@pytest.mark.parametrize("kind", [Packed, Either, Swapped])
+@pytest.mark.parametrize("count", [None, 3, 20_000])
+def test_views_of_structures(kind: Any, count: int | None) -> None:
+    """Every byte of a structure arrives, and once more; also of a shared copy."""
+    values = kind() if count is None else (kind * count)()
+    ctypes.memset(ctypes.byref(values), 0x55, ctypes.sizeof(values))
+    original = memoryview(values)
+    for received in (
+        round_trip(original),
+        round_trip(round_trip(original)),
+        round_trip(shmreduce.share(original)),
+    ):
+        assert received.tobytes() == original.tobytes()
+        assert received.itemsize == original.itemsize
+        assert received.shape == original.shape
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_views_of_opaque_elements(count: int) -> None:
+    """Bytes without any type arrive, from a view with gaps too, and once more."""
+    elements = np.frombuffer(bytes(index % 251 for index in range(5 * count)), "V5")
+    for array_of_them in (elements, elements[::-2]):
+        received = round_trip(round_trip(view_of(array_of_them)))
+        assert_same(received, view_of(array_of_them))
+
+
 def test_fortran_order_is_kept() -> None:
     """A view in Fortran order is in Fortran order where it arrives."""
     received = round_trip(view_of(np.asfortranarray(np.ones((50, 300)))))
@@ -217,12 +263,15 @@ def test_views_that_nobody_can_read() -> None:
     class Pointers(ctypes.Structure):
         _fields_ = (("function", ctypes.CFUNCTYPE(None)),)
 
-    view = memoryview((Pointers * 3)())
-    with pytest.raises(shmreduce.NotShareableError) as caught:
-        shmreduce.share(view)
-    assert view.format in str(caught.value)
-    with pytest.raises(TypeError, match="pickle"):
-        message_of(view)
+    class Bits(ctypes.Structure):
+        _fields_ = (("low", ctypes.c_int, 3), ("high", ctypes.c_int, 5))
+
+    for view in (memoryview((Pointers * 3)()), memoryview((Bits * 3)())):
+        with pytest.raises(shmreduce.NotShareableError) as caught:
+            shmreduce.share(view)
+        assert view.format in str(caught.value)
+        with pytest.raises(TypeError, match="pickle"):
+            message_of(view)
 
 
 def test_views_of_mapped_files() -> None:
