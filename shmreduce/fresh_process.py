@@ -216,8 +216,8 @@ def _count_group(group: int) -> int:
     """Count a process group's members; those that have ended and wait for their parent do not."""
     stats = []
     for folder in Path("/proc").glob("[0-9]*"):
-        # Gone meanwhile.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # Gone meanwhile, or another user's where those are hidden (hidepid).
+        with contextlib.suppress(OSError):
             stats.append((folder / "stat").read_text())
     if not stats:
         # No /proc: the kernel only says whether there is any, its own parent's

@@ -9,9 +9,11 @@ commands; each of these may import everything below the command line.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shmreduce
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_STANDARD_ERROR = 2
+"""The number of that descriptor."""
 EXIT_ERROR = 2
 """Exit status when a command could not do its work; argparse uses the same."""
 
@@ -49,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ...
     SystemExit: 0
     """
+    _mend_streams()
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -64,6 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shmreduce {options.command}: {error}", file=sys.stderr)
         return EXIT_ERROR
     return status
+
+
+def _mend_streams() -> None:
+    """See to it that everything can be printed, to nowhere if need be."""
+    # What the caller has closed is opened: its number is not for shared memory, into
+    # which some library might write its messages.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stdout is None:
+        sys.stdout = _nowhere()
+    if sys.stderr is None:
+        sys.stderr = _nowhere()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # Names of files need not be text, nor need the terminal know all letters.
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _nowhere() -> io.TextIOWrapper:
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -84,6 +85,35 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     process.stderr.close()
     assert process.wait(PATIENCE) == 141
     assert told == ""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["ls", "gc", "doctor", "plugins --json"])
+def test_streams_that_are_closed_are_no_error(command: str, closed: str) -> None:
+    """A program that has closed standard streams, as some daemons do, can run each command."""
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m shmreduce {command} {closed}', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+@pytest.mark.parametrize("command", ["ls", "gc --dry-run", "doctor", "gc"])
+def test_names_that_are_no_text_are_printed(command: str, encoding: str, tmp_path: Path) -> None:
+    """What cannot be encoded in the names of files is escaped."""
+    directory = tmp_path / os.fsdecode(b"caf\xe9")
+    directory.mkdir()
+    old = directory / f"shmreduce-{os.geteuid()}-1-{'0' * 32}"
+    old.touch(0o600)
+    os.utime(old, (0, 0))
+    done = run(*command.split(), SHMREDUCE_DIRECTORY=str(directory), PYTHONIOENCODING=encoding)
+    assert done.stderr == ""
+    assert command == "ls" or "caf\\udce9" in done.stdout
 
 
 def test_a_missing_package_is_told_with_the_extra_that_installs_it() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -112,3 +114,20 @@ def test_what_the_process_started_goes_with_it() -> None:
     # Killed, but it may not be reaped yet by whoever adopted it.
     psutil.wait_procs([child], timeout=PATIENCE)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_processes_are_counted_though_others_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /proc does not tell of other users' processes (hidepid), those of the run are."""
+
+    def read(path: Path, *_: object, **__: object) -> str:
+        if path == Path("/proc/1/stat"):
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return real(path)
+
+    real = Path.read_text
+    with FreshProcess("adder", answer, 5, patience=PATIENCE) as process:
+        monkeypatch.setattr(Path, "read_text", read)
+        process.send(2)
+        assert process.receive() == 7
+        process.finish()
+        assert process.processes_left() == 0
