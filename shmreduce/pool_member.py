@@ -7,6 +7,7 @@ May import errors (types only), ``parent_death``, ``pool_channel``, ``pool_marks
 from __future__ import annotations
 
 import collections
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "describe_death"]
 
-_REAP = 1.0
-"""Seconds to wait for the exit code of a process that has ended."""
+_REAP = 0.2
+"""Seconds to wait for the exit code of a process that has ended; others may have read it."""
 _PAUSE = 0.02
 
 
@@ -69,8 +70,11 @@ class Worker:
     def exit_code(self) -> int | None:
         """Wait for the exit code of the process, which has ended; None if nobody can know it."""
         process = self.process
-        deadline = time.monotonic() + _REAP
         process.join(_PAUSE)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # The kernel keeps none for a program that says so, as servers do.
+            return process.exitcode
+        deadline = time.monotonic() + _REAP
         # Another thread, in active_children() say, may be just about to read it.
         while process.exitcode is None and time.monotonic() < deadline:
             process.join(_PAUSE)

@@ -256,3 +256,21 @@ def test_an_executor_is_done_before_functions_of_atexit(run: Callable[[str], Pro
     done = "[True, True, True]\ncannot schedule new futures after interpreter shutdown\n"
     assert output == 2 * done, errors
     program.wait_for_the_end()
+
+
+def test_exit_codes_that_the_kernel_does_not_keep(run: Callable[[str], Program]) -> None:
+    """In a program that ignores SIGCHLD nobody waits for the exit codes of workers."""
+    program = run(
+        "import multiprocessing, signal\n"
+        "from shmreduce import pool_member\n"
+        "from shmreduce.pool import Pool\n"
+        f"pool_member._REAP = {2 * PATIENCE}\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "pool = Pool(2, maxtasksperchild=2, context=multiprocessing.get_context('fork'))\n"
+        "print(*pool.map(abs, range(-6, 0), chunksize=1))\n"
+        "pool.close()\n"
+        "pool.join()\n"
+    )
+    output, errors = program.process.communicate(timeout=PATIENCE)
+    assert output.split() == ["6", "5", "4", "3", "2", "1"], errors
+    program.wait_for_the_end()
