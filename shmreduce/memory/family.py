@@ -93,7 +93,8 @@ class Family:
     Parameters
     ----------
     fd : int
-        The family's file, under an open file description of this process's own.
+        The family's file, under an open file description of this process's own. It
+        is this object's from now on, also when it cannot be made.
     mailbox : tuple of socket or None
         Receiving and sending end.
     """
@@ -102,6 +103,19 @@ class Family:
         self.fd = fd
         self.mailbox = mailbox
         self._identities = self._what_is_open()
+        self._index = self._lock_fd = -1
+        try:
+            self._begin(fd)
+        except BaseException:
+            # The mapping, which a traceback may keep, keeps the lock, too.
+            if self._index != -1:
+                locks.unlock(fd, _LOCK_MEMBER + self._index)
+            os.close(fd)
+            raise
+        self._threads = threading.RLock()
+        self._depth = {_LOCK_BUDGET: 0, _LOCK_MAILBOX: 0}
+
+    def _begin(self, fd: int) -> None:
         self._mapping = Mapping(fd, 0, _SIZE)
         everything = memoryview(self._mapping.pages)
         self.identity = bytes(everything[:16])
@@ -113,8 +127,6 @@ class Family:
         # at once. Otherwise a parent that is killed while it has a lock would
         # leave it to a child that knows nothing of it.
         self._lock_fd = locks.reopen(fd)
-        self._threads = threading.RLock()
-        self._depth = {_LOCK_BUDGET: 0, _LOCK_MAILBOX: 0}
 
     @classmethod
     def found(cls, budget: int) -> Family:
@@ -134,7 +146,12 @@ class Family:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, (receiver, sender))
+        try:
+            return cls(fd, (receiver, sender))
+        except BaseException:
+            receiver.close()
+            sender.close()
+            raise
 
     def _what_is_open(self) -> list[tuple[int, int] | None]:
         return [locks.identity_of(fd) for fd in (self.fd, *(end.fileno() for end in self.mailbox))]

@@ -86,8 +86,17 @@ class Runtime:
         """Membership of the process in its family; a process without one begins a family."""
         if self._family is None:
             parents = self._parent_family
-            inherited = None if parents is None else parents.rejoined()
-            made = inherited or Family.found(_default_budget())
+            try:
+                inherited = None if parents is None else parents.rejoined()
+                made = inherited or Family.found(_default_budget())
+            except OSError as error:
+                raise SegmentError(
+                    f"this process cannot join its family: {error}. Close files, or raise the "
+                    "limits (ulimit -n, ulimit -f), and try again",
+                    operation="open",
+                    errno=error.errno,
+                    segment=None,
+                ) from error
             # No call between the two lines, so no other thread.
             if self._family is None:
                 self._family = made

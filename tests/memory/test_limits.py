@@ -456,3 +456,43 @@ def test_what_can_never_fit_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(shmreduce.OutOfSharedMemoryError):
         heap.allocate(1 << 50)
     assert made == []
+
+
+def join_without_descriptors() -> bool:
+    """Try to join the family with too few free descriptors; return whether all went well."""
+    here, there = Pipe()
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    inherited = runtime.current().known_family
+    assert inherited is not None
+    before, members = descriptors(), len(inherited.members())
+    numbers = []
+    # It needs two.
+    for room in (0, 1, 1):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + room, limits[1]))
+        try:
+            here.send(np.ones(LENGTH, np.uint8))
+        except shmreduce.SegmentError as error:
+            numbers.append(error.errno)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    if numbers != [errno.EMFILE] * 3 or descriptors() != before:
+        return False
+    here.send(np.ones(LENGTH, np.uint8))
+    # One more, not one for each attempt.
+    joined = len(runtime.current().family.members()) == members + 1
+    return bool(joined and there.recv().sum() == LENGTH)
+
+
+def descriptors() -> int:
+    """Return how many descriptors this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.usefixtures("strategy")
+def test_joining_the_family_without_descriptors_leaves_nothing() -> None:
+    """A forked child that has too few descriptors for it gets a ``SegmentError``, and no
+    descriptor and no entry in the family is used up.
+    """
+    ForkingPickler.loads(ForkingPickler.dumps(np.ones(LENGTH, np.uint8)))
+    assert wait_for_exit(in_forked_child(join_without_descriptors)) == 0
