@@ -28,6 +28,7 @@ from shmreduce.errors import (
     AttachError,
     ForeignSegmentError,
     LeaseTimeoutError,
+    OutOfLeasesError,
     ProducerDied,
     ReducerError,
     SegmentError,
@@ -267,7 +268,8 @@ def _clear_frames(error: BaseException) -> None:
 
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
     """Whether the same message may load later: nothing of the block was claimed."""
-    return isinstance(error, AttachError | SegmentError | LeaseTimeoutError) and not isinstance(
+    passing = AttachError | SegmentError | LeaseTimeoutError | OutOfLeasesError
+    return isinstance(error, passing) and not isinstance(
         error, ProducerDied | SegmentGoneError | WrongHostError | ForeignSegmentError
     )
 

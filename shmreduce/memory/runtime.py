@@ -90,6 +90,9 @@ class Runtime:
                 inherited = None if parents is None else parents.rejoined()
                 made = inherited or Family.found(_default_budget())
             except OSError as error:
+                if error.errno is None:
+                    # Not the system's: a signal handler's TimeoutError, say.
+                    raise
                 raise SegmentError(
                     f"this process cannot join its family: {error}. Close files, or raise the "
                     "limits (ulimit -n, ulimit -f), and try again",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import pickle
 import threading
@@ -14,8 +15,12 @@ import pytest
 
 import shmreduce
 from shmreduce import AlreadyLoadedError, AttachError
+from shmreduce.descriptor import Descriptor
+from shmreduce.memory import block_locks, locks, runtime
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.layout import LOCK_BLOCK
 from shmreduce.testing.processes import OtherProcess
+from shmreduce_numpy.blocks import find_block_of
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -117,6 +122,42 @@ def test_a_message_can_be_tried_until_it_loads(load: Callable[[bytes], Any]) -> 
     assert again == first
     array, _ = load(again)
     assert (array == 1).all()
+
+
+@pytest.mark.parametrize(("kind", "length"), [("standard", 1), ("ours", 1), ("ours", LENGTH)])
+def test_a_message_whose_block_stays_locked_can_be_loaded_later(
+    monkeypatch: pytest.MonkeyPatch, kind: str, length: int
+) -> None:
+    """By a process that is stopped, say: neither this array nor those before it are lost."""
+    monkeypatch.setattr(block_locks, "LOCK_PATIENCE", 0.05)
+    reader, writer = multiprocessing.Pipe() if kind == "standard" else shmreduce.Pipe()
+    before = np.full(LENGTH, 3.0)
+    shared = shmreduce.full(LENGTH, 1.0)
+    block = find_block_of(shared)
+    assert block is not None
+    with OtherProcess("fork") as other:
+        # Of several packets' size, so that the message itself is in a block.
+        writer.send([before, shared, [str(number) for number in range(length)]])
+        record = block._record
+        other.ask(hold_lock, record.segment.token, record.block)
+        with pytest.raises(shmreduce.LeaseTimeoutError) as caught:
+            # It has the shared array, which would need no lock here.
+            del shared, block, record
+            reader.recv()
+        other.ask(_kept.clear)
+    first, second, _ = pickle.loads(caught.value.message_bytes or b"")
+    assert (first == 3).all()
+    assert (second == 1).all()
+    reader.close()
+    writer.close()
+
+
+def hold_lock(token: bytes, number: int) -> None:
+    """Have a block's lock as its maker has it who is stopped in the middle of a transition."""
+    parents = runtime.current().attachments.lineage()[token]
+    fd = locks.reopen(parents.fd)
+    assert locks.try_lock(fd, LOCK_BLOCK + number)
+    _kept.append(Descriptor(fd))
 
 
 def test_an_array_by_value_that_an_object_has_kept_is_not_given_out_again() -> None:
