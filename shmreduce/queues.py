@@ -261,6 +261,9 @@ class Queue(_StandardQueue):
             If there is no room (within ``timeout`` seconds).
         OutOfSharedMemoryError, BudgetExceededError
             If it is large and there is no shared memory for it.
+        RuntimeError
+            If it has to wait for a reader and no thread can be started. It is not in
+            the queue then.
         ValueError
             If the queue is closed.
         """
@@ -346,7 +349,7 @@ class Queue(_StandardQueue):
             self._used = True
             if not self._sent_at_once(item):
                 if self._thread is None:
-                    self._start_thread()
+                    self._start_thread_for(item)
                 self._buffer.append(item)
                 self._notempty.notify()
 
@@ -362,6 +365,16 @@ class Queue(_StandardQueue):
             # It has to wait; or the thread is told in its turn what is wrong.
             return False
         return True
+
+    def _start_thread_for(self, item: Packet | _Unsendable) -> None:
+        try:
+            self._start_thread()
+        except RuntimeError:
+            # None can be had (a limit of processes): nobody is going to send it.
+            if isinstance(item, Packet):
+                item.discard()
+            self._sem.release()
+            raise
 
     def _start_thread(self) -> None:
         debug("Queue._start_thread()")
@@ -431,7 +444,11 @@ class JoinableQueue(Queue, _StandardJoinableQueue):
         with self._cond:
             # Before anybody can get it and call task_done().
             self._unfinished_tasks.release()
-            self._add(item)
+            try:
+                self._add(item)
+            except RuntimeError:
+                self._unfinished_tasks.acquire(False)
+                raise
 
 
 _END = object()

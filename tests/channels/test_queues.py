@@ -453,3 +453,29 @@ def test_who_is_told_of_what_cannot_be_pickled_gets_it(shmreduce_no_leaks: None)
     Telling.told.clear()
     queue.close()
     queue.join_thread()
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+@pytest.mark.parametrize("kind", ["Queue", "JoinableQueue"])
+def test_without_a_thread_nothing_is_put_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started for what has to wait, ``put`` raises; nothing is held,
+    and nothing is counted.
+    """
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    queue = getattr(shmreduce, kind)(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        # As if the pipe were full.
+        patch.setattr(queue, "_sent_at_once", lambda _: False)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="new thread"):
+                queue.put(np.ones(100_000))
+    queue.put(np.ones(100_000), timeout=PATIENCE)
+    assert within(queue.get).sum() == 100_000
+    if kind == "JoinableQueue":
+        queue.task_done()
+        within(queue.join)
+    close(queue)
