@@ -100,8 +100,9 @@ class IdleReturn:
 
     def before_fork(self) -> None:
         """End the thread for the duration of a fork."""
-        # Perhaps for the second time: the first may have been interrupted.
-        self._stopped_for_fork = self.stop() or self._stopped_for_fork
+        # First, and perhaps for the second time: what comes now may be interrupted.
+        self._stopped_for_fork = self._stopped_for_fork or self._thread is not None
+        self.stop()
 
     def after_fork_in_parent(self) -> None:
         """Go on after a fork."""

@@ -168,6 +168,24 @@ def test_threads_that_ask_at_once_get_one_thread(monkeypatch: pytest.MonkeyPatch
     assert set(threading.enumerate()) == before
 
 
+def test_an_interrupted_fork_leaves_the_thread_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waited for, before a fork, when a signal handler raised: it goes on afterwards."""
+    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise TimeoutError
+
+    idle.start()
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(TimeoutError):
+        idle.before_fork()
+    # The hook tries again.
+    idle.before_fork()
+    idle.after_fork_in_parent()
+    assert idle.stop()
+
+
 def test_what_may_be_kept_is_asked_when_it_is_looked_at() -> None:
     """Settings that change while the thread sleeps count from its next look on."""
     asked: list[int] = []
