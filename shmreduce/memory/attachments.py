@@ -237,8 +237,9 @@ class Attachments:
         try:
             self._open(handle, arrived)
         except OSError as error:
-            if error.errno is None and not isinstance(error, LeaseTimeoutError):
-                # Not the system's: a signal handler's TimeoutError, say.
+            if error.errno is None:
+                # Not the system's, but a TimeoutError: the mailbox, which may have the
+                # segment, is locked, or a signal handler has raised it.
                 raise
             if error.errno not in EXHAUSTED:
                 raise self._failure(handle, error) from error

@@ -228,16 +228,23 @@ class Family:
         ------
         BudgetExceededError
             If the living members together would then be over ``budget`` bytes.
+        LeaseTimeoutError
+            If another process that is stopped has the lock. What is given back
+            needs none: the entry is this process's alone.
         """
+        if nbytes <= 0:
+            with self._threads:
+                self.lower(-nbytes)
+            return
         with self._locked(_LOCK_BUDGET):
             self.check(nbytes, budget)
             self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
 
     def lower(self, nbytes: int) -> None:
-        """Take ``nbytes`` off this member's reservation at its process's end, when nobody waits.
+        """Take ``nbytes`` off this member's reservation, without a lock, for when nobody waits.
 
-        The entry is this process's alone, so the lock is not needed for that. It
-        counts as long as a forked child lives: that has the member's byte, too.
+        The entry counts as long as a forked child lives: that has the member's
+        byte, too.
         """
         self._reserved[self._index] = max(0, self._reserved[self._index] - nbytes)
 

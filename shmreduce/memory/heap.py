@@ -383,6 +383,7 @@ class Heap:
                 raise
         except BaseException as error:
             _discard_file(self.strategy, file)
+            # Not a TimeoutError: of a lock that stays taken, or of a signal handler.
             if isinstance(error, OSError) and error.errno is not None:
                 raise self._no_room(layout.slot_words, None, error.errno or 0) from error
             raise

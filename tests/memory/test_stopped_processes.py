@@ -13,8 +13,9 @@ import pytest
 
 import shmreduce
 from shmreduce import LeaseTimeoutError
-from shmreduce.memory import block_locks, locks, runtime
-from shmreduce.memory.layout import LOCK_BLOCK
+from shmreduce.memory import block_locks, family, locks, runtime
+from shmreduce.memory.inspection import all_names
+from shmreduce.memory.layout import LOCK_BLOCK, SHARED
 from shmreduce.memory.loading import _handles_in
 
 if TYPE_CHECKING:
@@ -81,3 +82,28 @@ def test_an_array_that_is_here_comes_though_its_block_is_locked(
     assert np.shares_memory(again, shared)
     # The message is left; it ends when it is loaded once more.
     assert ForkingPickler.loads(data) is not None
+
+
+def test_memory_goes_back_though_the_budget_is_locked(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gives memory back waits for nobody, and closes the segments that are empty then."""
+    current = runtime.current()
+    heap = current.heap_for(SHARED, "of its own")
+    array = heap.allocate(8 * LENGTH)
+    reserved = current.family.reserved
+    (segment, block) = array
+    del segment.records[block]
+    assert heap.give_back(segment, block)
+    other = locks.reopen(current.family.fd)
+    assert locks.try_lock(other, family._LOCK_BUDGET)
+    monkeypatch.setattr(family, "_PATIENCE", 0.05)
+    with heap.exclusive():
+        assert heap.cool(0) >= 8 * LENGTH
+    assert heap.segments == []
+    assert current.family.reserved <= reserved - 8 * LENGTH
+    assert segment.fd == -1
+    assert strategy == "file_descriptor" or segment.file.name not in all_names()
+    with pytest.raises(LeaseTimeoutError, match="family's lock"):
+        heap.allocate(8 * LENGTH)
+    os.close(other)
