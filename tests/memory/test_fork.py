@@ -506,6 +506,7 @@ def test_a_destructor_that_forks_in_the_thread_for_idle_memory_waits_for_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Least of all for that thread: its child is guarded as any."""
+    begun: list[None] = []
     exits: list[int] = []
     ignored: list[Any] = []
     idle = runtime.current().idle_return
@@ -513,7 +514,9 @@ def test_a_destructor_that_forks_in_the_thread_for_idle_memory_waits_for_nobody(
 
     def fork(*arguments: Any) -> None:
         # As a destructor that the collector calls there.
-        if not exits:
+        if not begun:
+            begun.append(None)
+            # After the fork there is another such thread.
             exits.append(in_forked_child(lambda: True))
         look_after(*arguments)
 
