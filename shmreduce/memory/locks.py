@@ -61,7 +61,10 @@ def identity_of(fd: int) -> tuple[int, int] | None:
     """
     try:
         status = os.fstat(fd)
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            # Such as a signal handler's TimeoutError, which has none.
+            raise
         return None
     return status.st_dev, status.st_ino
 

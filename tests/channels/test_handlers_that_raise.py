@@ -15,6 +15,7 @@ import pytest
 import shmreduce
 from shmreduce import discovery
 from shmreduce.connection import Connection
+from shmreduce.memory import locks
 from shmreduce.pool_results import IMapIterator
 from shmreduce.pool_room import Room
 from tests.channels.channels import PATIENCE, within
@@ -160,6 +161,22 @@ def is_struck(monkeypatch: pytest.MonkeyPatch, what: str) -> bool:
         with pytest.raises(TimeoutError, match="too long"):
             shmreduce.empty(100_000, np.uint8)
         return bool((shmreduce.full(100_000, 5, np.uint8) == 5).all())
+
+
+@pytest.mark.usefixtures("alarm")
+def test_an_alarm_while_a_descriptor_is_looked_at_does_not_count_it_as_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who finds one closed goes without what is behind it."""
+
+    def struck(*_: Any) -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", struck)
+        with pytest.raises(TimeoutError, match="too long"):
+            locks.identity_of(0)
+    assert locks.identity_of(1 << 20) is None
 
 
 @pytest.mark.usefixtures("alarm")
