@@ -1,6 +1,6 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
-May import errors, :mod:`shmreduce.memory`, ``born``, ``children`` and ``pickling``; knows
+May import errors, signals, :mod:`shmreduce.memory`, ``born``, ``children`` and ``pickling``; knows
 nothing of sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
@@ -32,6 +32,7 @@ from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import Loading, hold_message, import_block
 from shmreduce.memory.message import Lease, Message
 from shmreduce.pickling import dumps, is_exhausted, load_message, loads_again, unloaded
+from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,8 +110,7 @@ class Packet:
             try:
                 found.append(segment.transfer_fd)
             except OSError as error:
-                if error.errno is None:
-                    # Not the system's: a signal handler's TimeoutError, say.
+                if not is_from_system(error):
                     raise
                 break
         return found

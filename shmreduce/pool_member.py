@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "describe_death"]
 
-_REAP = 0.2
-"""Seconds to wait for the exit code of a process that has ended; others may have read it."""
+_REAP = 1.0
+"""Seconds to wait for the exit code of a process that has ended."""
 _PAUSE = 0.02
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shmreduce.connection import Pipe, give_buffer
 from shmreduce.errors import ShmreduceError
 from shmreduce.packets import Packet, pack_last
-from shmreduce.signals import is_from_handler
+from shmreduce.signals import is_from_handler, is_from_system
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ class Queue(_StandardQueue):
         try:
             self._writer.transmit(item, wait=False)
         except OSError as error:
-            if error.errno is None:
+            if not is_from_system(error):
                 # A signal handler's TimeoutError, say: nobody knows whether it was sent.
                 raise
             # It has to wait; or the thread is told in its turn what is wrong.

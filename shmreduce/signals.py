@@ -13,7 +13,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
-__all__ = ["is_from_handler"]
+__all__ = ["is_from_handler", "is_from_system"]
+
+
+def is_from_system(error: OSError) -> bool:
+    """Return whether the system has said so: a number tells.
+
+    What a signal handler raises to give up is an OSError, too (TimeoutError), and
+    comes into any system call. It has none, nor has what waits for a lock in vain.
+
+    Examples
+    --------
+    >>> is_from_system(FileNotFoundError(2, "gone")), is_from_system(TimeoutError("too long"))
+    (True, False)
+    """
+    return error.errno is not None
 
 
 def is_from_handler(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import re
 import stat
 import struct
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from shmreduce import (
@@ -65,9 +66,7 @@ class FileSystemStrategy(SharingStrategy):
         """
         if not hasattr(os, "geteuid") or not hasattr(os, "O_NOFOLLOW"):
             return "this system has no POSIX file ownership"
-        try:
-            import fcntl  # noqa: F401
-        except ImportError:
+        if find_spec("fcntl") is None:
             return "this system has no fcntl"
         if not Path("/proc/self/fd").is_dir():
             return "/proc/self/fd is missing, by which files are opened once more: mount /proc"

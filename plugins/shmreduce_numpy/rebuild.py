@@ -46,10 +46,9 @@ def rebuild_view(
         would reach beyond its block.
     """
     block = import_block(handle)
-    array = _lay_over(block, shape, dtype, offset=offset, strides=strides, cls=cls)
-    if not writeable:
-        np.ndarray.setflags(array, write=False)
-    return array
+    return _lay_over(
+        block, shape, dtype, offset=offset, strides=strides, writeable=writeable, cls=cls
+    )
 
 
 def rebuild_view_like(
@@ -82,10 +81,8 @@ def rebuild_copy(
     ShmreduceError
         As :func:`rebuild_view`.
     """
-    array = _lay_over(import_block(handle), shape, dtype, order=order, cls=cls)
-    if not writeable:
-        np.ndarray.setflags(array, write=False)
-    return array
+    block = import_block(handle)
+    return _lay_over(block, shape, dtype, order=order, writeable=writeable, cls=cls)
 
 
 def rebuild_part(
@@ -106,10 +103,7 @@ def rebuild_part(
         As :func:`rebuild_view`.
     """
     part = slice(start, start + nbytes)
-    array = _lay_over(block, shape, dtype, order=order, cls=cls, part=part)
-    if not writeable:
-        np.ndarray.setflags(array, write=False)
-    return array
+    return _lay_over(block, shape, dtype, order=order, writeable=writeable, cls=cls, part=part)
 
 
 def rebuild_inline(
@@ -170,9 +164,11 @@ def take_attributes(array: np.ndarray[Any, Any], template: np.ndarray[Any, Any])
     array.__array_finalize__(template)
 
 
-def _lay_over(block: Block, shape: tuple[int, ...], dtype: Any, **layout: Any) -> Any:
+def _lay_over(
+    block: Block, shape: tuple[int, ...], dtype: Any, *, writeable: bool, **layout: Any
+) -> Any:
     try:
-        return array_over(block, shape, dtype, **layout)
+        array = array_over(block, shape, dtype, **layout)
     except (TypeError, ValueError) as error:
         reason = f"an array of shape {shape} and dtype {dtype} does not fit: {error}"
         raise InvalidHandleError(
@@ -180,3 +176,6 @@ def _lay_over(block: Block, shape: tuple[int, ...], dtype: Any, **layout: Any) -
             "It was damaged, or made by another version of shmreduce.",
             reason=reason,
         ) from error
+    if not writeable:
+        np.ndarray.setflags(array, write=False)
+    return array

@@ -1,6 +1,6 @@
 """The segments that this process has open, by token.
 
-May import errors, contracts, strategies, ``locks``, ``processes``, ``layout``,
+May import errors, signals, contracts, strategies, ``locks``, ``processes``, ``layout``,
 ``segment``, ``sweep``, ``family`` and ``handle``.
 
 A segment is opened once, mapped once, and kept: opening costs far more than
@@ -35,6 +35,7 @@ from shmreduce.memory.processes import is_alive
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.segment_file import check_file
 from shmreduce.memory.sweep import sweep
+from shmreduce.signals import is_from_system
 from shmreduce.strategies import find_strategy
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _is_another_file(path: str, error: OSError) -> bool:
 
     Who may follow the link may open what a process of this user has made for sharing.
     """
-    if error.errno is None or error.errno in EXHAUSTED or error.errno == errno.ENOMEM:
+    if not is_from_system(error) or error.errno in EXHAUSTED or error.errno == errno.ENOMEM:
         return False
     try:
         os.stat(path)
@@ -237,7 +238,7 @@ class Attachments:
         try:
             self._open(handle, arrived)
         except OSError as error:
-            if error.errno is None:
+            if not is_from_system(error):
                 # Not the system's, but a TimeoutError: the mailbox, which may have the
                 # segment, is locked, or a signal handler has raised it.
                 raise

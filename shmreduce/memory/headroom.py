@@ -1,6 +1,6 @@
 """How much memory the system can still give, from what the kernel tells.
 
-Imports nothing of shmreduce.
+May import :mod:`shmreduce.signals`.
 
 Shared memory counts as memory of the cgroup that touches it first. A memfd has
 no file system whose size would bound it, so asking for more than there is does
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +41,7 @@ class Machine:
         try:
             return self.path(name).read_text(errors="replace").strip()
         except OSError as error:
-            if error.errno is None:
-                # Not the system's: a signal handler's TimeoutError, say.
+            if not is_from_system(error):
                 raise
             return None
 

@@ -1,6 +1,6 @@
 """The allocator over the segments that this process made.
 
-May import errors, contracts, ``locks``, ``block_locks``, ``mapping``, ``layout``,
+May import errors, signals, contracts, ``locks``, ``block_locks``, ``mapping``, ``layout``,
 ``segment``, ``segment_file``, ``owned_segment``, ``headroom`` and ``family``.
 
 Blocks come in size classes, eight to a doubling, so at most an eighth of a
@@ -38,6 +38,7 @@ from shmreduce.memory.layout import (
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil, punch_hole
 from shmreduce.memory.owned_segment import SMALLEST_BLOCK, OwnedSegment
 from shmreduce.memory.segment_file import reserve_pages, room_left
+from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -224,6 +225,7 @@ class Heap:
 
     def _make_room(self, size: int) -> tuple[OwnedSegment, int]:
         for segment in self.segments:
+            # Before anything is given or taken: the number may be another file's.
             _ = segment.checked_fd
         now = time.monotonic()
         if now - self._reaped > _REAP_SECONDS:
@@ -296,8 +298,7 @@ class Heap:
             reserve_pages(segment.fd, offset, size)
         except OSError as error:
             punch_hole(segment.fd, offset, size)
-            if error.errno is None:
-                # Not the system's: a signal handler's TimeoutError, say.
+            if not is_from_system(error):
                 raise
             raise self._no_room(size, room_left(segment.fd), error.errno or 0) from error
 
@@ -359,7 +360,7 @@ class Heap:
         try:
             file = self.strategy.create(size, token.hex())
         except OSError as error:
-            if error.errno is None:
+            if not is_from_system(error):
                 raise
             raise SegmentError(
                 f"strategy {self.strategy.name!r} could not make a segment of {size} bytes: "
@@ -384,7 +385,7 @@ class Heap:
         except BaseException as error:
             _discard_file(self.strategy, file)
             # Not a TimeoutError: of a lock that stays taken, or of a signal handler.
-            if isinstance(error, OSError) and error.errno is not None:
+            if isinstance(error, OSError) and is_from_system(error):
                 raise self._no_room(layout.slot_words, None, error.errno or 0) from error
             raise
         return segment

@@ -1,6 +1,6 @@
 """The tables of one open segment: the blocks, and the chain of lease slots of each.
 
-May import errors, ``locks``, ``block_locks``, ``mapping``, ``layout`` and
+May import errors, signals, ``locks``, ``block_locks``, ``mapping``, ``layout`` and
 ``segment_file``.
 
 A slot's word is 0 (free), a *message* or a *holder*; what they mean is
@@ -28,6 +28,7 @@ from shmreduce.memory.layout import (
 )
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.segment_file import reserve_pages
+from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
@@ -224,8 +225,7 @@ class LeaseSlots(BlockLocks):
         except OSError as error:
             self._chunks.pop(chunk, None)
             locks.unlock(self.fd, LOCK_CHUNK + chunk)
-            if error.errno is None:
-                # Not the system's: a signal handler's TimeoutError, say.
+            if not is_from_system(error):
                 raise
             raise OutOfSharedMemoryError(
                 f"no room for lease slots in segment {self.token.hex()}: {error.strerror}. "

@@ -15,7 +15,7 @@ import weakref
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Protocol
 
-from shmreduce.errors import OutOfSharedMemoryError
+from shmreduce.errors import OutOfSharedMemoryError, ShmreduceError
 from shmreduce.memory.filling import Filling
 from shmreduce.memory.handle import block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
@@ -204,7 +204,7 @@ class Message:
             arguments of the function that rebuilds; and where in that block
             the bytes begin. None if it is not worth while, since the message
             has too few such buffers so far or this one is large, or if there
-            is no room: do as without it.
+            is none to be had: do as without it.
 
         Examples
         --------
@@ -226,18 +226,20 @@ class Message:
         self._in_parts += nbytes
         if self._in_parts <= PARTS_FROM:
             return None
-        taken = None if self._parted is None else self._parted.take(nbytes)
+        parted = self._parted
+        taken = None if parted is None else parted.take(nbytes)
         if taken is None:
-            self._parted = self._new_parted()
-            taken = None if self._parted is None else self._parted.take(nbytes)
-        return None if taken is None else (taken[0], self._parted, taken[1])
+            parted = self._parted = self._new_parted()
+            taken = None if parted is None else parted.take(nbytes)
+        return None if taken is None else (taken[0], parted, taken[1])
 
     def _new_parted(self) -> PartedBlock | None:
         if self._parted is not None:
             self._parted.close()
         try:
             given = self.allocate(BLOCK_SIZE)
-        except OutOfSharedMemoryError:
+        except ShmreduceError:
+            # No memory, no descriptor, no lease: none of it is needed without.
             given = None
         if given is None:
             # Not asked for again by each buffer of this message.

@@ -1,6 +1,6 @@
 """The one state of this process: heaps, open segments, live blocks, family.
 
-May import errors, settings, strategies and every module of the package but
+May import errors, signals, settings, strategies and every module of the package but
 ``message`` and ``inspection``.
 
 A forked child starts with a fresh state. It keeps what it inherited only to
@@ -34,6 +34,7 @@ from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.sweep import sweep
 from shmreduce.settings import Settings, get_settings
+from shmreduce.signals import is_from_system
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Runtime:
         """Strategies that were in force here, whose leftovers are swept at the end."""
         self.has_left = False
         """Whether the end has begun: what is sent from now on is handed over at once."""
+        self._posted: dict[bytes, frozenset[tuple[int, int]]] = {}
+        """Unread messages, slot and nonce, that the mailbox knows of, by segment."""
         self._parent_family = parent.known_family if parent is not None else None
         self._family: Family | None = None
         if self._parent_family is not None:
@@ -90,8 +93,7 @@ class Runtime:
                 inherited = None if parents is None else parents.rejoined()
                 made = inherited or Family.found(_default_budget())
             except OSError as error:
-                if error.errno is None:
-                    # Not the system's: a signal handler's TimeoutError, say.
+                if not is_from_system(error):
                     raise
                 raise SegmentError(
                     f"this process cannot join its family: {error}. Close files, or raise the "
@@ -230,7 +232,7 @@ class Runtime:
         troubles = []
         for segment in list(self.attachments.directory.values()):
             unread = [(sent.slot, sent.nonce) for sent in segment.unread()]
-            if unread:
+            if not self._posted.get(segment.token, frozenset()).issuperset(unread):
                 troubles += self._post(segment, unread)
         for heap in self.heaps:
             troubles += _try_to_tidy(heap.leave)
@@ -255,6 +257,17 @@ class Runtime:
                 self.family.post(letter, fd)
             finally:
                 os.close(fd)
+            before, now = self._posted.get(segment.token), frozenset(unread)
+            self._posted[segment.token] = now
+            if before is not None:
+                # This one says what is left of those of then, and something new: so it stays.
+                self.family.tidy(
+                    lambda other, _: (
+                        other.token == segment.token
+                        and other.complete
+                        and before.issuperset(other.unread)
+                    )
+                )
             if not segment.unread():
                 # Read meanwhile, when there was no letter yet.
                 self.attachments.tidy_mailbox()

@@ -1,6 +1,6 @@
 """Removes the names of segments whose owners were killed.
 
-May import contracts, errors, ``locks``, ``layout`` and ``segment``.
+May import contracts, errors, signals, ``locks``, ``layout`` and ``segment``.
 
 Only strategies with names need this: what has no name is freed by the kernel.
 Whoever makes a segment, and whoever ends normally, sweeps first, so leftovers
@@ -17,6 +17,7 @@ from shmreduce.errors import InvalidHandleError, ShmreduceError
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER
 from shmreduce.memory.segment_file import check_file
+from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
@@ -35,8 +36,7 @@ def sweep(strategy: SharingStrategy) -> list[str]:
     try:
         names = list(strategy.names())
     except OSError as error:
-        if error.errno is None:
-            # Not the system's: a signal handler's TimeoutError, say.
+        if not is_from_system(error):
             raise
         # No descriptor is free, say: for the next who sweeps. What this process
         # is about to do may not need one.
@@ -53,7 +53,7 @@ def abandoned(name: str) -> bool:
     try:
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno is None:
+        if not is_from_system(error):
             raise
         # Removed meanwhile.
         return False

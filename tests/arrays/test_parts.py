@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import AlreadyLoadedError, InvalidHandleError, Message, pickling
+from shmreduce import (
+    AlreadyLoadedError,
+    InvalidHandleError,
+    LeaseTimeoutError,
+    Message,
+    OutOfLeasesError,
+    SegmentError,
+    pickling,
+)
 from shmreduce.memory import parts, runtime
+from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce_numpy import rebuild
-from tests.memory.waiting import wait_for_exit
+from tests.memory.forks import Forks
 
 if TYPE_CHECKING:
     from tests.conftest import Children
@@ -151,6 +159,31 @@ def test_where_there_is_no_room_they_are_pickled() -> None:
     assert all((array == each % 251).all() for each, array in enumerate(found))
 
 
+LACKS = [
+    SegmentError("no descriptor is free", operation="open", errno=24, segment=None),
+    OutOfLeasesError("all are in use", segment="", slots=1),
+    LeaseTimeoutError("somebody is stopped", segment="", block=0, waited=30.0),
+]
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+@pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
+def test_whatever_a_block_lacks_they_are_pickled(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for want of a descriptor, of a lease or of a lock."""
+    attempts = []
+
+    def fail(*_: object) -> None:
+        attempts.append(1)
+        raise error
+
+    monkeypatch.setattr(Heap, "allocate", fail)
+    found = transfer(many())
+    assert all((array == each % 251).all() for each, array in enumerate(found))
+    assert len(attempts) == 1
+
+
 class Unpicklable:
     def __reduce__(self) -> Any:
         raise ZeroDivisionError
@@ -180,37 +213,16 @@ def test_a_complete_message_holds_its_blocks_by_leases_alone() -> None:
     assert sizes_out() == before
 
 
-class Forks:
-    """Forks while it is pickled; the child changes the rest of the message and pickles on."""
-
-    def __init__(self, rest: list[Any]) -> None:
-        self.rest = rest
-        self.child = 0
-        self._go_on = os.pipe()
-
-    def __reduce__(self) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.child = os.fork()
-        if not self.child:
-            os.read(self._go_on[0], 1)
-            for array in self.rest:
-                array[:] = 255
-        return str, ("forked",)
-
-    def let_child_go_on(self) -> None:
-        """Let it, and wait for its end."""
-        os.write(self._go_on[1], b"x")
-        assert wait_for_exit(self.child) == 0
-        for end in self._go_on:
-            os.close(end)
-
-
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_block() -> None:
     """It goes on with blocks of its own."""
     rest = many(number=7)
-    forks = Forks(rest)
+
+    def change() -> None:
+        for array in rest:
+            array[:] = 255
+
+    forks = Forks(change)
     parent = os.getpid()
     try:
         data, message = pickling.dumps([many(), forks, rest])

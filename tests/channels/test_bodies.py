@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from shmreduce import bodies, packets
 from shmreduce.memory import runtime
 from shmreduce.memory.layout import BY_VALUE
 from tests.born.allocator import needs_allocator
-from tests.memory.waiting import wait_for_exit
+from tests.memory.forks import Forks
 
 
 @pytest.fixture(autouse=True)
@@ -238,31 +237,6 @@ def test_with_arrays_that_are_moved_or_not(ends: tuple[Any, Any], copied: list[i
     assert len(copied) == 4
 
 
-class Forks:
-    """Forks while it is pickled; the child goes on when it is told to, with another rest."""
-
-    def __init__(self, rest: list[Any]) -> None:
-        self.rest = rest
-        self.child = 0
-        self._go_on = os.pipe()
-
-    def __reduce__(self) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.child = os.fork()
-        if not self.child:
-            os.read(self._go_on[0], 1)
-            self.rest[:] = texts(99, 5_000, len(self.rest))
-        return str, ("forked",)
-
-    def let_child_go_on(self) -> None:
-        """Let it, and wait for its end."""
-        os.write(self._go_on[1], b"x")
-        assert wait_for_exit(self.child) == 0
-        for end in self._go_on:
-            os.close(end)
-
-
 def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_message(
     ends: tuple[Any, Any],
 ) -> None:
@@ -270,7 +244,11 @@ def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_message(
     reader, writer = ends
     exchange(ends, [texts(1, 5_000), texts(2, 5_000), texts(3, 5_000)])
     rest = texts(5, 5_000)
-    forks = Forks(rest)
+
+    def change() -> None:
+        rest[:] = texts(99, 5_000, len(rest))
+
+    forks = Forks(change)
     parent = os.getpid()
     try:
         packet = packets.pack([texts(4, 5_000), forks, rest])

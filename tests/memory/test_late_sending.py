@@ -17,6 +17,7 @@ import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import all_names
+from tests.conftest import letters
 from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -125,4 +126,27 @@ def test_a_warning_at_the_end_comes_when_all_is_done(
     refused: list[str] = []
     heap_strategy = shmreduce.strategies.current_strategy()
     unlink = type(heap_strategy).unlink
+    assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.usefixtures("strategy")
+def test_what_is_sent_late_takes_one_letter() -> None:
+    """However many messages exit functions send, the mailbox has each segment once, and the
+    letter names them all.
+    """
+
+    def child() -> bool:
+        here, there = Pipe()
+        here.send(np.ones(LENGTH))
+        runtime.current().leave()
+        for _ in range(9):
+            here.send(np.ones(LENGTH))
+        mine = {segment.token for segment in runtime.current().directory.values()}
+        found = [letter for letter in letters() if letter.token in mine]
+        there.close()
+        return (
+            len(found) == len({letter.token for letter in found})
+            and sum(len(letter.unread) for letter in found) == 10
+        )
+
     assert wait_for_exit(in_forked_child(child)) == 0
