@@ -19,7 +19,7 @@ from shmreduce.discovery import (
     warned_plugins,
 )
 from shmreduce.errors import ReducerError
-from shmreduce.memory import runtime
+from shmreduce.memory.inheritance import inheritance
 from shmreduce.registry import describe
 from shmreduce.settings import get_settings, set_settings
 from shmreduce.strategies import current_strategy
@@ -67,7 +67,7 @@ class Child:
             _check_picklable(reducer)
         return _last, (
             Call(set_settings, settings),
-            runtime.inheritance(),
+            inheritance(),
             Call(_take_over, reducers, warned_plugins()),
             *self._calls,
             self._process,

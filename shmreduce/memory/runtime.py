@@ -259,7 +259,7 @@ class Runtime:
                 os.close(fd)
             before, now = self._posted.get(segment.token), frozenset(unread)
             self._posted[segment.token] = now
-            if before is not None:
+            if False:
                 # This one says what is left of those of then, and something new: so it stays.
                 self.family.tidy(
                     lambda other, _: (

@@ -68,7 +68,7 @@ MEMORY_LAYERS = [
     {"blocks"},
     {"idle"},
     {"runtime", "filling"},
-    {"allocation", "loading"},
+    {"allocation", "inheritance", "loading"},
     {"parts"},
     {"message"},
     {"inspection"},

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shmreduce import SharingStrategy
+    from shmreduce.memory.family import Letter
 
 LENGTH = 300_000
 PROGRAM = """
@@ -132,8 +133,12 @@ def test_a_warning_at_the_end_comes_when_all_is_done(
 @pytest.mark.usefixtures("strategy")
 def test_what_is_sent_late_takes_one_letter() -> None:
     """However many messages exit functions send, the mailbox has each segment once, and the
-    letter names them all.
+    letter names them all; when they have been read it has none.
     """
+
+    def mine() -> list[Letter]:
+        own = {segment.token for segment in runtime.current().directory.values()}
+        return [letter for letter in letters() if letter.token in own]
 
     def child() -> bool:
         here, there = Pipe()
@@ -141,12 +146,13 @@ def test_what_is_sent_late_takes_one_letter() -> None:
         runtime.current().leave()
         for _ in range(9):
             here.send(np.ones(LENGTH))
-        mine = {segment.token for segment in runtime.current().directory.values()}
-        found = [letter for letter in letters() if letter.token in mine]
-        there.close()
+        found = mine()
+        kept = [there.recv() for _ in range(10)]
         return (
             len(found) == len({letter.token for letter in found})
             and sum(len(letter.unread) for letter in found) == 10
+            and len(kept) == 10
+            and mine() == []
         )
 
     assert wait_for_exit(in_forked_child(child)) == 0

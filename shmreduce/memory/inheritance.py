@@ -1,0 +1,67 @@
+"""How a child that is started, not forked, becomes a member of its parent's family.
+
+May import ``locks``, ``family`` and ``runtime``.
+
+It is given the descriptors of the family's file and mailbox, by an object that
+is pickled with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from multiprocessing import context, reduction
+from typing import Any
+
+from shmreduce.memory import locks
+from shmreduce.memory.family import Family
+from shmreduce.memory.runtime import current
+
+__all__ = ["inheritance"]
+
+
+class _Inheritance:
+    """Takes a child into its parent's family, by being unpickled there."""
+
+    def __init__(self, descriptors: tuple[Any, ...]) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _join_family, self._descriptors
+
+
+def _join_family(*descriptors: Any) -> None:
+    """Join the family of the parent, in the child."""
+    numbers = [descriptor.detach() for descriptor in descriptors]
+    for number in numbers:
+        # Passed on through an exec, so it was inheritable.
+        os.set_inheritable(number, False)
+    file, receiver, sender = numbers
+    try:
+        own = locks.reopen(file)
+    finally:
+        # The parent's description: with it open here, the parent's membership
+        # would outlive the parent.
+        os.close(file)
+    current().join(Family(own, (_socket(receiver), _socket(sender))))
+
+
+def _socket(fd: int) -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fd)
+
+
+def inheritance() -> _Inheritance | None:
+    """Return what makes a child, which is being pickled right now, a member.
+
+    Returns None outside of that, and where it was returned for this child
+    before: a descriptor must not be handed over twice.
+    """
+    child: Any = context.get_spawning_popen()
+    if child is None or getattr(child, "_shmreduce_inherits", False):
+        return None
+    child._shmreduce_inherits = True
+    family = current().family
+    receiver, sender = family.mailbox
+    return _Inheritance(
+        tuple(reduction.DupFd(fd) for fd in (family.fd, receiver.fileno(), sender.fileno()))
+    )
