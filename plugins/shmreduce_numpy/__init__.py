@@ -1,14 +1,16 @@
 """NumPy arrays travel by shared memory, and are born in it.
 
 Imports only public names of :mod:`shmreduce`, and NumPy when the first array
-turns up. This module answers the hooks. ``reducer``, ``factory`` and
-``handler`` are what the core gets; ``reduction`` and ``rebuild`` are the sending
-and the receiving side of a message, ``sharing`` makes shared arrays, ``blocks``
-relates arrays to memory, ``dtypes`` and ``classes`` say what can travel and how.
+turns up, unless the program has imported it. This module answers the hooks.
+``reducer``, ``factory`` and ``handler`` are what the core gets; ``reduction`` and
+``rebuild`` are the sending and the receiving side of a message, ``sharing`` makes
+shared arrays, ``blocks`` relates arrays to memory, ``dtypes`` and ``classes`` say
+what can travel and how.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from typing import TYPE_CHECKING
@@ -38,6 +40,9 @@ def shmreduce_reducers() -> Iterable[Reducer]:
     """
     from shmreduce_numpy.reducer import NumpyReducer
 
+    if "numpy" in sys.modules:
+        # Now, not at the first message: children that are forked from now on have it, too.
+        importlib.import_module("shmreduce_numpy.reduction")
     return [NumpyReducer()]
 
 

@@ -32,6 +32,7 @@ from shmreduce.memory.layout import (
     BY_VALUE,
     CHUNK_SLOTS,
     LOCK_OWNER,
+    SHARED,
     Layout,
     SegmentHeader,
 )
@@ -56,6 +57,10 @@ _GROWTH = 8
 _LARGEST_STEP = 1 << 30
 _POPULATE_FROM = 256 << 10
 _SLAB = 256 << 10
+_USES = 8
+"""After how many uses of a block the kernel is asked again for huge pages it had not at hand."""
+_PATIENCE_FOR = 64 << 20
+"""Bytes of a block for each huge page that is waited for: so waiting takes less than copying."""
 _REAP_SECONDS = 1.0
 
 _MACHINE = Machine()
@@ -154,7 +159,7 @@ class Heap:
         """
         size = size_class(nbytes, whole_pages=whole_pages or self._whole_pages)
         self.collect()
-        found = self._take_warm(size)
+        warm = found = self._take_warm(size)
         if found is None:
             with self.exclusive():
                 found = self._take_warm(size) or self._make_room(size)
@@ -164,6 +169,14 @@ class Heap:
         # neither views nor leases yet, leaves it alone.
         segment.records[block] = None
         segment.out[block] = self.last_used = time.monotonic()
+        if warm is not None and block in segment.small:
+            try:
+                self._make_huge(segment, block)
+            except BaseException:
+                # Ctrl-C: nobody has seen the block.
+                del segment.records[block]
+                self.give_back(segment, block)
+                raise
         return found
 
     def give_back(self, segment: OwnedSegment, block: int) -> bool:
@@ -274,7 +287,7 @@ class Heap:
         try:
             self._book(segment, length)
             booked = True
-            self._reserve(segment, offset, length)
+            huge = self._reserve(segment, offset, length)
         except BaseException:
             if booked:
                 self._book(segment, -length)
@@ -283,6 +296,8 @@ class Heap:
             raise
         if length >= _POPULATE_FROM:
             segment.data.populate(offset & -PAGE_SIZE, page_ceil(length))
+        if huge < offset + length:
+            segment.small[blocks[0]] = huge, 0
         for block in blocks[1:]:
             self._keep_warm(segment, block)
         return segment, blocks[0]
@@ -291,16 +306,36 @@ class Heap:
         self._host.family.reserve(nbytes, self._host.budget())
         segment.reserved += nbytes
 
-    def _reserve(self, segment: OwnedSegment, offset: int, size: int) -> None:
+    def _reserve(self, segment: OwnedSegment, offset: int, size: int) -> int:
+        """Allocate pages; return from where on they may be huge ones some day."""
         self._check_headroom(size)
         try:
-            segment.data.make_huge(segment.fd, offset, size)
+            # One that is not at hand takes longer than small ones for all of a short block.
+            # A shared block is not used again, so it is now or never.
+            patience = 1 if self.kind == SHARED else min(1, size // _PATIENCE_FOR)
+            huge = segment.data.make_huge(segment.fd, offset, size, patience=patience)
             reserve_pages(segment.fd, offset, size)
         except OSError as error:
             punch_hole(segment.fd, offset, size)
             if not is_from_system(error):
                 raise
             raise self._no_room(size, room_left(segment.fd), error.errno or 0) from error
+        return huge
+
+    def _make_huge(self, segment: OwnedSegment, block: int) -> None:
+        """Go on with the huge pages of a block that is used again: it is worth while now."""
+        place, uses = segment.small[block]
+        if uses % _USES:
+            segment.small[block] = place, uses + 1
+            return
+        size = segment.capacities[block]
+        end = segment.offsets[block] + size
+        patience = -(-size // _PATIENCE_FOR)
+        place = segment.data.make_huge(segment.fd, place, end - place, patience=patience)
+        if place < end:
+            segment.small[block] = place, uses + 1
+        else:
+            del segment.small[block]
 
     def _check_room(self, size: int) -> None:
         """Refuse what there is no room for, before a part of it fills the memory."""

@@ -50,6 +50,8 @@ class OwnedSegment(Segment):
         """Indices of blocks whose run was cooled."""
         self.out: dict[int, float] = {}
         """Blocks that are not free, and since when (monotonic seconds)."""
+        self.small: dict[int, tuple[int, int]] = {}
+        """Blocks with small pages where huge ones could be: from where on, and used how often."""
         self.reserved = self.layout.slot_words
         self._seen: dict[tuple[int, int], float] = {}
         """Slot and word of unread messages, and when they were first seen."""
@@ -182,6 +184,7 @@ class OwnedSegment(Segment):
         """Make a free block's run cold again, merged with its neighbours."""
         run = (self.offsets[block], self.capacities[block])
         self.capacities[block] = 0
+        self.small.pop(block, None)
         insort(self.cold, run)
         place = self.cold.index(run)
         if place + 1 < len(self.cold) and run[0] + run[1] == self.cold[place + 1][0]:
