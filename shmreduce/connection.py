@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce.born import moving
 from shmreduce.errors import ConfigurationError
 from shmreduce.memory import locks
+from shmreduce.memory.standard_streams import clear_of_streams, seqpacket_pair
 from shmreduce.packets import (
     LARGEST_PACKET,
     MOST_DESCRIPTORS,
@@ -403,7 +404,7 @@ def Pipe(duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
     """
     if not supported():
         return multiprocessing.connection.Pipe(duplex)
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = seqpacket_pair()
     for end in ends:
         _ask_for_room(end)
     first, second = (end.detach() for end in ends)
@@ -433,7 +434,7 @@ def supported() -> bool:
 
 
 def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: bool) -> Any:
-    number = descriptor.detach()
+    number = clear_of_streams(descriptor.detach())
     # A spawned child inherits it over exec; its own children shall not.
     os.set_inheritable(number, False)
     return kind(number, readable, writable)

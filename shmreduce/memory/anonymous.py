@@ -1,6 +1,6 @@
 """Files without a name, for what is neither a segment nor large.
 
-Imports nothing of shmreduce.
+May import ``standard_streams``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+
+from shmreduce.memory.standard_streams import clear_of_streams
 
 __all__ = ["anonymous_file"]
 
@@ -39,6 +41,6 @@ def anonymous_file(name: str) -> int:
             if error.errno not in _FORBIDDEN:
                 raise
         else:
-            return made
+            return clear_of_streams(made)
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
-        return os.dup(file.fileno())
+        return clear_of_streams(os.dup(file.fileno()))

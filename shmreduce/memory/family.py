@@ -1,6 +1,6 @@
 """The processes that descend from one installation: one budget, one mailbox.
 
-May import errors, ``anonymous``, ``locks`` and ``mapping``.
+May import errors, ``standard_streams``, ``anonymous``, ``locks`` and ``mapping``.
 
 A family shares one small file and one socket pair, inherited by fork and passed
 to spawned children. The file has an entry for each member: its pid and the
@@ -31,6 +31,7 @@ from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeases
 from shmreduce.memory import locks
 from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
+from shmreduce.memory.standard_streams import seqpacket_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -140,7 +141,7 @@ class Family:
             os.posix_fallocate(fd, 0, _SIZE)
             _seal(fd)
             os.pwrite(fd, os.urandom(16) + budget.to_bytes(8, sys.byteorder), 0)
-            receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            receiver, sender = seqpacket_pair()
             receiver.setblocking(False)
             sender.setblocking(False)
         except BaseException:

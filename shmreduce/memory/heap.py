@@ -1,7 +1,8 @@
 """The allocator over the segments that this process made.
 
-May import errors, signals, contracts, ``locks``, ``block_locks``, ``mapping``, ``layout``,
-``segment``, ``segment_file``, ``owned_segment``, ``headroom`` and ``family``.
+May import errors, signals, contracts, ``standard_streams``, ``locks``, ``block_locks``,
+``mapping``, ``layout``, ``segment``, ``segment_file``, ``owned_segment``, ``headroom`` and
+``family``.
 
 Blocks come in size classes, eight to a doubling, so at most an eighth of a
 block is unused. A freed block stays *warm*, its pages allocated and mapped, on
@@ -25,6 +26,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shmreduce.contracts import SegmentFile
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
 from shmreduce.memory import locks
 from shmreduce.memory.headroom import Machine, headroom
@@ -39,12 +41,13 @@ from shmreduce.memory.layout import (
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil, punch_hole
 from shmreduce.memory.owned_segment import SMALLEST_BLOCK, OwnedSegment
 from shmreduce.memory.segment_file import reserve_pages, room_left
+from shmreduce.memory.standard_streams import clear_of_streams
 from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shmreduce.contracts import SegmentFile, SharingStrategy
+    from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.family import Family
     from shmreduce.memory.segment import Segment
 
@@ -393,7 +396,7 @@ class Heap:
             self.strategy.name,
         )
         try:
-            file = self.strategy.create(size, token.hex())
+            file = _clear_of_streams(self.strategy, self.strategy.create(size, token.hex()))
         except OSError as error:
             if not is_from_system(error):
                 raise
@@ -555,6 +558,15 @@ def _table_sizes(kind: int, data: int) -> tuple[int, int]:
     slots = -(-max(4 * blocks, 128 * CHUNK_SLOTS) // CHUNK_SLOTS) * CHUNK_SLOTS
     # Whole pages of links: chunks are reserved by the page.
     return (blocks + 7) & -8, slots
+
+
+def _clear_of_streams(strategy: SharingStrategy, file: SegmentFile) -> SegmentFile:
+    try:
+        return SegmentFile(clear_of_streams(file.fd), file.name)
+    except BaseException:
+        if file.name is not None:
+            strategy.unlink(file.name)
+        raise
 
 
 def _discard_file(strategy: SharingStrategy, file: SegmentFile) -> None:

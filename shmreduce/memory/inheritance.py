@@ -1,6 +1,6 @@
 """How a child that is started, not forked, becomes a member of its parent's family.
 
-May import ``locks``, ``family`` and ``runtime``.
+May import ``standard_streams``, ``locks``, ``family`` and ``runtime``.
 
 It is given the descriptors of the family's file and mailbox, by an object that
 is pickled with the process.
@@ -16,6 +16,7 @@ from typing import Any
 from shmreduce.memory import locks
 from shmreduce.memory.family import Family
 from shmreduce.memory.runtime import current
+from shmreduce.memory.standard_streams import clear_of_streams
 
 __all__ = ["inheritance"]
 
@@ -32,7 +33,7 @@ class _Inheritance:
 
 def _join_family(*descriptors: Any) -> None:
     """Join the family of the parent, in the child."""
-    numbers = [descriptor.detach() for descriptor in descriptors]
+    numbers = [clear_of_streams(descriptor.detach()) for descriptor in descriptors]
     for number in numbers:
         # Passed on through an exec, so it was inheritable.
         os.set_inheritable(number, False)

@@ -1,6 +1,6 @@
 """Byte locks that belong to an open file description.
 
-Imports nothing of shmreduce.
+May import ``standard_streams``.
 
 ``F_OFD_SETLK`` locks (fcntl(2), Linux 3.15) are owned by the open file
 description: they outlive ``dup`` and ``close`` of one of its descriptors, are
@@ -19,6 +19,8 @@ import struct
 import sys
 import time
 from typing import TYPE_CHECKING
+
+from shmreduce.memory.standard_streams import clear_of_streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +53,8 @@ def supported() -> bool:
 
 def reopen(fd: int) -> int:
     """Open the same file under a new open file description (proc(5), /proc/self/fd)."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    return clear_of_streams(os.open(f"/proc/self/fd/{fd}", flags))
 
 
 def identity_of(fd: int) -> tuple[int, int] | None:

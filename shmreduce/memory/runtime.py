@@ -1,7 +1,7 @@
 """The one state of this process: heaps, open segments, live blocks, family.
 
 May import errors, signals, settings, strategies and every module of the package but
-``message`` and ``inspection``.
+``message``, ``inspection`` and ``inheritance``.
 
 A forked child starts with a fresh state. It keeps what it inherited only to
 look up: the parent's memory is the parent's to free.
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import threading
 import warnings
 from contextlib import suppress
-from multiprocessing import context, reduction, util
-from typing import TYPE_CHECKING, Any
+from multiprocessing import util
+from typing import TYPE_CHECKING
 
 from shmreduce.errors import (
     LeaseTimeoutError,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.segment import Segment
 
-__all__ = ["Runtime", "configure", "current", "inheritance"]
+__all__ = ["Runtime", "configure", "current"]
 
 _BUDGET_SHARE = 0.8
 _BUDGET_UNKNOWN = 1 << 40
@@ -259,7 +258,7 @@ class Runtime:
                 os.close(fd)
             before, now = self._posted.get(segment.token), frozenset(unread)
             self._posted[segment.token] = now
-            if False:
+            if before is not None:
                 # This one says what is left of those of then, and something new: so it stays.
                 self.family.tidy(
                     lambda other, _: (
@@ -458,50 +457,3 @@ os.register_at_fork(
     after_in_child=_after_fork_in_child,
 )
 os.register_at_fork(before=_hear_signals)
-
-
-class _Inheritance:
-    """Takes a child into its parent's family, by being unpickled there."""
-
-    def __init__(self, descriptors: tuple[Any, ...]) -> None:
-        self._descriptors = descriptors
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _join_family, self._descriptors
-
-
-def _join_family(*descriptors: Any) -> None:
-    """Join the family of the parent, in the child."""
-    numbers = [descriptor.detach() for descriptor in descriptors]
-    for number in numbers:
-        # Passed on through an exec, so it was inheritable.
-        os.set_inheritable(number, False)
-    file, receiver, sender = numbers
-    try:
-        own = locks.reopen(file)
-    finally:
-        # The parent's description: with it open here, the parent's membership
-        # would outlive the parent.
-        os.close(file)
-    current().join(Family(own, (_socket(receiver), _socket(sender))))
-
-
-def _socket(fd: int) -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fd)
-
-
-def inheritance() -> _Inheritance | None:
-    """Return what makes a child, which is being pickled right now, a member.
-
-    Returns None outside of that, and where it was returned for this child
-    before: a descriptor must not be handed over twice.
-    """
-    child: Any = context.get_spawning_popen()
-    if child is None or getattr(child, "_shmreduce_inherits", False):
-        return None
-    child._shmreduce_inherits = True
-    family = current().family
-    receiver, sender = family.mailbox
-    return _Inheritance(
-        tuple(reduction.DupFd(fd) for fd in (family.fd, receiver.fileno(), sender.fileno()))
-    )

@@ -1,7 +1,7 @@
 """One segment as one process has it open: its importers and its lease transitions.
 
-May import errors, contracts, ``locks``, ``block_locks``, ``mapping``, ``processes``,
-``layout``, ``segment_file`` and ``lease_slots``.
+May import errors, contracts, ``standard_streams``, ``locks``, ``block_locks``, ``mapping``,
+``processes``, ``layout``, ``segment_file`` and ``lease_slots``.
 
 Each block has a generation, which its owner raises when the block becomes free,
 and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
@@ -27,6 +27,7 @@ import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shmreduce.contracts import SegmentFile
 from shmreduce.errors import (
     AlreadyLoadedError,
     InvalidHandleError,
@@ -40,11 +41,12 @@ from shmreduce.memory.layout import IMPORTERS, LOCK_IMPORTER, LOCK_OWNER, Segmen
 from shmreduce.memory.lease_slots import MESSAGE, LeaseSlots
 from shmreduce.memory.processes import is_closing
 from shmreduce.memory.segment_file import check_file
+from shmreduce.memory.standard_streams import clear_of_streams
 
 if TYPE_CHECKING:
     import weakref
 
-    from shmreduce.contracts import SegmentFile, SharingStrategy
+    from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.mapping import Mapping
 
 __all__ = ["Segment", "Sent"]
@@ -142,10 +144,11 @@ class Segment(LeaseSlots):
         InvalidHandleError
             If the file is no segment at all.
         """
+        fd = clear_of_streams(file.fd)
         try:
-            return cls(file, check_file(file.fd, token), strategy, owner=False)
+            return cls(SegmentFile(fd, file.name), check_file(fd, token), strategy, owner=False)
         except BaseException:
-            os.close(file.fd)
+            os.close(fd)
             raise
 
     def __repr__(self) -> str:

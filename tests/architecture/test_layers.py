@@ -53,6 +53,7 @@ LAYERS = [
 UPWARDS = {("context", "pool")}
 """Each of the two needs the other: the method of a context that makes a pool imports it then."""
 MEMORY_LAYERS = [
+    {"standard_streams"},
     {"anonymous", "locks", "mapping", "handle", "processes"},
     {"layout"},
     {"block_locks", "segment_file"},

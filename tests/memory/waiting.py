@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,10 @@ def receive(connection: Connection) -> Any:
 
 
 def wait_for_exit(pid: int) -> int:
-    """Wait for a forked child and return its exit code, negative for a signal."""
+    """Wait for a forked child and return its exit code, negative for a signal.
+
+    One that does not end fails the test, and is killed.
+    """
     status = 0
 
     def ended() -> bool:
@@ -44,7 +48,12 @@ def wait_for_exit(pid: int) -> int:
         found, status = os.waitpid(pid, os.WNOHANG)
         return found == pid
 
-    eventually(ended, f"end of child {pid}")
+    try:
+        eventually(ended, f"end of child {pid}")
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
     return os.waitstatus_to_exitcode(status)
 
 

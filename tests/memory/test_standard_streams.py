@@ -1,0 +1,116 @@
+"""Programs whose standard streams are closed, as daemons' are."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from shmreduce.memory import standard_streams
+from tests.memory.waiting import PATIENCE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STREAMS = """
+import os
+
+
+def what_has_their_numbers():
+    found = []
+    for number in range(3):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            pass
+    return [name for name in found if "shmreduce" in name or name.startswith("socket")]
+"""
+PROGRAM = """
+import os
+import sys
+
+for number in range(3):
+    os.close(number)
+
+import numpy as np
+import shmreduce
+from streams import what_has_their_numbers
+
+
+def answer(connection):
+    array = connection.recv()
+    connection.send([array + 1, shmreduce.ones(300_000), what_has_their_numbers()])
+
+
+if __name__ == "__main__":
+    shmreduce.install(strategy=sys.argv[1])
+    method, kind = sys.argv[2:4]
+    import multiprocessing
+
+    context = (shmreduce if kind == "ours" else multiprocessing).get_context(method)
+    here, there = context.Pipe()
+    child = context.Process(target=answer, args=(there,))
+    child.start()
+    here.send(np.ones(300_000))
+    array, shared, seen = here.recv()
+    here.close()
+    child.join()
+    if kind == "standard":
+        # Its own pipes are its own affair.
+        seen = [name for name in seen if "socket" not in name]
+    seen += [name for name in what_has_their_numbers() if kind == "ours" or "socket" not in name]
+    right = (array == 2).all() and (shared == 1).all()
+    with open(sys.argv[4], "w") as file:
+        print(*seen, "right" if right else "wrong", file=file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    # Without these streams the standard library's pipes do not reach children of spawn,
+    # and its fork server starts no process at all.
+    [("fork", "ours"), ("spawn", "ours"), ("fork", "standard")],
+)
+def test_nothing_of_ours_takes_their_numbers(
+    method: str, kind: str, strategy: str, tmp_path: Path
+) -> None:
+    """Whatever a library prints there goes nowhere, instead of into an array."""
+    (tmp_path / "streams.py").write_text(STREAMS)
+    program, result = tmp_path / "program.py", tmp_path / "result"
+    program.write_text(PROGRAM)
+    subprocess.run(
+        [sys.executable, str(program), strategy, method, kind, str(result)],
+        timeout=PATIENCE,
+        check=True,
+        env={**os.environ, "SHMREDUCE_DIRECTORY": str(tmp_path)},
+    )
+    assert result.read_text() == "right\n"
+
+
+def test_a_file_that_has_such_a_number_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number is free again, also if there is no other one; the file is the same."""
+    number = os.open(os.devnull, os.O_RDONLY)
+    monkeypatch.setattr(standard_streams, "_STANDARD_ERROR", number)
+    file = os.fstat(number)
+    clear = standard_streams.clear_of_streams(number)
+    assert clear > number
+    assert os.fstat(clear).st_ino == file.st_ino
+    assert fcntl.fcntl(clear, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.fstat(number)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(standard_streams, "_STANDARD_ERROR", clear)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "fcntl", refuse)
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            standard_streams.clear_of_streams(clear)
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.fstat(clear)
