@@ -40,7 +40,7 @@ def shmreduce_reducers() -> Iterable[Reducer]:
     """
     from shmreduce_numpy.reducer import NumpyReducer
 
-    if "numpy" in sys.modules:
+    if sys.modules.get("numpy") is not None:
         # Now, not at the first message: children that are forked from now on have it, too.
         importlib.import_module("shmreduce_numpy.reduction")
     return [NumpyReducer()]

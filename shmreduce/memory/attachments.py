@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sys
 from contextlib import suppress
 from types import MappingProxyType
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["EXHAUSTED", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
+_FEW = 16
+_MOST_HELD = 8192
+"""Segments of others, of two mappings each: a process has 65,530 (vm.max_map_count)."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
 EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 """What the system says when no descriptor is free."""
@@ -329,6 +333,20 @@ class Attachments:
             errno=error.errno,
             pid=handle.pid,
         )
+
+    def is_one_too_many(self, segment: Segment) -> bool:
+        """Return whether a block that was just claimed is not worth its segment's descriptors.
+
+        Blocks of one process take them together. But where blocks of hundreds of
+        processes are held, each needs a segment of its own, and the limit of open
+        files comes nearer.
+        """
+        if len(self.directory) <= _FEW or segment.owner or segment.needed > 1:
+            return False
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST_HELD if soft == resource.RLIM_INFINITY else min(soft // 8, _MOST_HELD)
+        others = [each for each in list(self.directory.values()) if not each.owner]
+        return sum(each.needed > 0 for each in others) > most
 
     # Giving back
 

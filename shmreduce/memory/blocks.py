@@ -307,6 +307,7 @@ class LiveBlocks:
             if reference is not None:
                 self._strike_off(reference)
             record.segment.holds.pop(slot, None)
+            record.segment.passing.pop(slot, None)
         return taken
 
     def is_watched(self, record: Record) -> bool:
@@ -362,6 +363,7 @@ class LiveBlocks:
             return False
         if segment.holds.get(record.slot) is record:
             del segment.holds[record.slot]
+            segment.passing.pop(record.slot, None)
         if not segment.holds:
             self.on_unused(segment)
         return True

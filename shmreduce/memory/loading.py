@@ -7,6 +7,7 @@ May import errors, ``mapping``, ``segment``, ``blocks``, ``attachments``,
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -20,9 +21,10 @@ from shmreduce.errors import (
     SegmentError,
     ShmreduceError,
 )
+from shmreduce.memory.blocks import Block
 from shmreduce.memory.handle import MARK, Handle, check_handle, key_of, lease_of
 from shmreduce.memory.layout import SHARED
-from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.mapping import Mapping, make_root, page_ceil
 from shmreduce.memory.record import Record
 from shmreduce.memory.runtime import Runtime, current
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from collections.abc import Mapping as Arriving
 
-    from shmreduce.memory.blocks import Block
     from shmreduce.memory.segment import Segment
 
     Arrived = Arriving[bytes, int]
@@ -175,6 +176,9 @@ def import_block(handle: bytes) -> Block:
         found = _claim(runtime, segment, what)
     finally:
         segment.unpin(mark)
+    if not what.shared and runtime.attachments.is_one_too_many(segment):
+        # The block itself goes when the load has ended: until then it may be undone.
+        found = _copied(runtime, found)
     if _here.loading is None:
         _message_ended(runtime, segment)
     return found
@@ -235,6 +239,26 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
     if _here.loading is not None:
         _here.loading.claimed(found, what)
     return found
+
+
+def _copied(runtime: Runtime, block: Block) -> Block:
+    """Return a block like another, by value, in memory that is this process's alone."""
+    record = block._record
+    segment, number = record.segment, record.block
+    try:
+        mapping = Mapping.of_memory(segment.offsets[number], page_ceil(max(record.nbytes, 1)))
+    except SegmentError:
+        # No addresses are left: then it stays where it is.
+        return block
+    root = make_root(mapping.pages, 0, mapping.size)
+    ctypes.memmove(mapping.address, record.address, record.nbytes)
+    # Held by nobody's lease, it is found by nobody, and sent on as a copy.
+    if record.slot is not None:
+        segment.passing[record.slot] = None
+    alone = Record(
+        runtime.live, segment, number, record.nbytes, mapping, shared=False, private=True
+    )
+    return Block(alone, root)
 
 
 def _hold_elsewhere(record: Record, what: Handle) -> None:

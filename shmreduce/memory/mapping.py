@@ -106,6 +106,10 @@ class Mapping:
     __slots__ = ("address", "offset", "pages", "size")
 
     def __init__(self, fd: int, offset: int, size: int, *, private: bool = False) -> None:
+        self._reserve(offset, size)
+        self.cover(fd, offset, size, private=private)
+
+    def _reserve(self, offset: int, size: int) -> None:
         # The kernel puts what is whole huge pages long where a huge page can be.
         reserved = huge_ceil(size) if size >= HUGE_PAGE else size
         try:
@@ -115,7 +119,19 @@ class Mapping:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
         self.offset = offset
         self.size = size
-        self.cover(fd, offset, size, private=private)
+
+    @classmethod
+    def of_memory(cls, offset: int, size: int) -> Mapping:
+        """Return ``size`` bytes of ordinary memory, as if they were a file's from ``offset`` on.
+
+        Raises
+        ------
+        SegmentError
+            If the kernel gives no addresses.
+        """
+        made = cls.__new__(cls)
+        made._reserve(offset, size)
+        return made
 
     def cover(self, fd: int, offset: int, size: int, *, private: bool) -> None:
         """Put the file's pages of ``[offset, offset + size)`` in place, atomically.

@@ -113,6 +113,8 @@ class Segment(LeaseSlots):
         """Blocks of its own that the owner still has a view of, or is about to have."""
         self.holds: dict[int, object] = {}
         """Lease slots by which this process holds blocks."""
+        self.passing: dict[int, None] = {}
+        """Those that last as long as the load that has copied the block."""
         self.pins: dict[object, None] = {}
         """Calls under way that need the segment to stay open."""
         self.outbox: dict[int, Sent] = {}
@@ -233,6 +235,11 @@ class Segment(LeaseSlots):
         if self.owner or self.holds or self.pins:
             return False
         return not self.outbox or not self.unread()
+
+    @property
+    def needed(self) -> int:
+        """How many blocks of another process's segment are held for longer than a load."""
+        return len(self.holds) - len(self.passing)
 
     def unpin(self, mark: object) -> None:
         """End a call that needed the segment to stay open."""

@@ -17,6 +17,7 @@ import shmreduce
 from shmreduce import AlreadyLoadedError, AttachError
 from shmreduce.descriptor import Descriptor
 from shmreduce.memory import block_locks, locks, runtime
+from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import LOCK_BLOCK
 from shmreduce.testing.processes import OtherProcess
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("installed", "nothing_happens")
 
 LENGTH = 300_000
+in_place = Attachments.is_one_too_many
 
 
 class Trouble:
@@ -50,9 +52,15 @@ def _pass() -> None:
         )
 
 
-@pytest.fixture
-def nothing_happens() -> Iterator[None]:
-    """Nothing happens, and the first load fails."""
+@pytest.fixture(params=["in place", "copied"])
+def nothing_happens(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Nothing happens, and the first load fails; arrays by value stay in their block, or are
+    copied as where too many segments are open.
+    """
+    if request.param == "copied":
+        monkeypatch.setattr(Attachments, "is_one_too_many", lambda *_: True)
     Trouble.left = 1
     Trouble.happens = lambda: None
     yield
@@ -160,11 +168,17 @@ def hold_lock(token: bytes, number: int) -> None:
     _kept.append(Descriptor(fd))
 
 
-def test_an_array_by_value_that_an_object_has_kept_is_not_given_out_again() -> None:
-    """The next try says so, and the array that was kept is never reused."""
+def test_the_memory_of_an_array_that_an_object_has_kept_is_not_given_out_again() -> None:
+    """The next try says so, or brings another copy; the array that was kept is never reused."""
     again = fail_to_load(dumped(Cached(np.full(LENGTH, 1.0))))
-    with pytest.raises(AlreadyLoadedError):
+    try:
         ForkingPickler.loads(again)
+    except AlreadyLoadedError:
+        pass
+    else:
+        assert Attachments.is_one_too_many is not in_place
+        assert not np.shares_memory(*_kept)
+        _kept.pop()[:] = 7
     for number in range(3):
         ForkingPickler.loads(ForkingPickler.dumps(np.full(LENGTH, float(number))))[:] = 5
     assert (_kept[0] == 1).all()

@@ -1,0 +1,93 @@
+"""Arrays of more processes than the limit of open files allows to keep open."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.memory.waiting import PATIENCE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+import multiprocessing
+import os
+import resource
+import sys
+
+import numpy as np
+import shmreduce
+from shmreduce.memory import runtime
+
+SENDERS, FILES = 150, 160
+
+
+def send(connection, number):
+    array = np.full(50_000, number)
+    connection.send([array, {"again": array[:20_000].reshape(100, 200)}])
+    # Not before it is read: what is tested is not the mailbox.
+    connection.recv()
+
+
+def held():
+    segments = runtime.current().directory.values()
+    return sum(bool(segment.holds) for segment in segments if not segment.owner)
+
+
+if __name__ == "__main__":
+    strategy, kind = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    shmreduce.install(strategy=strategy)
+    context = (shmreduce if kind == "ours" else multiprocessing).get_context("fork")
+    kept = []
+    for number in range(SENDERS):
+        here, there = context.Pipe()
+        child = context.Process(target=send, args=(there, number))
+        child.start()
+        there.close()
+        kept.append(here.recv())
+        here.send("read")
+        child.join()
+        here.close()
+        assert held() <= FILES // 8 + 1, held()
+    for number, (array, found) in enumerate(kept):
+        assert (array == number).all() and (found["again"] == number).all(), number
+        assert array.flags.writeable and shmreduce.is_shared(array) is False
+        array += 1
+        assert (found["again"] == number).all(), number
+    # As any array that was received.
+    here, there = context.Pipe()
+    here.send(kept[-1][0])
+    kept[-1][0][:] = 0
+    assert (there.recv() == SENDERS).all()
+    del array, found
+    kept.clear()
+    runtime.current().attachments.close_idle(0)
+    assert all(segment.owner for segment in runtime.current().directory.values())
+    print("right")
+"""
+
+
+@pytest.mark.parametrize("kind", ["ours", "standard"])
+def test_a_program_can_keep_arrays_of_more_processes_than_it_may_open_files(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
+    """150 senders that have ended, at most 160 open files: each array is there, whole, and
+    independent of all others.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program), strategy, kind],
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SHMREDUCE_DIRECTORY": str(tmp_path)},
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)
