@@ -219,7 +219,8 @@ class _Run:
             else:
                 self._due[pid] = now + strike.seconds
                 self.outcome.stopped += self._signal(pid, signal.SIGSTOP)
-        for index in self.tally.in_rain.nonzero()[0]:
+        # Copies: who is counted writes meanwhile, and NumPy refuses to look at that.
+        for index in self.tally.in_rain.copy().nonzero()[0]:
             pid = int(self.tally.pids[index])
             # Looked at again: the pid may be that of another who plays the part.
             if self.tally.in_rain[index]:
@@ -250,7 +251,7 @@ class _Run:
 
     def _let_go_on(self) -> None:
         now = time.monotonic()
-        for index in self.tally.stopped.nonzero()[0]:
+        for index in self.tally.stopped.copy().nonzero()[0]:
             self._due[int(self.tally.stopped[index])] = now + float(self.tally.seconds[index])
             self.tally.stopped[index] = 0
             self.outcome.stopped += 1
