@@ -249,7 +249,20 @@ class Plugins:
         return answer
 
     def memory_handlers(self) -> MemoryHandlers | None:
-        """Return the first memory handler, in order of the plugins' names."""
+        """Return the first memory handler, in order of the plugins' names.
+
+        Not asked for when plugins are loaded, since few programs need it. So
+        plugins that raise are found here, and the others asked without them.
+
+        Warns
+        -----
+        ShmreduceWarning
+            Once for each broken plugin.
+        """
+        for plugin in self._plugins:
+            if plugin.status == "loaded":
+                self._attempt(plugin, self._ask_for_memory_handlers)
+        self._speak_up()
         answer: MemoryHandlers | None = self._manager.hook.shmreduce_memory_handlers()
         return answer
 
@@ -334,17 +347,23 @@ class Plugins:
         """Call the plugin's own hooks, and nobody else's."""
         if plugin.reducers or plugin.strategies or plugin.array_factory:
             return
-        others = [each for each in self._manager.get_plugins() if each is not plugin.instance]
 
         def answers(hook: str) -> list[Any]:
-            given = self._manager.subset_hook_caller(hook, remove_plugins=others)()
-            return [each for answer in given for each in answer]
+            return [each for answer in self._call(plugin, hook) for each in answer]
 
         reducers = answers("shmreduce_reducers")
         strategies = answers("shmreduce_strategies")
-        factory = self._manager.subset_hook_caller("shmreduce_array_factory", others)()
+        factory = self._call(plugin, "shmreduce_array_factory")
         plugin.reducers, plugin.strategies = reducers, strategies
         plugin.array_factory = factory
+
+    def _ask_for_memory_handlers(self, plugin: _Plugin) -> None:
+        self._call(plugin, "shmreduce_memory_handlers")
+
+    def _call(self, plugin: _Plugin, hook: str) -> Any:
+        """Call a hook of the plugin alone, and return what the hook does."""
+        others = [each for each in self._manager.get_plugins() if each is not plugin.instance]
+        return self._manager.subset_hook_caller(hook, remove_plugins=others)()
 
     def _withdraw(self, plugin: _Plugin) -> None:
         plugin.conflict = None
@@ -441,7 +460,8 @@ def get_array_factory() -> ArrayFactory | None:
 
 def get_memory_handlers() -> MemoryHandlers | None:
     """Return what makes an array library allocate by ``shared_allocations``, or None."""
-    return get_plugins().memory_handlers()
+    with _process.lock:
+        return get_plugins().memory_handlers()
 
 
 def plugin_report(*, ask: bool = False) -> list[PluginReport]:

@@ -17,6 +17,8 @@ from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.rebuild import rebuild_masked, take_attributes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shmreduce import Mode
 
 __all__ = ["array_like", "fill", "new_array", "share_array"]
@@ -39,7 +41,7 @@ def new_array(shape: Any, dtype: Any, order: str, mode: Mode, *, zeroed: bool = 
     outline = np.broadcast_to(np.empty((), settled.dtype), shape).shape + settled.shape[1:]
     if order not in ("C", "F"):
         raise ValueError(f"order must be 'C' or 'F', not {order!r}")
-    return _new(outline, settled.dtype, order, mode, zeroed=zeroed)
+    return _new(outline, settled.dtype, mode, order=order, zeroed=zeroed)
 
 
 def array_like(obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
@@ -52,7 +54,8 @@ def array_like(obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
     """
     source = np.asarray(obj, dtype)
     _refuse_objects(source.dtype)
-    array = _new(source.shape, source.dtype, _settle_order(source, order), mode)
+    strides = _strides(source, order)
+    array = _new(source.shape, source.dtype, mode, strides=strides)
     _copy(array, source)
     return array
 
@@ -73,8 +76,7 @@ def share_array(array: np.ndarray[Any, Any], mode: Mode) -> Any:
     if protocol is Protocol.MASKED:
         return _share_masked(array, mode)
     plain = np.ndarray.view(array, np.ndarray)
-    order = _settle_order(plain, "K")
-    shared = _new(plain.shape, plain.dtype, order, mode, type(array))
+    shared = _new(plain.shape, plain.dtype, mode, type(array), strides=_strides(plain, "K"))
     _copy(np.ndarray.view(shared, np.ndarray), plain)
     if type(array) is not np.ndarray:
         take_attributes(shared, array)
@@ -99,10 +101,11 @@ def _share_masked(array: Any, mode: Mode) -> Any:
 def _new(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    order: str,
     mode: Mode,
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
     *,
+    order: str = "C",
+    strides: Sequence[int] | None = None,
     zeroed: bool = False,
 ) -> Any:
     nbytes = dtype.itemsize
@@ -111,7 +114,7 @@ def _new(
     block = allocate(nbytes, mode)
     if zeroed:
         root_of(block).fill(0)
-    return array_over(block, shape, dtype, order=order, cls=cls)
+    return array_over(block, shape, dtype, order=order, strides=strides, cls=cls)
 
 
 def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
@@ -126,13 +129,23 @@ def _opaque(array: np.ndarray[Any, Any]) -> Any:
     return array if array.dtype.names is None else array.view(f"V{array.itemsize}")
 
 
-def _settle_order(array: np.ndarray[Any, Any], order: str) -> str:
-    """Return C or F for what NumPy calls the orders K and A."""
-    if order in ("K", "A"):
-        return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-    if order not in ("C", "F"):
+def _strides(array: np.ndarray[Any, Any], order: str) -> list[int]:
+    """Return the strides, without gaps, of a copy of ``array`` as ``numpy.array`` makes it."""
+    axes = list(range(array.ndim))
+    fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    if order == "F" or (order in ("K", "A") and fortran):
+        axes.reverse()
+    elif order == "K" and not array.flags.c_contiguous:
+        # The axis with the longest steps is the outermost; among equals the order stays.
+        axes.sort(key=lambda axis: -abs(array.strides[axis]))
+    elif order not in ("C", "A", "K"):
         raise ValueError(f"order must be 'C', 'F', 'A' or 'K', not {order!r}")
-    return order
+    strides = [0] * array.ndim
+    step = array.itemsize
+    for axis in reversed(axes):
+        strides[axis] = step
+        step *= array.shape[axis]
+    return strides
 
 
 def _refuse_objects(dtype: np.dtype[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +72,7 @@ def test_share_copies_any_array(original: Array) -> None:
     assert shared.shape == original.shape
     assert shared.flags.c_contiguous == original.flags.c_contiguous
     assert shared.flags.f_contiguous == original.flags.f_contiguous
+    assert shared.strides == original.copy(order="K").strides or not original.size
     assert shared.flags.writeable
     assert shared.tobytes() == before
     assert shmreduce.is_shared(shared)
@@ -269,6 +271,17 @@ def test_full_and_ones_and_array() -> None:
     assert shmreduce.array(np.ones((2, 3), order="F")).flags.f_contiguous
     assert shmreduce.array(np.ones((2, 3), order="F"), order="C").flags.c_contiguous
     assert type(shmreduce.array(np.ones((2, 2)).view(np.matrix))) is np.ndarray
+
+
+@pytest.mark.parametrize("order", ["K", "A", "C", "F"])
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
+def test_layout_of_copies(axes: tuple[int, ...], order: Any) -> None:
+    """array() lays out its copy as numpy.array does, for permuted axes and steps too."""
+    original = np.arange(120).reshape(4, 5, 6).transpose(axes)
+    for view in (original, original[::-1, ::2], original[:, :1], original[..., None]):
+        shared = shmreduce.array(view, order=order)
+        assert shared.strides == np.array(view, order=order).strides
+        assert (shared == view).all()
 
 
 def test_python_objects_cannot_be_shared() -> None:

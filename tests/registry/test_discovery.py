@@ -288,6 +288,28 @@ def test_one_module_by_two_names(installer: Installer) -> None:
     assert factory == "the factory"
 
 
+def test_broken_memory_handlers_take_nobody_down(installer: Installer) -> None:
+    """A plugin that raises when it is asked for memory handlers is passed over, and told of."""
+    hook = """
+        from shmreduce import hookimpl
+
+        @hookimpl
+        def shmreduce_memory_handlers():
+            {answer}
+    """
+    installer.install("broken", hook.format(answer="1 / 0"))
+    installer.install("other", hook.format(answer="return 'the handlers'"))
+    plugins = installer.plugins()
+    plugins.synchronise(Settings())
+    with pytest.warns(ShmreduceWarning, match="'broken' of distribution dist-of-broken 1.5"):
+        handlers: Any = plugins.memory_handlers()
+    assert handlers == "the handlers"
+    assert report_of(plugins, "broken").status == "broken"
+    assert "ZeroDivisionError" in report_of(plugins, "broken").reason
+    handlers = plugins.memory_handlers()
+    assert handlers == "the handlers"
+
+
 def test_half_broken_plugin_leaves_nothing(installer: Installer) -> None:
     """If one of a plugin's reducers is bad, none of them stays registered."""
     source = REDUCER.format(claimed="package.Good")
