@@ -353,9 +353,12 @@ class _Run:
         if not is_killed[link.sender]:
             return False
         # What was sent through our own pipes is there, whoever dies: if there was
-        # a descriptor free on both sides for what brings it along.
-        return link.kind not in ("own pipe", "own simple queue") or any(
-            _lacks_descriptors(self.plan, actor) for actor in (link.sender, link.receiver)
+        # a descriptor free on both sides for what brings it along, and the receiver
+        # could lock it at the first try. Later it would have to ask the sender.
+        return (
+            link.kind not in ("own pipe", "own simple queue")
+            or any(_lacks_descriptors(self.plan, actor) for actor in (link.sender, link.receiver))
+            or _fails(self.plan, link.receiver, errno.ENOLCK)
         )
 
     def _count_row(self, index: int, kind: str, *, excused: bool) -> None:
@@ -400,10 +403,12 @@ def _leaves(plan: Plan, actor: int) -> bool:
 
 
 def _lacks_descriptors(plan: Plan, actor: int) -> bool:
-    refused = (each for each in plan.injections if each.actor == actor)
-    return actor in plan.starved or any(
-        each.errno in (errno.EMFILE, errno.ENFILE) for each in refused
-    )
+    return actor in plan.starved or _fails(plan, actor, errno.EMFILE, errno.ENFILE)
+
+
+def _fails(plan: Plan, actor: int, *numbers: int) -> bool:
+    """Whether calls of an actor fail with one of these numbers of errors."""
+    return any(each.actor == actor and each.errno in numbers for each in plan.injections)
 
 
 def _names(system: str) -> list[str]:
