@@ -113,11 +113,13 @@ def _limits_upwards(
     parts = [part for part in path.split("/") if part]
     for length in range(len(parts), -1, -1):
         folder = "/".join([mount, *parts[:length]])
-        most, used = machine.number(f"{folder}/{limit}"), machine.number(f"{folder}/{usage}")
+        most = machine.number(f"{folder}/{limit}")
         # Version 1 says "no limit" by a number that no machine reaches.
-        if most is None or used is None or (total is not None and most >= total):
+        if most is None or (total is not None and most >= total):
             continue
-        yield max(0, most - used + _statistic(machine, folder, droppable)), most, folder
+        used = machine.number(f"{folder}/{usage}")
+        if used is not None:
+            yield max(0, most - used + _statistic(machine, folder, droppable)), most, folder
 
 
 def _statistic(machine: Machine, folder: str, key: str) -> int:
