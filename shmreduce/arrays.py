@@ -1,7 +1,7 @@
 """Arrays born shared, and shared copies of objects.
 
-May import the registry, discovery and errors; reaches shared memory only
-through reducers and the array factory, so it knows no array library.
+May import errors, contracts, the registry and discovery; reaches shared memory
+only through reducers and the array factory, so it knows no array library.
 
 A shared array travels to other processes without a copy, and everybody who
 has it sees everybody's writes, forever, views included. ``mode`` says how it

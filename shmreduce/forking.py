@@ -1,8 +1,8 @@
 """Teaches the standard :mod:`multiprocessing` to send arrays by shared memory.
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
-import everything below it: settings, registry, discovery, strategies,
-:mod:`shmreduce.memory`, ``children``, ``pickling`` and ``remote``.
+import errors, settings, registry, discovery, strategies, :mod:`shmreduce.memory`,
+``children``, ``pickling`` and ``remote``.
 
 What is installed
 -----------------

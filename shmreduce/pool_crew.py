@@ -1,7 +1,8 @@
 """The workers of one pool, and the thread that gives them work.
 
-May import what is below: errors, ``interrupts``, ``parent_death``, ``pool_channel``,
-``pool_marks``, ``pool_member``, ``pool_room``, ``pool_tasks`` (types only) and ``pool_worker``.
+May import errors, ``interrupts``, ``parent_death``, ``pool_channel``, ``pool_errors``,
+``pool_marks``, ``pool_member``, ``pool_room``, ``pool_worker``, and for types alone
+``pool_results`` and ``pool_tasks``.
 
 The protocol
 ------------

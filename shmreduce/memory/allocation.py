@@ -1,6 +1,6 @@
 """Shared blocks that are born here, and blocks found by what lies in them.
 
-May import errors, ``heap``, ``blocks`` and ``runtime``.
+May import errors, ``layout``, ``heap``, ``blocks`` and ``runtime``.
 """
 
 from __future__ import annotations

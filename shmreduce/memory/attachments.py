@@ -1,7 +1,7 @@
 """The segments that this process has open, by token.
 
-May import errors, signals, contracts, strategies, ``locks``, ``processes``, ``layout``,
-``segment``, ``sweep``, ``family`` and ``handle``.
+May import errors, signals, contracts, strategies, ``locks``, ``processes``, ``handle``,
+``layout``, ``segment_file``, ``lease_slots``, ``segment``, ``sweep`` and ``family``.
 
 A segment is opened once, mapped once, and kept: opening costs far more than
 claiming a lease. It is given back when nothing of it is in use and its owner

@@ -1,7 +1,7 @@
 """The receiver's side of one pickled message: what it brings.
 
-May import errors, ``mapping``, ``segment``, ``blocks``, ``attachments``,
-``handle`` and ``runtime``.
+May import errors, ``mapping``, ``layout``, ``handle``, ``segment``, ``attachments``,
+``record``, ``blocks`` and ``runtime``.
 """
 
 from __future__ import annotations

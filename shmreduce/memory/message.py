@@ -1,7 +1,7 @@
 """The sender's side of one pickled message: what it gives out.
 
-May import errors, settings, ``segment``, ``heap``, ``blocks``, ``filling``,
-``handle``, ``parts`` and ``runtime``.
+May import errors, settings, ``layout``, ``handle``, ``lease_slots``, ``segment``,
+``heap``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
 """
 
 from __future__ import annotations
