@@ -115,7 +115,7 @@ class Installation:
                 later[0]._before = self._before
             else:
                 set_settings(self._before)
-                runtime.configure(self._before)
+                runtime.prepare_for_children()
             del _state.installations[position]
             _apply()
 
@@ -212,7 +212,7 @@ def uninstall() -> None:
         if _state.installations:
             before = _state.installations[0]._before
             set_settings(before)
-            runtime.configure(before)
+            runtime.prepare_for_children()
             _state.installations.clear()
             _apply()
 
@@ -244,7 +244,7 @@ def _install(settings: Settings, *, override: bool) -> Installation:
         registry = get_registry()
         current_strategy()
         outranked = _check_rivals(registry, override=override)
-        runtime.configure(settings)
+        runtime.prepare_for_children()
     except BaseException:
         set_settings(before)
         raise

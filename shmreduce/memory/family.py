@@ -96,7 +96,7 @@ class Family:
     fd : int
         The family's file, under an open file description of this process's own. It
         is this object's from now on, also when it cannot be made.
-    mailbox : tuple of socket or None
+    mailbox : (socket, socket)
         Receiving and sending end.
     """
 
