@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import TaskAbandonedError, WorkerDied
-from shmreduce.pool_crew import Crew
+from shmreduce.pool_crew import TERMINATED, Crew
 from shmreduce.pool_progress import make_bar, with_bar
 from shmreduce.pool_results import (
     ApplyResult,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from shmreduce.pool_tasks import Call
 
-__all__ = ["AsyncResult", "Pool", "checked_retries", "processors"]
+__all__ = ["AsyncResult", "Pool", "checked_retries", "chunks_of", "processors"]
 
 # Named as in multiprocessing.pool.
 RUN, CLOSE, TERMINATE = "RUN", "CLOSE", "TERMINATE"
@@ -105,7 +105,6 @@ class Pool:
         shared_allocations: bool = False,
     ) -> None:
         self._pid = os.getpid()
-        self._state = "INIT"
         if processes is None:
             processes = processors()
         if processes < 1:
@@ -378,7 +377,7 @@ class Pool:
         count = -(-len(items) // chunksize)
         sent = 0
         try:
-            for chunk in itertools.islice(_chunks(items, chunksize), count):
+            for chunk in itertools.islice(chunks_of(items, chunksize), count):
                 call: Call = (how, func, chunk, {})
                 if not self._send(result, sent, sent * chunksize, call, tries, patient=patient):
                     return
@@ -465,7 +464,7 @@ class Pool:
     ) -> None:
         index = 0
         try:
-            for chunk in _chunks(iterable, chunksize):
+            for chunk in chunks_of(iterable, chunksize):
                 how, arguments = (ONCE, chunk) if chunksize == 1 else (EACH, chunk)
                 call: Call = (how, func, arguments, {})
                 if not self._send(result, index, index * chunksize, call, tries, patient=True):
@@ -512,7 +511,7 @@ class Pool:
             task.wait_in(self._crew.room.give)
             if not wanted:
                 task.discard()
-                result.abandon(TaskAbandonedError("the pool was terminated meanwhile"))
+                result.abandon(TaskAbandonedError(TERMINATED))
                 return False
         self._crew.submit(task)
         return True
@@ -544,7 +543,14 @@ class Pool:
         self._crew.join()
 
 
-def _chunks(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the items of an iterable by so many; the last chunk may have fewer.
+
+    Examples
+    --------
+    >>> list(chunks_of("abcde", 2))
+    [('a', 'b'), ('c', 'd'), ('e',)]
+    """
     iterator = iter(iterable)
     while chunk := tuple(itertools.islice(iterator, size)):
         yield chunk
