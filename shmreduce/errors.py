@@ -97,8 +97,9 @@ class ShmreduceError(Exception):
 class ShmreduceWarning(UserWarning):
     """Something is wrong that does not stop the work.
 
-    Given for broken plugins, for messages that are lost as their sender ends, and
-    for received arrays that stay shared with a forked child.
+    Given for broken plugins, for messages that are lost as their sender ends, for
+    names of shared memory that a process could not remove at its end, and for
+    received arrays that stay shared with a forked child.
     """
 
 

@@ -92,7 +92,7 @@ class ProcessPoolExecutor(Executor):
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts. If no
         worker can be started for that, futures fail with ``BrokenProcessPool``.
-    initargs : tuple
+    initargs : iterable
         Its arguments.
     max_tasks_per_child : int, optional
         After so many tasks a worker leaves. Not with ``fork``.
@@ -101,6 +101,13 @@ class ProcessPoolExecutor(Executor):
         that do no harm when they are begun twice.
     shared_allocations : bool
         As for :class:`shmreduce.Pool`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is impossible.
+    AllocatorUnavailableError
+        With ``shared_allocations``, if the compiled allocator is missing.
 
     Notes
     -----

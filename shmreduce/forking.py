@@ -171,6 +171,8 @@ def install(
     PluginError
         If ``plugins`` names one that is not installed.
 
+    Notes
+    -----
     After any of these errors everything is as it was before the call.
 
     Examples

@@ -56,7 +56,7 @@ class Pool:
         How many workers; by default as many as there are processors.
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts.
-    initargs : tuple
+    initargs : iterable
         Its arguments.
     maxtasksperchild : int, optional
         After so many tasks a worker leaves and a new one takes its place.
@@ -73,8 +73,12 @@ class Pool:
 
     Raises
     ------
+    ValueError, TypeError
+        If an argument is impossible.
     AllocatorUnavailableError
         With ``shared_allocations``, if the compiled allocator is missing.
+    OSError
+        If a worker cannot be started. None is left then.
 
     Notes
     -----
@@ -200,7 +204,15 @@ class Pool:
         *,
         retries: int | None = None,
     ) -> Any:
-        """Return ``func(*args, **kwds)``, done by a worker."""
+        """Return ``func(*args, **kwds)``, done by a worker; otherwise as :meth:`apply_async`.
+
+        Raises
+        ------
+        WorkerDied
+            If the worker was killed, and the retries are used up.
+        Exception
+            What the call raised.
+        """
         return self.apply_async(func, args, kwds, retries=retries).get()
 
     def apply_async(

@@ -157,6 +157,8 @@ class ProcessContext:
         ProcessExitedException
             If the process exited with a code that is not 0 or was killed.
 
+        Notes
+        -----
         After such an error no process is left. Every later call raises its like.
         Threads may join at the same time; they take turns.
         """

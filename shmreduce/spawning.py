@@ -98,6 +98,8 @@ def start_processes(
     ValueError
         If there is no such start method.
 
+    Notes
+    -----
     If a process cannot be started, those that were started are terminated. If
     this is interrupted, by Ctrl-C for example, the processes have a second
     to end by themselves before they are terminated.

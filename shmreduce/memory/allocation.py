@@ -77,6 +77,11 @@ def find_block(exporter: object) -> Block | None:
     exporter : memoryview or object
         A memoryview, or the object at the bottom of a chain of views.
 
+    Returns
+    -------
+    Block or None
+        While it lives, so does the memory.
+
     Examples
     --------
     >>> block = allocate(8)

@@ -139,6 +139,9 @@ def import_block(handle: bytes) -> Block:
         claimed then: the handle can be tried again.
     StaleHandleError, AlreadyLoadedError
         If the block was released, or the by-value message loaded, before.
+    SegmentError, OutOfLeasesError, LeaseTimeoutError
+        If no addresses or no lease are free, or a process that is stopped has
+        the block locked. The handle can be tried again.
 
     Examples
     --------

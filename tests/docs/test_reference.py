@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing.process
 import re
+from concurrent.futures import Executor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,31 @@ def test_headings_give_the_signatures_of_functions(function: Any) -> None:
     section = section_of(function.__name__)
     assert section is not None
     assert section.splitlines()[0].lstrip("# ") == f"`{function.__name__}{bare}`"
+
+
+def classes() -> list[type]:
+    """Return the public classes of shmreduce itself but for errors, each under its own name."""
+    found = dict.fromkeys(getattr(shmreduce, name) for name in shmreduce.__all__)
+    return [
+        each
+        for each in found
+        if inspect.isclass(each)
+        and each.__module__.startswith("shmreduce.")
+        and not issubclass(each, BaseException)
+    ]
+
+
+@pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
+def test_sections_of_classes_name_their_attributes(cls: type) -> None:
+    """What a public class has under a public name stands in its section, or among the settings."""
+    section = section_of(cls.__name__) or ""
+    if cls is settings.Settings:
+        section = BY_NAME["settings.md"].path.read_text()
+    if issubclass(cls, multiprocessing.process.BaseProcess | Executor):
+        # Their interface is the standard library's.
+        return
+    names = [name for name in vars(cls) if not name.startswith("_")]
+    assert [name for name in names if f"`{name}" not in section] == []
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) & set(shmreduce.__all__)))
