@@ -15,6 +15,7 @@ import pytest
 import shmreduce
 from shmreduce import errors, hookspecs, settings, testing
 from shmreduce.testing import pytest_plugin
+from tests.architecture.test_layers import MEMORY_LAYERS, layer_of
 from tests.docs.pages import ROOT, Page, pages
 
 REFERENCE = [page for page in pages() if page.name.startswith("docs/reference/")]
@@ -159,3 +160,15 @@ def test_the_page_on_architecture_names_every_module() -> None:
     }
     missing = {name for name in names if f"`{name}`" not in text}
     assert missing - {"py"} == set()
+
+
+def test_the_table_of_the_memory_package_begins_with_the_lowest() -> None:
+    """Its modules stand in the order of their layers."""
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    table = text.partition("The package `memory`, lowest first:")[2].partition("\n\nThe package")[
+        0
+    ]
+    names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    layers = [layer_of(name, MEMORY_LAYERS) for name in names]
+    assert len(names) == sum(map(len, MEMORY_LAYERS))
+    assert layers == sorted(layers)
