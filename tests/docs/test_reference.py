@@ -123,6 +123,16 @@ def test_every_environment_variable_is_documented() -> None:
     assert sorted(variable for variable in used if f"`{variable}`" not in text) == []
 
 
+def test_contributors_are_told_of_the_variables_of_the_tests() -> None:
+    """Each variable by which the tests can be made longer stands in CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    reads = re.compile(r"^.*environ\.get\(\s*\"(SHMREDUCE_\w+)\"", re.MULTILINE)
+    sources = (ROOT / "tests").rglob("test_*.py")
+    used = {name for source in sources for name in reads.findall(source.read_text())}
+    assert len(used) > 5
+    assert sorted(name for name in used if f"`{name}`" not in text) == []
+
+
 @pytest.mark.parametrize(
     "hook", [name for name in hookspecs.__all__ if name.startswith("shmreduce_")]
 )
