@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["EXHAUSTED", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
+"""Segments of others that stay open although nothing of them is in use."""
 _FEW = 16
+"""Open segments up to which nobody need count those in use."""
 _MOST_HELD = 8192
 """Segments of others, of two mappings each: a process has 65,530 (vm.max_map_count)."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 __all__ = ["Runtime", "current", "prepare_for_children"]
 
 _BUDGET_SHARE = 0.8
+"""Of the memory that is available when a family begins: its budget where none is set."""
 _BUDGET_UNKNOWN = 1 << 40
+"""Bytes: the budget where nobody tells how much is available."""
 _ATTEMPTS = 10
 """At a step of a fork that raises an exception."""
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["abandoned", "sweep"]
 
 _UNFINISHED_SECONDS = 2.0
+"""How old a file without a header must be to count as left: its maker may be about to write it."""
 
 
 def sweep(strategy: SharingStrategy) -> list[str]:
