@@ -585,7 +585,7 @@ def checked_retries(retries: int) -> int:
 
 
 def processors() -> int:
-    """Return how many processors this process may use, as Python 3.13 counts them."""
+    """Return how many processors there are; from Python 3.13 on, that this process may use."""
     count = getattr(os, "process_cpu_count", os.cpu_count)
     return count() or 1
 
