@@ -1,7 +1,7 @@
 """Arrays born shared, and shared copies of objects.
 
-May import the registry, discovery and errors; reaches shared memory only
-through reducers and the array factory, so it knows no array library.
+May import errors, contracts, the registry and discovery; reaches shared memory
+only through reducers and the array factory, so it knows no array library.
 
 A shared array travels to other processes without a copy, and everybody who
 has it sees everybody's writes, forever, views included. ``mode`` says how it
@@ -11,15 +11,15 @@ appears to its receivers: ``rw`` as described; ``ro``, they cannot write;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from shmreduce.contracts import Mode
+from shmreduce.contracts import check_mode
 from shmreduce.discovery import get_array_factory, get_registry, plugin_report
-from shmreduce.errors import ConfigurationError, NotShareableError, PluginError
+from shmreduce.errors import NotShareableError, PluginError
 from shmreduce.registry import qualified_name
 
 if TYPE_CHECKING:
-    from shmreduce.contracts import ArrayFactory, Reducer
+    from shmreduce.contracts import ArrayFactory, Mode, Reducer
 
 __all__ = ["array", "empty", "full", "is_shared", "ones", "share", "zeros"]
 
@@ -58,7 +58,7 @@ def share(obj: Any, mode: Mode = "rw") -> Any:
     >>> ours, mine
     (array([7, 1, 2]), array([0, 1, 2]))
     """
-    _check_mode(mode)
+    check_mode(mode)
     reducer = _find_reducer(obj)
     if reducer is None:
         type_name = qualified_name(type(obj))
@@ -210,23 +210,13 @@ def array(obj: Any, dtype: Any = None, order: str = "K", *, mode: Mode = "rw") -
     return _factory(mode).array(obj, dtype, order, mode)
 
 
-def _check_mode(mode: str) -> None:
-    modes = get_args(Mode)
-    if mode not in modes:
-        raise ConfigurationError(
-            f"mode={mode!r}: must be one of {', '.join(map(repr, modes))}",
-            setting="mode",
-            value=mode,
-        )
-
-
 def _find_reducer(obj: Any) -> Reducer | None:
     claim = get_registry().find(type(obj))
     return None if claim is None else claim.reducer
 
 
 def _factory(mode: str) -> ArrayFactory:
-    _check_mode(mode)
+    check_mode(mode)
     factory = get_array_factory()
     if factory is None:
         raise PluginError(

@@ -1,6 +1,6 @@
 """Pickles that are written where they are going to travel.
 
-May import :mod:`shmreduce.memory`.
+May import errors and :mod:`shmreduce.memory`.
 
 A large pickle travels in a block. It is made in ordinary memory and copied,
 since nobody knows beforehand how long it will be; its pages are touched for the

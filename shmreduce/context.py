@@ -21,7 +21,6 @@ from multiprocessing import resource_sharer  # noqa: F401 isort: skip
 from shmreduce import connection
 from shmreduce.errors import PlatformError
 from shmreduce.memory import runtime
-from shmreduce.settings import get_settings
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -279,7 +278,7 @@ class _Channels(_Base):
 def _get_ready() -> None:
     """Let a child that is about to be started be of this process's family."""
     if connection.supported():
-        runtime.configure(get_settings())
+        runtime.prepare_for_children()
 
 
 class Process(_DefaultProcess):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
-from shmreduce.errors import NotShareableError
+from shmreduce.errors import ConfigurationError, NotShareableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,6 +28,7 @@ __all__ = [
     "Reducer",
     "SegmentFile",
     "SharingStrategy",
+    "check_mode",
 ]
 
 Mode = Literal["rw", "ro", "cow"]
@@ -36,6 +37,23 @@ Mode = Literal["rw", "ro", "cow"]
 ``rw``: everybody sees everybody's writes. ``ro``: receivers cannot write.
 ``cow``: each receiver writes into private pages of its own.
 """
+
+
+def check_mode(mode: str) -> None:
+    """Refuse what is not a mode.
+
+    Raises
+    ------
+    ConfigurationError
+        It says which modes there are.
+    """
+    modes = get_args(Mode)
+    if mode not in modes:
+        raise ConfigurationError(
+            f"mode={mode!r}: must be one of {', '.join(map(repr, modes))}",
+            setting="mode",
+            value=mode,
+        )
 
 
 class Reducer(ABC):

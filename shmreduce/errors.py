@@ -3,8 +3,8 @@
 Imports nothing of shmreduce; everything else may import this module.
 
 Every error derives from :class:`ShmreduceError`, carries its facts as fields
-(``error.fields``, also readable as attributes) and survives pickling, so that
-a worker can hand it to its parent.
+(``error.fields``, also readable as attributes) and survives pickling, notes
+(PEP 678) included, so that a worker can hand it to its parent.
 """
 
 from __future__ import annotations
@@ -91,14 +91,20 @@ class ShmreduceError(Exception):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_error, (type(self), self.message, self.fields)
+        state = {name: value for name, value in self._state().items() if value}
+        return _rebuild_error, (type(self), self.message, self.fields), state or None
+
+    def _state(self) -> dict[str, Any]:
+        """Return what is pickled beside message and fields, where there is any."""
+        return {"__notes__": getattr(self, "__notes__", None)}
 
 
 class ShmreduceWarning(UserWarning):
     """Something is wrong that does not stop the work.
 
-    Given for broken plugins, for messages that are lost as their sender ends, and
-    for received arrays that stay shared with a forked child.
+    Given for broken plugins, for messages that are lost as their sender ends, for
+    names of shared memory that a process could not remove at its end, and for
+    received arrays that stay shared with a forked child.
     """
 
 
@@ -316,7 +322,7 @@ class ProcessException(ShmreduceError):
     """A process that ``spawn`` or ``start_processes`` started has failed.
 
     Its positional arguments are those of torch's exception of that name.
-    A cause, and notes, survive pickling too.
+    A cause survives pickling, too.
 
     Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
     """
@@ -329,9 +335,8 @@ class ProcessException(ShmreduceError):
         """The message."""
         return self.message
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {"__cause__": self.__cause__, "__notes__": getattr(self, "__notes__", None)}
-        return *super().__reduce__(), {name: each for name, each in state.items() if each}
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "__cause__": self.__cause__}
 
 
 class ProcessRaisedException(ProcessException):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import WorkerDied
-from shmreduce.pool import checked_retries, processors
+from shmreduce.pool import checked_retries, chunks_of, processors
 from shmreduce.pool_crew import Crew
 from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import Orders
@@ -92,7 +92,7 @@ class ProcessPoolExecutor(Executor):
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts. If no
         worker can be started for that, futures fail with ``BrokenProcessPool``.
-    initargs : tuple
+    initargs : iterable
         Its arguments.
     max_tasks_per_child : int, optional
         After so many tasks a worker leaves. Not with ``fork``.
@@ -101,6 +101,13 @@ class ProcessPoolExecutor(Executor):
         that do no harm when they are begun twice.
     shared_allocations : bool
         As for :class:`shmreduce.Pool`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is impossible.
+    AllocatorUnavailableError
+        With ``shared_allocations``, if the compiled allocator is missing.
 
     Notes
     -----
@@ -216,7 +223,7 @@ class ProcessPoolExecutor(Executor):
         if buffersize is not None and buffersize < 1:
             raise ValueError("buffersize must be None or > 0")
         end = None if timeout is None else time.monotonic() + timeout
-        chunks = enumerate(_chunks(zip(*iterables, strict=False), chunksize))
+        chunks = enumerate(chunks_of(zip(*iterables, strict=False), chunksize))
         futures = (
             self._submit((EACH_STARRED, fn, chunk, {}), place * chunksize)
             for place, chunk in chunks
@@ -344,12 +351,6 @@ def _check_limit(limit: int | None, *, forks: bool) -> None:
             "max_tasks_per_child is incompatible with the 'fork' multiprocessing start method;"
             " supply a different mp_context."
         )
-
-
-def _chunks(items: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    iterator = iter(items)
-    while chunk := tuple(itertools.islice(iterator, size)):
-        yield chunk
 
 
 def _results(

@@ -1,8 +1,8 @@
 """Teaches the standard :mod:`multiprocessing` to send arrays by shared memory.
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
-import everything below it: settings, registry, discovery, strategies,
-:mod:`shmreduce.memory`, ``children``, ``pickling`` and ``remote``.
+import errors, settings, registry, discovery, strategies, :mod:`shmreduce.memory`,
+``children``, ``pickling`` and ``remote``.
 
 What is installed
 -----------------
@@ -115,7 +115,7 @@ class Installation:
                 later[0]._before = self._before
             else:
                 set_settings(self._before)
-                runtime.configure(self._before)
+                runtime.prepare_for_children()
             del _state.installations[position]
             _apply()
 
@@ -171,6 +171,8 @@ def install(
     PluginError
         If ``plugins`` names one that is not installed.
 
+    Notes
+    -----
     After any of these errors everything is as it was before the call.
 
     Examples
@@ -212,7 +214,7 @@ def uninstall() -> None:
         if _state.installations:
             before = _state.installations[0]._before
             set_settings(before)
-            runtime.configure(before)
+            runtime.prepare_for_children()
             _state.installations.clear()
             _apply()
 
@@ -244,7 +246,7 @@ def _install(settings: Settings, *, override: bool) -> Installation:
         registry = get_registry()
         current_strategy()
         outranked = _check_rivals(registry, override=override)
-        runtime.configure(settings)
+        runtime.prepare_for_children()
     except BaseException:
         set_settings(before)
         raise

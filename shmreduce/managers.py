@@ -1,6 +1,6 @@
 """Managers whose proxies share arrays with the server process.
 
-May import ``pickling``, ``remote``, :mod:`shmreduce.memory` and
+May import ``pickling``, ``remote``, ``standard_names``, :mod:`shmreduce.memory` and
 :mod:`multiprocessing.managers`.
 
 The managers of the standard library have a table of ways to talk, by name. One

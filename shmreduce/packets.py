@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.segment import Segment
 
 __all__ = [
+    "INLINE_BODY",
     "LARGEST_PACKET",
     "MOST_DESCRIPTORS",
     "SMALL_PACKET",

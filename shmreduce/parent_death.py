@@ -110,6 +110,8 @@ def die_with_parent(reader: Descriptor, number: int, parent: int) -> None:
     SystemExit
         If the parent is gone already.
 
+    Notes
+    -----
     To be called by the main thread, as handlers of signals are set here.
     """
     _held.append(reader)

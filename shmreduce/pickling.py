@@ -50,14 +50,18 @@ if TYPE_CHECKING:
     from shmreduce.registry import ReducerClaim
 
 __all__ = [
+    "PASSES_ON",
+    "Begun",
     "Pickled",
     "Pickler",
     "ask_reducer",
     "dump_message",
     "dumps",
+    "is_exhausted",
     "load_message",
     "loads",
     "loads_again",
+    "unloaded",
 ]
 
 PASSES_ON = "_shmreduce_passes_on"

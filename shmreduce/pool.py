@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import TaskAbandonedError, WorkerDied
-from shmreduce.pool_crew import Crew
+from shmreduce.pool_crew import TERMINATED, Crew
 from shmreduce.pool_progress import make_bar, with_bar
 from shmreduce.pool_results import (
     ApplyResult,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from shmreduce.pool_tasks import Call
 
-__all__ = ["AsyncResult", "Pool", "checked_retries", "processors"]
+__all__ = ["AsyncResult", "Pool", "checked_retries", "chunks_of", "processors"]
 
 # Named as in multiprocessing.pool.
 RUN, CLOSE, TERMINATE = "RUN", "CLOSE", "TERMINATE"
@@ -56,7 +56,7 @@ class Pool:
         How many workers; by default as many as there are processors.
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts.
-    initargs : tuple
+    initargs : iterable
         Its arguments.
     maxtasksperchild : int, optional
         After so many tasks a worker leaves and a new one takes its place.
@@ -73,8 +73,12 @@ class Pool:
 
     Raises
     ------
+    ValueError, TypeError
+        If an argument is impossible.
     AllocatorUnavailableError
         With ``shared_allocations``, if the compiled allocator is missing.
+    OSError
+        If a worker cannot be started. None is left then.
 
     Notes
     -----
@@ -105,7 +109,6 @@ class Pool:
         shared_allocations: bool = False,
     ) -> None:
         self._pid = os.getpid()
-        self._state = "INIT"
         if processes is None:
             processes = processors()
         if processes < 1:
@@ -201,7 +204,15 @@ class Pool:
         *,
         retries: int | None = None,
     ) -> Any:
-        """Return ``func(*args, **kwds)``, done by a worker."""
+        """Return ``func(*args, **kwds)``, done by a worker; otherwise as :meth:`apply_async`.
+
+        Raises
+        ------
+        WorkerDied
+            If the worker was killed, and the retries are used up.
+        Exception
+            What the call raised.
+        """
         return self.apply_async(func, args, kwds, retries=retries).get()
 
     def apply_async(
@@ -378,7 +389,7 @@ class Pool:
         count = -(-len(items) // chunksize)
         sent = 0
         try:
-            for chunk in itertools.islice(_chunks(items, chunksize), count):
+            for chunk in itertools.islice(chunks_of(items, chunksize), count):
                 call: Call = (how, func, chunk, {})
                 if not self._send(result, sent, sent * chunksize, call, tries, patient=patient):
                     return
@@ -465,7 +476,7 @@ class Pool:
     ) -> None:
         index = 0
         try:
-            for chunk in _chunks(iterable, chunksize):
+            for chunk in chunks_of(iterable, chunksize):
                 how, arguments = (ONCE, chunk) if chunksize == 1 else (EACH, chunk)
                 call: Call = (how, func, arguments, {})
                 if not self._send(result, index, index * chunksize, call, tries, patient=True):
@@ -512,7 +523,7 @@ class Pool:
             task.wait_in(self._crew.room.give)
             if not wanted:
                 task.discard()
-                result.abandon(TaskAbandonedError("the pool was terminated meanwhile"))
+                result.abandon(TaskAbandonedError(TERMINATED))
                 return False
         self._crew.submit(task)
         return True
@@ -544,7 +555,14 @@ class Pool:
         self._crew.join()
 
 
-def _chunks(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the items of an iterable by so many; the last chunk may have fewer.
+
+    Examples
+    --------
+    >>> list(chunks_of("abcde", 2))
+    [('a', 'b'), ('c', 'd'), ('e',)]
+    """
     iterator = iter(iterable)
     while chunk := tuple(itertools.islice(iterator, size)):
         yield chunk
@@ -567,7 +585,7 @@ def checked_retries(retries: int) -> int:
 
 
 def processors() -> int:
-    """Return how many processors this process may use, as Python 3.13 counts them."""
+    """Return how many processors there are; from Python 3.13 on, that this process may use."""
     count = getattr(os, "process_cpu_count", os.cpu_count)
     return count() or 1
 

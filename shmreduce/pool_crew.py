@@ -1,7 +1,8 @@
 """The workers of one pool, and the thread that gives them work.
 
-May import what is below: errors, ``interrupts``, ``parent_death``, ``pool_channel``,
-``pool_marks``, ``pool_member``, ``pool_room``, ``pool_tasks`` (types only) and ``pool_worker``.
+May import errors, ``interrupts``, ``parent_death``, ``pool_channel``, ``pool_errors``,
+``pool_marks``, ``pool_member``, ``pool_room``, ``pool_worker``, and for types alone
+``pool_results`` and ``pool_tasks``.
 
 The protocol
 ------------
@@ -43,7 +44,7 @@ answers that it still sent are read first. Then:
   happens on connections of :mod:`multiprocessing` only;
 - it had not begun: the task goes to another worker. One before which two
   workers in a row have died is treated as begun: reading it may be what kills
-  them.
+  them;
 - it died before it was ready: the pool tries again, with pauses. It gives up,
   failing what waits, after as many such deaths in a row as it has workers and
   ten more; two more if the initializer raised.
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
     from shmreduce.pool_results import Receiver
     from shmreduce.pool_tasks import Task
 
-__all__ = ["Crew"]
+__all__ = ["TERMINATED", "Crew"]
 
 _GRACE = 5.0
 """Seconds that a worker has to end after SIGTERM."""
@@ -104,6 +105,11 @@ _TURN = 0.1
 """Seconds to wait for the turn to start a worker before looking around."""
 _AHEAD = 2 << 10
 """Bytes of a task that may be sent to a worker that is not reading."""
+TERMINATED = (
+    "the pool was terminated before this result was there: call close() and join() instead of "
+    "terminate(), or get the results before the end of the `with` block"
+)
+"""What a :class:`~shmreduce.TaskAbandonedError` says."""
 
 _starting = threading.Lock()
 """Held while a worker is started: one forked meanwhile would keep its connection."""
@@ -229,7 +235,7 @@ class Crew:
             return
         self._wake.set()
         if self.ended:
-            self._abandon(TaskAbandonedError(_TERMINATED))
+            self._abandon(TaskAbandonedError(TERMINATED))
 
     @property
     def closing(self) -> bool:
@@ -257,7 +263,7 @@ class Crew:
     # The thread
 
     def _run(self) -> None:
-        error: BaseException = TaskAbandonedError(_TERMINATED)
+        error: BaseException = TaskAbandonedError(TERMINATED)
         try:
             while self._step():
                 pass
@@ -587,9 +593,3 @@ class Crew:
                 return
             task.discard()
             task.receiver.abandon(error)
-
-
-_TERMINATED = (
-    "the pool was terminated before this result was there: call close() and join() instead of "
-    "terminate(), or get the results before the end of the `with` block"
-)

@@ -1,8 +1,7 @@
 """The processes that were started together, seen from their parent: joined as one.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`,
-:mod:`shmreduce.parent_death`, :mod:`shmreduce.process_ends` and
-:mod:`shmreduce.spawn_child`.
+May import errors, ``interrupts``, ``parent_death`` (types only), ``process_ends``
+and ``spawn_child``.
 """
 
 from __future__ import annotations
@@ -158,6 +157,8 @@ class ProcessContext:
         ProcessExitedException
             If the process exited with a code that is not 0 or was killed.
 
+        Notes
+        -----
         After such an error no process is left. Every later call raises its like.
         Threads may join at the same time; they take turns.
         """

@@ -120,6 +120,15 @@ class Settings:
     def changed(self, **changes: Any) -> Settings:
         """Return settings with some fields changed; these stay as they are.
 
+        Parameters
+        ----------
+        **changes
+            Fields and their new values.
+
+        Returns
+        -------
+        Settings
+
         Raises
         ------
         ConfigurationError

@@ -69,7 +69,7 @@ def start_processes(
     daemon : bool
         Make them daemons, which the interpreter terminates at its end.
     start_method : str
-        ``"spawn"``, ``"fork"`` or ``"forkserver"``; not looked at with ``ctx``.
+        ``"spawn"``, ``"fork"`` or ``"forkserver"``; ignored with ``ctx``.
     ctx : multiprocessing context, optional
         What makes the processes; by default shmreduce's of ``start_method``,
         with which arrays in arguments and results travel by shared memory.
@@ -98,6 +98,8 @@ def start_processes(
     ValueError
         If there is no such start method.
 
+    Notes
+    -----
     If a process cannot be started, those that were started are terminated. If
     this is interrupted, by Ctrl-C for example, the processes have a second
     to end by themselves before they are terminated.

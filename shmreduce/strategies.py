@@ -170,7 +170,9 @@ def set_sharing_strategy(new_strategy: str) -> None:
     StrategyUnusableError
         If it does not work on this machine.
 
-    Nothing is changed then. Both errors list the strategies that work.
+    Notes
+    -----
+    After either error nothing is changed. Both list the strategies that work.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """What we ask of the figures, and what a report says to it.
 
-May import ``measurements``, ``payloads``, ``reasons``, ``systems.catalog`` and the
-workloads.
+May import ``measurements``, ``payloads``, ``reasons``, every module of ``systems`` and
+of ``workloads``.
 """
 
 from __future__ import annotations

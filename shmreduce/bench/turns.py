@@ -1,6 +1,6 @@
 """Systems take turns at the rows of a workload.
 
-May import ``measurements``, ``plan``, ``resources``, ``systems.base``,
+May import errors, ``measurements``, ``plan``, ``resources``, ``systems.base``,
 ``workloads.base`` and :mod:`shmreduce.fresh_process`.
 
 Each system has a measuring process of its own, which starts workers of its own.

@@ -1,6 +1,6 @@
 """Builds the allocator into wheels and editable installations, if it can be built.
 
-For hatchling, which is all that it may import besides ``building``:
+May import hatchling, ``building`` and errors. It is run by hatchling:
 ``[tool.hatch.build.hooks.custom]`` in ``pyproject.toml`` names this file.
 Without a compiler the wheel is the same but for the library, and fits any
 platform.

@@ -46,8 +46,11 @@ _REGION = 1 << 30
 _ADDRESS_SHARE = 16
 """Of limited addresses (ulimit -v), which part a region may take."""
 _MOST_BLOCKS = 8192
+"""That the allocator may carve from one region."""
 _HEADROOM_SHARE = 0.8
+"""Of what the system can still give, which part the allocator may carve."""
 _ANY_BUDGET = 1 << 62
+"""For what is in use already: it is booked, and cannot be refused."""
 
 _MACHINE = Machine()
 

@@ -1,6 +1,6 @@
 """``shmreduce bench``: figures of this machine, in one run beside others.
 
-May import ``text`` of this package, errors and :mod:`shmreduce.bench`.
+May import ``text`` and ``bench_page`` of this package, errors and :mod:`shmreduce.bench`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Shared blocks that are born here, and blocks found by what lies in them.
 
-May import errors, ``heap``, ``blocks`` and ``runtime``.
+May import errors, contracts, ``layout``, ``heap``, ``blocks`` and ``runtime``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shmreduce.contracts import check_mode
 from shmreduce.errors import ConfigurationError
 from shmreduce.memory.blocks import Block, owner_record
 from shmreduce.memory.heap import HeapBusyError
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from shmreduce.contracts import Mode
 
 __all__ = ["allocate", "find_block"]
-
-_MODES = ("rw", "ro", "cow")
 
 
 def allocate(nbytes: int, mode: Mode = "rw") -> Block:
@@ -57,10 +56,7 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
             setting="nbytes",
             value=nbytes,
         )
-    if mode not in _MODES:
-        raise ConfigurationError(
-            f"mode must be 'rw', 'ro' or 'cow', not {mode!r}", setting="mode", value=mode
-        )
+    check_mode(mode)
     runtime = current()
     runtime.live.settle()
     heap = runtime.heap(SHARED)
@@ -80,6 +76,11 @@ def find_block(exporter: object) -> Block | None:
     ----------
     exporter : memoryview or object
         A memoryview, or the object at the bottom of a chain of views.
+
+    Returns
+    -------
+    Block or None
+        While it lives, so does the memory.
 
     Examples
     --------

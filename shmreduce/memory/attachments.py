@@ -1,7 +1,7 @@
 """The segments that this process has open, by token.
 
-May import errors, signals, contracts, strategies, ``locks``, ``processes``, ``layout``,
-``segment``, ``sweep``, ``family`` and ``handle``.
+May import errors, signals, contracts, strategies, ``locks``, ``processes``, ``handle``,
+``layout``, ``segment_file``, ``lease_slots``, ``segment``, ``sweep`` and ``family``.
 
 A segment is opened once, mapped once, and kept: opening costs far more than
 claiming a lease. It is given back when nothing of it is in use and its owner
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["EXHAUSTED", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
+"""Segments of others that stay open although nothing of them is in use."""
 _FEW = 16
+"""Open segments up to which nobody need count those in use."""
 _MOST_HELD = 8192
 """Segments of others, of two mappings each: a process has 65,530 (vm.max_map_count)."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))

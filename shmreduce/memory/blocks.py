@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from shmreduce.memory.ledger import Fork, ForkLedger
     from shmreduce.memory.segment import Segment
 
-_CUTTING_SECONDS = 0.05
-_REAP_SECONDS = 0.3
+__all__ = ["UNSHARED", "Block", "LiveBlocks", "owner_record", "warn_of_exposed"]
 
-__all__ = ["UNSHARED", "Block", "LiveBlocks", "warn_of_exposed"]
+_CUTTING_SECONDS = 0.05
+"""How long a fork waits for another thread that is making a block's pages private."""
+_REAP_SECONDS = 0.3
+"""How often at most :meth:`Block.reclaim` looks for killed processes."""
 
 
 class _Sample:

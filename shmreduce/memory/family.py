@@ -38,16 +38,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "Letter"]
 
+# The family's file: a page with its identity and its budget, the members' pids, and the
+# bytes that each has reserved.
 _MEMBERS = 2048
 _SIZE = PAGE_SIZE + 16 * _MEMBERS
+# Byte locks, far beyond the end of the file.
 _LOCK_MEMBER = 1 << 40
 _LOCK_BUDGET = 1 << 41
 _LOCK_MAILBOX = 1 << 42
 _SO_PEEK_OFF = 42
+"""Of socket(7); Python has no name for it."""
 _PATIENCE = 10.0
+"""Seconds to wait for a lock of the family, which is held for a moment."""
+# token, family, whether all unread messages are named
 _LETTER = struct.Struct("<16s16sI")
+# slot, nonce
 _UNREAD = struct.Struct("<IQ")
 _MOST_UNREAD = 4096
+"""Messages that a letter names: it must fit into one packet."""
 
 
 class Letter:
@@ -96,7 +104,7 @@ class Family:
     fd : int
         The family's file, under an open file description of this process's own. It
         is this object's from now on, also when it cannot be made.
-    mailbox : tuple of socket or None
+    mailbox : (socket, socket)
         Receiving and sending end.
     """
 

@@ -53,18 +53,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Heap", "HeapBusyError", "HeapHost", "size_class"]
 
-# Segments are sparse, so large ones cost addresses only; few of them keep
-# descriptors and mappings few.
+# Bytes. Segments are sparse, so large ones cost addresses only; few of them keep
+# descriptors and mappings few. Each has so many times the last one's, up to a limit.
 _FIRST_SEGMENT = 16 << 20
 _GROWTH = 8
 _LARGEST_STEP = 1 << 30
 _POPULATE_FROM = 256 << 10
+"""Bytes from which new pages are mapped by one call, not by a fault for each."""
 _SLAB = 256 << 10
-_USES = 8
-"""After how many uses of a block the kernel is asked again for huge pages it had not at hand."""
-_PATIENCE_FOR = 64 << 20
-"""Bytes of a block for each huge page that is waited for: so waiting takes less than copying."""
+"""Bytes of small blocks that are carved, booked and reserved together."""
+_USES_BETWEEN_TRIES = 8
+"""How often a block is used before the kernel is asked again for huge pages it had not at hand."""
+_BYTES_FOR_A_WAIT = 64 << 20
+"""Of a block, for each huge page that is waited for: so waiting takes less than copying."""
 _REAP_SECONDS = 1.0
+"""How often at most a heap that needs room looks for killed processes, if there is some left."""
 
 _MACHINE = Machine()
 
@@ -315,7 +318,7 @@ class Heap:
         try:
             # One that is not at hand takes longer than small ones for all of a short block.
             # A shared block is not used again, so it is now or never.
-            patience = 1 if self.kind == SHARED else min(1, size // _PATIENCE_FOR)
+            patience = 1 if self.kind == SHARED else min(1, size // _BYTES_FOR_A_WAIT)
             huge = segment.data.make_huge(segment.fd, offset, size, patience=patience)
             reserve_pages(segment.fd, offset, size)
         except OSError as error:
@@ -328,12 +331,12 @@ class Heap:
     def _make_huge(self, segment: OwnedSegment, block: int) -> None:
         """Go on with the huge pages of a block that is used again: it is worth while now."""
         place, uses = segment.small[block]
-        if uses % _USES:
+        if uses % _USES_BETWEEN_TRIES:
             segment.small[block] = place, uses + 1
             return
         size = segment.capacities[block]
         end = segment.offsets[block] + size
-        patience = -(-size // _PATIENCE_FOR)
+        patience = -(-size // _BYTES_FOR_A_WAIT)
         place = segment.data.make_huge(segment.fd, place, end - place, patience=patience)
         if place < end:
             segment.small[block] = place, uses + 1

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["IdleReturn"]
 
 _LONGEST_PAUSE = 0.5
+"""Seconds between two looks of the thread."""
 _PATIENCE = 0.5
+"""Seconds to wait for the end of the thread before a fork."""
 
 
 class IdleReturn:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["MESSAGE", "NONCE_MASK", "LeaseSlots"]
 
 MESSAGE = 1 << 62
+"""The bit of a slot's word that says that the others are the nonce of a message."""
 NONCE_MASK = MESSAGE - 1
 
 # Slots that a rescan must find before it is preferred to taking another chunk.

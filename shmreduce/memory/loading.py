@@ -1,7 +1,7 @@
 """The receiver's side of one pickled message: what it brings.
 
-May import errors, ``mapping``, ``segment``, ``blocks``, ``attachments``,
-``handle`` and ``runtime``.
+May import errors, ``mapping``, ``layout``, ``handle``, ``segment``, ``attachments``,
+``record``, ``blocks`` and ``runtime``.
 """
 
 from __future__ import annotations
@@ -139,6 +139,9 @@ def import_block(handle: bytes) -> Block:
         claimed then: the handle can be tried again.
     StaleHandleError, AlreadyLoadedError
         If the block was released, or the by-value message loaded, before.
+    SegmentError, OutOfLeasesError, LeaseTimeoutError
+        If no addresses or no lease are free, or a process that is stopped has
+        the block locked. The handle can be tried again.
 
     Examples
     --------

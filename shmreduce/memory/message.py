@@ -1,7 +1,7 @@
 """The sender's side of one pickled message: what it gives out.
 
-May import errors, settings, ``segment``, ``heap``, ``blocks``, ``filling``,
-``handle``, ``parts`` and ``runtime``.
+May import errors, settings, ``layout``, ``handle``, ``lease_slots``, ``segment``,
+``heap``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ class Message:
         ------
         OutOfSharedMemoryError, BudgetExceededError
             If there is no room and the settings do not say to pickle instead.
+        OutOfLeasesError
+            If too many messages that name blocks of the segment are unread.
         """
         if not self.shared_memory:
             return None
@@ -262,6 +264,13 @@ class Message:
         bytes or None
             A handle to the whole block; None asks for a copy by
             :meth:`allocate`.
+
+        Raises
+        ------
+        OutOfLeasesError
+            If too many messages that name blocks of the segment are unread.
+        LeaseTimeoutError
+            If a process that is stopped has the block locked.
 
         Notes
         -----

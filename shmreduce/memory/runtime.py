@@ -32,7 +32,7 @@ from shmreduce.memory.heap import Heap, HeapBusyError
 from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.sweep import sweep
-from shmreduce.settings import Settings, get_settings
+from shmreduce.settings import get_settings
 from shmreduce.signals import is_from_system
 from shmreduce.strategies import current_strategy
 
@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.segment import Segment
 
-__all__ = ["Runtime", "configure", "current"]
+__all__ = ["Runtime", "current", "prepare_for_children"]
 
 _BUDGET_SHARE = 0.8
+"""Of the memory that is available when a family begins: its budget where none is set."""
 _BUDGET_UNKNOWN = 1 << 40
+"""Bytes: the budget where nobody tells how much is available."""
 _ATTEMPTS = 10
 """At a step of a fork that raises an exception."""
 
@@ -325,16 +327,16 @@ def _finish_at_exit(_: object) -> None:
     util.Finalize(None, _leave, exitpriority=-100)
 
 
-def configure(settings: Settings) -> None:
-    """Get ready: children that are started from now on are of this family.
+def prepare_for_children() -> None:
+    """Make this process a member of a family, which children started from now on join.
 
-    The settings themselves are read where they matter, when they matter.
+    To be called when the settings have changed and before a child is started.
+    The settings in force are not kept: they are read when they matter.
     """
-    del settings
     runtime = current()
     runtime.strategies.add(current_strategy())
     _ = runtime.family
-    # They may allow less idle memory than there is.
+    # The settings may allow less idle memory than there is.
     runtime.on_growth()
 
 

@@ -51,11 +51,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Segment", "Sent"]
 
+# The word of a holder: this bit, the importer's index, and the epoch of its index.
 _HOLDER = 1 << 63
 _EPOCH_BITS = 48
 _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 
 _PRUNE_FROM = 1024
+"""Messages in the outbox from which those that have been read are looked for."""
 
 
 class Sent(NamedTuple):

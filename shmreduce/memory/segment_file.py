@@ -16,6 +16,7 @@ from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 __all__ = ["check_file", "reserve_pages", "room_left"]
 
 _RESERVED_AT_ONCE = 16 << 20
+"""Bytes."""
 
 
 def reserve_pages(fd: int, offset: int, nbytes: int) -> None:

@@ -1,6 +1,6 @@
 """Removes the names of segments whose owners were killed.
 
-May import contracts, errors, signals, ``locks``, ``layout`` and ``segment``.
+May import contracts, errors, signals, ``locks``, ``layout`` and ``segment_file``.
 
 Only strategies with names need this: what has no name is freed by the kernel.
 Whoever makes a segment, and whoever ends normally, sweeps first, so leftovers
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["abandoned", "sweep"]
 
 _UNFINISHED_SECONDS = 2.0
+"""How old a file without a header must be to count as left: its maker may be about to write it."""
 
 
 def sweep(strategy: SharingStrategy) -> list[str]:

@@ -74,6 +74,10 @@ MEMORY_LAYERS = [
     {"message"},
     {"inspection"},
 ]
+SAYS_MORE = re.compile(
+    r"everything\s+below|every\s+module|other\s+modules|is\s+below|the\s+commands"
+)
+"""What stands in the docstring of a module for more modules than it could name."""
 
 
 class Imports(ast.NodeVisitor):
@@ -196,6 +200,19 @@ def test_each_module_says_what_it_may_import(module: str) -> None:
     """The docstring of a module has a word about imports."""
     documentation = ast.get_docstring(ast.parse(CORE_MODULES[module].read_text())) or ""
     assert re.search(r"\bmay\s+import\b|\bimports\b", documentation, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("module", CORE_MODULES)
+def test_what_is_imported_is_what_the_docstring_says(module: str) -> None:
+    """The docstring names each module that is imported, its package, or all that is below."""
+    documentation = ast.get_docstring(ast.parse(CORE_MODULES[module].read_text())) or ""
+    if SAYS_MORE.search(documentation):
+        return
+    said = set(re.findall(r"\w+", documentation))
+    own = set(module.split(".")[1:2])
+    for imported in submodules_imported(CORE_MODULES[module]):
+        names = set((imported or "shmreduce").split(".")) - own
+        assert names & said, f"{module} imports {imported}, which its docstring does not name"
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

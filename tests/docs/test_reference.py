@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing.process
 import re
+from concurrent.futures import Executor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import shmreduce
 from shmreduce import errors, hookspecs, settings, testing
 from shmreduce.testing import pytest_plugin
+from tests.architecture.test_layers import MEMORY_LAYERS, layer_of
 from tests.docs.pages import ROOT, Page, pages
 
 REFERENCE = [page for page in pages() if page.name.startswith("docs/reference/")]
@@ -60,6 +63,31 @@ def test_headings_give_the_signatures_of_functions(function: Any) -> None:
     assert section.splitlines()[0].lstrip("# ") == f"`{function.__name__}{bare}`"
 
 
+def classes() -> list[type]:
+    """Return the public classes of shmreduce itself but for errors, each under its own name."""
+    found = dict.fromkeys(getattr(shmreduce, name) for name in shmreduce.__all__)
+    return [
+        each
+        for each in found
+        if inspect.isclass(each)
+        and each.__module__.startswith("shmreduce.")
+        and not issubclass(each, BaseException)
+    ]
+
+
+@pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
+def test_sections_of_classes_name_their_attributes(cls: type) -> None:
+    """What a public class has under a public name stands in its section, or among the settings."""
+    section = section_of(cls.__name__) or ""
+    if cls is settings.Settings:
+        section = BY_NAME["settings.md"].path.read_text()
+    if issubclass(cls, multiprocessing.process.BaseProcess | Executor):
+        # Their interface is the standard library's.
+        return
+    names = [name for name in vars(cls) if not name.startswith("_")]
+    assert [name for name in names if f"`{name}" not in section] == []
+
+
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) & set(shmreduce.__all__)))
 def test_every_error_says_its_fields_and_what_to_do(name: str) -> None:
     """An error's section names the fields that its docstring names, and a remedy."""
@@ -95,6 +123,16 @@ def test_every_environment_variable_is_documented() -> None:
     assert sorted(variable for variable in used if f"`{variable}`" not in text) == []
 
 
+def test_contributors_are_told_of_the_variables_of_the_tests() -> None:
+    """Each variable by which the tests can be made longer stands in CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    reads = re.compile(r"^.*environ\.get\(\s*\"(SHMREDUCE_\w+)\"", re.MULTILINE)
+    sources = (ROOT / "tests").rglob("test_*.py")
+    used = {name for source in sources for name in reads.findall(source.read_text())}
+    assert len(used) > 5
+    assert sorted(name for name in used if f"`{name}`" not in text) == []
+
+
 @pytest.mark.parametrize(
     "hook", [name for name in hookspecs.__all__ if name.startswith("shmreduce_")]
 )
@@ -121,14 +159,25 @@ def test_sections_are_about_names_that_exist(page: Page) -> None:
 
 
 def test_the_page_on_architecture_names_every_module() -> None:
-    """The tables of modules hold all of the core, of its memory package, and all plugins."""
+    """The tables of modules hold all of the core, of its two packages, and all plugins."""
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    folders = [ROOT / "shmreduce", ROOT / "shmreduce" / "memory", ROOT / "plugins"]
+    core = ROOT / "shmreduce"
     names = {
         path.stem
-        for folder in folders
+        for folder in (core, core / "memory", core / "born", ROOT / "plugins")
         for path in folder.iterdir()
-        if not path.name.startswith("_")
+        if not path.name.startswith("_") and (path.is_dir() or path.suffix == ".py")
     }
-    missing = {name for name in names if f"`{name}`" not in text}
-    assert missing - {"py"} == set()
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+def test_the_table_of_the_memory_package_begins_with_the_lowest() -> None:
+    """Its modules stand in the order of their layers."""
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    table = text.partition("The package `memory`, lowest first:")[2].partition("\n\nThe package")[
+        0
+    ]
+    names = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    layers = [layer_of(name, MEMORY_LAYERS) for name in names]
+    assert len(names) == sum(map(len, MEMORY_LAYERS))
+    assert layers == sorted(layers)

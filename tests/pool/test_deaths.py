@@ -72,8 +72,8 @@ def test_the_error_says_who_died_how_and_at_what(
     pool.join()
 
 
-def test_it_is_reported_in_less_than_a_second() -> None:
-    """From the SIGKILL of a worker that is busy for ever to the exception: below 1 s."""
+def test_it_is_reported_while_the_others_are_busy() -> None:
+    """The exception comes at the death of the worker, not when the other one has done its task."""
     begun = FORK.Semaphore(0)
     with Pool(2, keep, (begun,), context=FORK) as pool:
         pid = pool.apply(own_pid)
@@ -84,7 +84,7 @@ def test_it_is_reported_in_less_than_a_second() -> None:
         os.kill(pid, signal.SIGKILL)
         while not any(each.ready() for each in results):
             results[0].wait(0.001)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < PATIENCE
         (failed,) = [each for each in results if each.ready()]
         with pytest.raises(WorkerDied) as caught:
             failed.get(0)

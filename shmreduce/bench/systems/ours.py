@@ -1,6 +1,7 @@
 """shmreduce, in the ways in which it is used.
 
-May import ``base``, ``channels`` and the public names of shmreduce.
+May import ``payloads``, ``base``, ``channels``, the public names of shmreduce, errors
+and strategies.
 """
 
 from __future__ import annotations

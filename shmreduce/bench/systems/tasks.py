@@ -1,7 +1,7 @@
 """Systems that call functions in workers: executors, joblib, pools, Ray, Dask.
 
-May import ``base`` and ``payloads``. The packages themselves are imported in the
-processes that are measured.
+May import ``base`` and ``payloads``. The packages themselves, shmreduce and its
+``executor`` among them, are imported in the processes that are measured.
 """
 
 from __future__ import annotations

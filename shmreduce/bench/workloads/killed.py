@@ -1,7 +1,8 @@
 """A worker is killed in the middle of a task: how long until its caller is told.
 
-May import ``measurements`` and the public names of shmreduce. A pool of plain
-multiprocessing is not among the systems: it waits forever.
+May import ``measurements``, errors, ``fresh_process``, ``executor`` and the public
+names of shmreduce. A pool of plain multiprocessing is not among the systems: it
+waits forever.
 """
 
 from __future__ import annotations

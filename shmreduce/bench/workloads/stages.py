@@ -1,7 +1,7 @@
 """What each step of a message costs, so that a regression shows where it is.
 
-May import ``measurements``, ``payloads`` and the public names of shmreduce.
-Everything is done as a user could do it: after ``install()``, over a pipe of
+May import ``measurements``, ``payloads``, ``fresh_process`` and the public names of
+shmreduce. Everything is done as a user could do it: after ``install()``, over a pipe of
 plain multiprocessing, with the functions that reducers are made of.
 """
 

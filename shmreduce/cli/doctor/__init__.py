@@ -1,9 +1,10 @@
 """``shmreduce doctor``: looks at everything that shared memory needs here.
 
 ``limits``, ``system`` and ``installation`` hold the checks; each returns
-``Finding`` objects: a verdict, what was found, what to do.
+``Finding`` objects, of ``findings``: a verdict, what was found, what to do.
 
-May import ``text`` of the command line, errors and ``headroom`` of the memory.
+May import these four, ``text`` of the command line, errors and ``headroom`` of the
+memory.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""Errors keep what they carry on their way to another process."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from shmreduce import errors
+
+ERRORS = [getattr(errors, name) for name in errors.__all__ if name != "ShmreduceWarning"]
+
+
+def make(kind: type[errors.ShmreduceError]) -> errors.ShmreduceError:
+    """Return an error of a kind, with fields."""
+    if issubclass(kind, errors.ProcessException):
+        process: Any = kind
+        return process("what happened", 3, 4321, exit_code=-9, signal_name="SIGKILL")  # type: ignore[no-any-return]
+    return kind("what happened", reason="none", requested=4096)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_errors_survive_pickling(kind: type[errors.ShmreduceError], protocol: int) -> None:
+    """Class, message, fields and notes arrive, as those of Python's own exceptions do."""
+    error = make(kind)
+    error.add_note("in the third image")
+    arrived = pickle.loads(pickle.dumps(error, protocol))
+    assert type(arrived) is kind
+    assert str(arrived) == arrived.message == "what happened"
+    assert arrived.fields == error.fields
+    assert arrived.__notes__ == ["in the third image"]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_without_notes_gets_none(kind: type[errors.ShmreduceError]) -> None:
+    """Where nobody has added a note there is no list of them afterwards, either."""
+    assert not hasattr(pickle.loads(pickle.dumps(make(kind))), "__notes__")
