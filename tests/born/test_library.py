@@ -67,7 +67,9 @@ def something_else(path: Path) -> None:
     source = path.with_suffix(".c")
     source.write_text("int shmreduce_version(void) { return 1000; }\n")
     subprocess.run(
-        [*building._compiler(), "-shared", "-fPIC", "-o", str(path), str(source)], check=True
+        [*building._compiler(), "-shared", "-fPIC", "-o", str(path), str(source)],
+        check=True,
+        timeout=60,
     )
 
 
@@ -146,6 +148,7 @@ def test_it_has_nothing_of_python_in_it() -> None:
         check=True,
         capture_output=True,
         text=True,
+        timeout=60,
     ).stdout
     assert "mmap" in symbols
     assert not re.findall(r"\b_?Py\w+|\bnpy_\w+", symbols)
@@ -182,5 +185,6 @@ def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
         check=False,
         capture_output=True,
         text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr

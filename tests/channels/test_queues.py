@@ -370,7 +370,7 @@ def put_from_threads(queue: Any, count: int) -> None:
             os._exit(0)
         os.waitpid(pid, 0)
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE)
 
 
 def test_fork_in_a_sender_with_threads(children: Children) -> None:

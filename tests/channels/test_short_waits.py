@@ -11,7 +11,7 @@ import pytest
 import shmreduce
 from shmreduce import connection
 from shmreduce.settings import get_settings, set_settings
-from tests.channels.channels import within
+from tests.channels.channels import PATIENCE, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,7 +134,7 @@ def test_a_long_wait_takes_no_processor(ends: tuple[Any, Any]) -> None:
     before = time.thread_time()
     assert reader.recv() == "late"
     assert time.thread_time() - before < 0.025
-    timer.join()
+    timer.join(PATIENCE)
 
 
 def test_the_end_comes_to_who_looks(ends: tuple[Any, Any]) -> None:
@@ -166,6 +166,6 @@ def test_threads_that_look_do_not_keep_each_other_from_working(
         return 500
 
     assert within(talk) == 500
-    thread.join()
+    thread.join(PATIENCE)
     for end in (*first, *second):
         end.close()

@@ -63,7 +63,11 @@ def small_tmpfs(folder: Path, megabytes: int) -> list[str]:
     mount = f"mount -t tmpfs -o size={megabytes}m tmpfs {folder}"
     try:
         subprocess.run(
-            ["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=True
+            ["unshare", "-m", "sh", "-c", mount],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"may not mount a tmpfs here: {getattr(error, 'stderr', error)}")

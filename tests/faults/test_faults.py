@@ -76,7 +76,12 @@ def test_a_plan_can_be_replayed() -> None:
     """The same seed and number give the same plan, in every process."""
     code = "from tests.faults.plan import make_plan; print(make_plan(5, 77))"
     there = subprocess.run(
-        [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=True,
     )
     assert there.stdout.strip() == str(make_plan(5, 77))
     assert make_plan(5, 77) != make_plan(5, 78)

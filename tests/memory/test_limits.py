@@ -284,7 +284,11 @@ def test_a_full_file_system_is_an_error_and_no_signal(tmp_path: Path, megabytes:
     folder.mkdir()
     mount = f"mount -t tmpfs -o size={megabytes}m tmpfs {folder}"
     probe = subprocess.run(
-        ["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False
+        ["unshare", "-m", "sh", "-c", mount],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if probe.returncode:
         pytest.skip(f"may not mount a tmpfs here: {probe.stderr.strip()}")

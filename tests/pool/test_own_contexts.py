@@ -95,6 +95,6 @@ def test_kills_at_any_moment(own: bool) -> None:
                 results_seen.release()
         finally:
             done.set()
-            killer.join()
+            killer.join(PATIENCE)
         pool.close()
         pool.join()

@@ -70,7 +70,11 @@ if __name__ == "__main__":
 def test_pool_in_a_container(tmp_path: Path, strategy: str, outcome: str, method: str) -> None:
     """``file_descriptor`` is not bounded by it; ``file_system`` says so, and goes on."""
     probe = subprocess.run(
-        ["unshare", "-m", "sh", "-c", MOUNT], capture_output=True, text=True, check=False
+        ["unshare", "-m", "sh", "-c", MOUNT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if probe.returncode:
         pytest.skip(f"may not mount a tmpfs here: {probe.stderr.strip()}")

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from shmreduce import PlatformError, get_thread_name, set_thread_name
+from tests.conftest import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_name_is_kept_as_far_as_it_fits(name: str, kept: str) -> None:
     before = get_thread_name()
     thread = threading.Thread(target=look)
     thread.start()
-    thread.join()
+    thread.join(PATIENCE)
     assert found == [kept]
     assert get_thread_name() == before
 
