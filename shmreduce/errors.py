@@ -318,7 +318,7 @@ class ProcessException(ShmreduceError):
     Its positional arguments are those of torch's exception of that name.
     A cause, and notes, survive pickling too.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``.
     """
 
     def __init__(self, msg: str, error_index: int, error_pid: int, **fields: Any) -> None:
@@ -328,6 +328,12 @@ class ProcessException(ShmreduceError):
     def msg(self) -> str:
         """The message."""
         return self.message
+
+    @property
+    def pid(self) -> int:
+        """The process id, by the name that torch's exception has it."""
+        pid: int = self.error_pid
+        return pid
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {"__cause__": self.__cause__, "__notes__": getattr(self, "__notes__", None)}
@@ -340,7 +346,7 @@ class ProcessRaisedException(ProcessException):
     The message has the traceback from there. ``__cause__`` is the exception
     itself; where it could not be sent, a note says why.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``.
 
     Examples
     --------
@@ -356,7 +362,7 @@ class ProcessRaisedException(ProcessException):
 class ProcessExitedException(ProcessException):
     """A process ended with an exit code that is not 0, or was killed by a signal.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``,
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``,
     ``exit_code`` (negative: killed by that signal), ``signal_name`` (None if
     it was not killed).
     """
