@@ -121,7 +121,13 @@ if TYPE_CHECKING:
     from shmreduce.memory.message import Message
     from shmreduce.prctl import get_thread_name, set_thread_name
     from shmreduce.settings import Settings, get_settings
-    from shmreduce.spawning import ProcessContext, SpawnContext, spawn, start_processes
+    from shmreduce.spawning import (
+        ENV_VAR_PARALLEL_START,
+        ProcessContext,
+        SpawnContext,
+        spawn,
+        start_processes,
+    )
     from shmreduce.strategies import (
         get_all_sharing_strategies,
         get_sharing_strategy,
@@ -129,6 +135,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ENV_VAR_PARALLEL_START",
     "AllocatorFunctions",
     "AllocatorUnavailableError",
     "AlreadyLoadedError",
@@ -304,7 +311,13 @@ _DEFINED_IN = {
     "shmreduce.memory.message": ("Message",),
     "shmreduce.prctl": ("get_thread_name", "set_thread_name"),
     "shmreduce.settings": ("Settings", "get_settings"),
-    "shmreduce.spawning": ("ProcessContext", "SpawnContext", "spawn", "start_processes"),
+    "shmreduce.spawning": (
+        "ENV_VAR_PARALLEL_START",
+        "ProcessContext",
+        "SpawnContext",
+        "spawn",
+        "start_processes",
+    ),
     "shmreduce.strategies": (
         "get_all_sharing_strategies",
         "get_sharing_strategy",

@@ -324,7 +324,7 @@ class ProcessException(ShmreduceError):
     Its positional arguments are those of torch's exception of that name.
     A cause survives pickling, too.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``.
     """
 
     def __init__(self, msg: str, error_index: int, error_pid: int, **fields: Any) -> None:
@@ -334,6 +334,12 @@ class ProcessException(ShmreduceError):
     def msg(self) -> str:
         """The message."""
         return self.message
+
+    @property
+    def pid(self) -> int:
+        """The process id, by the name that torch's exception has it."""
+        pid: int = self.error_pid
+        return pid
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), "__cause__": self.__cause__}
@@ -345,7 +351,7 @@ class ProcessRaisedException(ProcessException):
     The message has the traceback from there. ``__cause__`` is the exception
     itself; where it could not be sent, a note says why.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``.
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``.
 
     Examples
     --------
@@ -361,7 +367,7 @@ class ProcessRaisedException(ProcessException):
 class ProcessExitedException(ProcessException):
     """A process ended with an exit code that is not 0, or was killed by a signal.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``,
+    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``,
     ``exit_code`` (negative: killed by that signal), ``signal_name`` (None if
     it was not killed).
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import sys
 import traceback
 from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,29 @@ __all__ = ["Orders", "work"]
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+
+
+class _ProgramFile:
+    """Pickles as what gives a worker the main module of a program that is over.
+
+    Where the main thread has come to the end of its file, Python takes
+    ``__file__`` from the main module, before it waits for other threads and for
+    executors. A worker that is started from then on would not be told by
+    :mod:`multiprocessing` which file to load, and could not find the functions in it.
+    """
+
+    def __init__(self) -> None:
+        self._path: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        main = sys.modules.get("__main__")
+        # A module that `-m` runs keeps its name, which is what is told then.
+        named = getattr(main, "__spec__", None) is not None
+        if self._path is None or named or hasattr(main, "__file__"):
+            return str, ()
+        from multiprocessing.spawn import import_main_path
+
+        return import_main_path, (self._path,)
 
 
 class Orders:
@@ -69,6 +93,8 @@ class Orders:
         plain_errors: bool = False,
         shared_allocations: bool = False,
     ) -> None:
+        # The first: the others may be of the main module.
+        self.program_file = _ProgramFile()
         self.initializer = initializer
         self.initargs = initargs
         self.limit = limit

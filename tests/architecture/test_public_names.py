@@ -57,7 +57,7 @@ CLASSES = {
     "SharingStrategy",
     "SpawnContext",
 }
-OTHERS = {"Mode", "__version__", "hookimpl"}
+OTHERS = {"ENV_VAR_PARALLEL_START", "Mode", "__version__", "hookimpl"}
 STANDARD = set(multiprocessing.__all__)
 """Those of the standard library, which documents them."""
 

@@ -235,6 +235,36 @@ def test_what_an_executor_was_given_is_done_before_the_program_ends(
     program.wait_for_the_end()
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_start_after_the_end_of_the_file_have_its_functions(
+    method: str, run: Callable[[str], Program], tmp_path: Path
+) -> None:
+    """What goes on when the main thread has come to its end finds the functions it needs."""
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import threading\n"
+        "import shmreduce\n"
+        "def double(number):\n"
+        "    return 2 * number\n"
+        "def use(pool):\n"
+        "    threading.main_thread().join()\n"
+        "    print(pool.map(double, range(3), chunksize=1), flush=True)\n"
+        "    pool.terminate()\n"
+        "if __name__ == '__main__':\n"
+        f"    context = shmreduce.get_context('{method}')\n"
+        "    pool = context.Pool(1, maxtasksperchild=1)\n"
+        "    threading.Thread(target=use, args=(pool,)).start()\n"
+        "    executor = shmreduce.ProcessPoolExecutor(3, context)\n"
+        "    for number in range(6):\n"
+        "        future = executor.submit(double, number)\n"
+        "        future.add_done_callback(lambda future: print(future.result(), flush=True))\n"
+    )
+    program = run(f"import os, sys; os.execv(sys.executable, [sys.executable, {str(file)!r}])")
+    output, errors = program.process.communicate(timeout=PATIENCE)
+    assert sorted(output.splitlines()) == ["0", "10", "2", "4", "6", "8", "[0, 2, 4]"], errors
+    program.wait_for_the_end()
+
+
 def test_an_executor_is_done_before_functions_of_atexit(run: Callable[[str], Program]) -> None:
     """What they take away may be needed by calls; and they can submit no more."""
     program = run(

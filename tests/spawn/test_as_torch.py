@@ -13,6 +13,7 @@ import pytest
 
 import shmreduce
 from shmreduce import (
+    ENV_VAR_PARALLEL_START,
     ProcessContext,
     ProcessException,
     ProcessExitedException,
@@ -20,7 +21,6 @@ from shmreduce import (
     SpawnContext,
     start_processes,
 )
-from shmreduce.spawning import ENV_VAR_PARALLEL_START
 from tests.conftest import PATIENCE
 from tests.spawn import functions
 
@@ -129,6 +129,7 @@ def test_signal_from_outside(method: str) -> None:
     with pytest.raises(ProcessExitedException, match="signal SIGTERM") as caught:
         context.join(PATIENCE)
     assert caught.value.error_pid == pid
+    assert caught.value.pid == pid, "the name that torch's exceptions have it by"
 
 
 def test_peers_are_terminated(method: str) -> None:
@@ -205,6 +206,7 @@ def test_errors_are_picklable(error: ProcessException) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert (copy.msg, copy.error_index, copy.error_pid) == ("message", 3, 77)
+    assert copy.pid == 77
     assert copy.fields == error.fields
     assert repr(copy.__cause__) == "KeyError('cause')"
     assert copy.__notes__ == ["a note"]

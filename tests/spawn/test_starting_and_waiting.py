@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import shmreduce
-from shmreduce import ConfigurationError, ProcessRaisedException, start_processes
-from shmreduce.spawning import ENV_VAR_PARALLEL_START
+from shmreduce import (
+    ENV_VAR_PARALLEL_START,
+    ConfigurationError,
+    ProcessRaisedException,
+    start_processes,
+)
 from tests.conftest import PATIENCE
 from tests.spawn import functions
 
