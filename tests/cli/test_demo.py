@@ -72,6 +72,12 @@ def test_the_demo_prints_a_table_and_draws_progress(stack: Path) -> None:
     assert "filtering" in done.stderr
 
 
+def test_an_error_is_told_in_one_line(stack: Path) -> None:
+    """No complaint about semaphores follows: the demo's process ended by itself."""
+    told = run("demo", f"--input={stack}", "--repeat=1", status=2, SHMREDUCE_BUDGET="1").stderr
+    assert told.splitlines()[-1].startswith("shmreduce demo: ")
+
+
 def test_the_demo_tells_what_is_left(
     stack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
