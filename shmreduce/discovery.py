@@ -326,8 +326,10 @@ class Plugins:
         except (ReducerConflictError, StrategyConflictError) as error:
             self._withdraw(plugin)
             plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error
-        except (Exception, SystemExit) as error:
-            if is_from_handler(error):
+        except BaseException as error:
+            # Compiled code has errors of its own that are no Exception (PanicException
+            # of PyO3), and a script that was named by mistake calls sys.exit().
+            if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
                 # Not the plugin's fault: all are asked anew the next time.
                 raise
             self._withdraw(plugin)

@@ -2,7 +2,7 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, discovery, strategies, :mod:`shmreduce.memory`,
-``children``, ``pickling`` and ``remote``.
+``children``, ``pickling``, ``remote`` and ``stock_pools``.
 
 What is installed
 -----------------
@@ -18,7 +18,8 @@ Three attributes of the class ``ForkingPickler``, and ``send`` of
     puts what the child must know in front of the pickled process object, so
     that the child is installed before its arguments are unpickled;
 ``loads``
-    gives back what a message holds that cannot be unpickled.
+    gives back what a message holds that cannot be unpickled, and fails the task
+    where a pool cannot load it.
 
 An exact registration by ``ForkingPickler.register`` made after installation
 wins over the registry. A subclass of ``ForkingPickler`` that has a
@@ -43,12 +44,13 @@ from typing import TYPE_CHECKING, Any, Self
 from shmreduce import remote
 from shmreduce.children import Call, Child
 from shmreduce.discovery import get_registry
-from shmreduce.errors import ReducerConflictError
+from shmreduce.errors import ReducerConflictError, ShmreduceError
 from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import PASSES_ON, ask_reducer, dump_message, load_message
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
+from shmreduce.stock_pools import instead_of_message
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
@@ -421,6 +423,11 @@ class _Patch:
                 return previous(data, **options)
             try:
                 return load_message(previous, data, **options)
+            except ShmreduceError as error:
+                instead = instead_of_message(data, error)
+                if instead is None:
+                    raise
+                return instead
             finally:
                 # As in load_message: not to be kept by a traceback.
                 del data

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FreshProcess", "RunFailedError", "fail"]
 
+_FAREWELL = 2.0
+"""Seconds that a process gets to end by itself after it failed, or its starter did."""
+
 
 class RunFailedError(ShmreduceError):
     """A process of a demo or benchmark run died, failed or stopped answering.
@@ -168,10 +171,16 @@ class FreshProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Closing our end ends a target that waits for requests.
+        # Closing our end ends a target that waits for requests, or sends.
         self._connection.close()
-        if kind is None and not self._failed:
-            self._process.join(self._patience)
+        try:
+            # What is killed leaves semaphores to the resource tracker, which complains.
+            well = kind is None and not self._failed
+            self._process.join(self._patience if well else min(self._patience, _FAREWELL))
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._process.is_alive():
@@ -206,10 +215,12 @@ def _run(
     except (KeyboardInterrupt, BrokenPipeError, EOFError):
         # The starter has left; there is nobody to report to.
         return
-    except ShmreduceError as error:
-        _send_failure(connection, error, str(error))
-    except Exception:
-        _send_failure(connection, None, traceback.format_exc())
+    except Exception as error:
+        ours = error if isinstance(error, ShmreduceError) else None
+        text = traceback.format_exc() if ours is None else str(error)
+        # The starter may have left meanwhile.
+        with contextlib.suppress(ConnectionError):
+            _send_failure(connection, ours, text)
 
 
 def _count_group(group: int) -> int:

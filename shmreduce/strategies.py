@@ -98,7 +98,7 @@ def choose_strategy(name: str | None) -> SharingStrategy:
                     return strategy
         reason = f"neither {' nor '.join(DEFAULT_ORDER)} works here"
     usable, unusable = _sort_out()
-    subject = "no default sharing strategy" if name is None else f"sharing strategy {name!r}"
+    subject = "the default sharing strategy" if name is None else f"sharing strategy {name!r}"
     raise StrategyUnusableError(
         f"{subject} cannot be used: {reason}; {_what_there_is(usable, unusable)}",
         name=name,

@@ -1,6 +1,7 @@
 """``shmreduce bench``: figures of this machine, in one run beside others.
 
-May import ``text`` and ``bench_page`` of this package, errors and :mod:`shmreduce.bench`.
+May import ``text`` and ``bench_page`` of this package, errors, extras and
+:mod:`shmreduce.bench`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shmreduce.cli.text import Table, print_json, size_text, time_text
 from shmreduce.errors import ConfigurationError
+from shmreduce.extras import import_extra
 
 if TYPE_CHECKING:
     import argparse
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from shmreduce.bench.targets import Verdict
 
 __all__ = ["add_command", "medians", "ratios", "resources", "value_text"]
+
+_PICTURES = (".png", ".svg")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,6 +82,7 @@ def _run(options: argparse.Namespace) -> int:
         _list(plan)
         return 0
     chosen = selection(options.only)
+    _check_files(options)
     path: Path | None = options.results
     report = Report(machine=machine()) if path is None else load_report(path)
     report.run = {
@@ -107,6 +112,26 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _print(report, verdicts, with_resources=options.resources)
     return 0 if report.measurements else 1
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise for a file that cannot be written, before the hours of measuring and not after."""
+    for name in ("results", "plot", "report"):
+        path: Path | None = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigurationError(
+                f"cannot write {path}: there is no folder {path.parent}",
+                setting=f"--{name}",
+                value=str(path),
+            )
+    if options.plot is not None:
+        if options.plot.suffix not in _PICTURES:
+            raise ConfigurationError(
+                f"cannot draw {options.plot}: its name must end in {' or '.join(_PICTURES)}",
+                setting="--plot",
+                value=str(options.plot),
+            )
+        import_extra("matplotlib.figure", extra="bench")
 
 
 def _known_systems(text: str) -> tuple[str, ...]:

@@ -271,7 +271,8 @@ def _check(system: SystemName, results: Sequence[Image], expected: Sequence[Imag
     import numpy as np
 
     for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-        if not np.array_equal(result, wanted):
+        # Pixels without a value are NaN, which equals nothing, itself included.
+        if not np.array_equal(result, wanted, equal_nan=True):
             raise WrongResultError(
                 f"image {number} as filtered by the system {system!r} differs from what plain "
                 "multiprocessing gives: this is a bug of shmreduce, please report it",

@@ -36,6 +36,8 @@ IMAGE_NAMES = (
 )
 """Images inside scikit-image's wheel: `skimage.data
 <https://scikit-image.org/docs/stable/api/skimage.data.html>`_ needs no download for them."""
+_FILTERED_AS = {"e": "float32", "g": "float64"}
+"""Code of a type that SciPy's filters do not take to one that they do."""
 
 
 def load_images(side: int, names: Sequence[str] = IMAGE_NAMES) -> list[Image]:
@@ -75,13 +77,20 @@ def load_file(path: Path) -> list[Image]:
     ------
     ConfigurationError
         If the file cannot be read as such an array of numbers.
+
+    Numbers of half and of extended precision, which SciPy's filters do not
+    take, become the nearest kind that they do.
     """
     import numpy as np
 
     try:
-        # Pickled objects are refused: a data file must not run code.
-        stack = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        # Opened here, since NumPy leaves a bad archive open. Pickled objects are refused:
+        # a data file must not run code.
+        with path.open("rb") as file:
+            stack = np.load(file, allow_pickle=False)
+    except Exception as error:
+        # A damaged file makes NumPy pass on what its parsers raise, of the header
+        # (tokenize.TokenError) or of a zip archive, or ask for memory without end.
         raise _bad_input(path, f"{error}") from error
     if not isinstance(stack, np.ndarray):
         raise _bad_input(path, "it holds several arrays, save one with numpy.save")
@@ -89,6 +98,8 @@ def load_file(path: Path) -> list[Image]:
         raise _bad_input(path, f"its dtype is {stack.dtype}, not a real number")
     if stack.ndim < 2 or stack.size == 0:
         raise _bad_input(path, f"its shape is {stack.shape}, not that of an image or a stack")
+    if stack.dtype.char in _FILTERED_AS:
+        stack = stack.astype(_FILTERED_AS[stack.dtype.char])
     if stack.ndim == 2:
         return [stack]
     return [image.copy() for image in stack]

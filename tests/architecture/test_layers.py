@@ -36,7 +36,7 @@ LAYERS = [
     {"strategies"},
     {"memory"},
     {"born"},
-    {"children", "remote", "arrays", "bodies"},
+    {"children", "remote", "arrays", "bodies", "stock_pools"},
     {"pickling"},
     {"forking"},
     {"descriptor", "extras", "launching", "managers", "packets"},

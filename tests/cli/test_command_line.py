@@ -196,3 +196,19 @@ def test_doctor_does_not_choose_between_plugins_in_conflict(broken_plugin: Path)
     assert "plugin 'signal'" in plugin["value"]
     assert "SHMREDUCE_BLOCK=NAME" in plugin["remedy"]
     assert "SHMREDUCE_BLOCK=numpy" not in plugin["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--results=missing/results.json", "no folder missing"),
+        ("--report=missing/page.md", "no folder missing"),
+        ("--plot=missing/plot.png", "no folder missing"),
+        ("--plot=plot.txt", "must end in .png or .svg"),
+    ],
+)
+def test_what_bench_cannot_write_is_told_before_it_measures(option: str, reason: str) -> None:
+    """Hours of measuring are not lost to a name that is wrong."""
+    told = run("bench", "--quick", "--only=import", option, status=2).stderr
+    assert reason in told
+    assert "import ..." not in told

@@ -72,6 +72,12 @@ def test_the_demo_prints_a_table_and_draws_progress(stack: Path) -> None:
     assert "filtering" in done.stderr
 
 
+def test_an_error_is_told_in_one_line(stack: Path) -> None:
+    """No complaint about semaphores follows: the demo's process ended by itself."""
+    told = run("demo", f"--input={stack}", "--repeat=1", status=2, SHMREDUCE_BUDGET="1").stderr
+    assert told.splitlines()[-1].startswith("shmreduce demo: ")
+
+
 def test_the_demo_tells_what_is_left(
     stack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +182,43 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     assert "cannot use" in run("demo", f"--input={path}", status=2).stderr
     told = run("demo", f"--input={tmp_path / 'missing.npy'}", status=2).stderr
     assert "there is no such file" in told
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    """Whatever NumPy raises for a header without end, a shape without end or a bad archive."""
+    damaged = {
+        "header": _npy(b"{'descr': '<f8', 'fortran_order': (((((("),
+        "shape": _npy(b"{'descr': '<f8', 'fortran_order': False, 'shape': (9999999999999, 9, 9)}"),
+        "archive": b"PK\x03\x04 is how they begin",
+    }
+    for name, content in damaged.items():
+        path = tmp_path / f"{name}.npy"
+        path.write_bytes(content)
+        with pytest.raises(ConfigurationError, match="cannot use"):
+            load_file(path)
+
+
+def _npy(header: bytes) -> bytes:
+    """Return a file of version 1.0 with a header of 118 bytes, and no data."""
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117) + b"\n"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "longdouble", ">f2"])
+@pytest.mark.parametrize("name", sorted(FILTERS))
+def test_precisions_that_filters_lack_are_converted(name: str, dtype: str, tmp_path: Path) -> None:
+    """Stacks of half and of extended precision are filtered, too."""
+    np.save(tmp_path / "stack.npy", np.ones((1, 9, 9), dtype))
+    (image,) = load_file(tmp_path / "stack.npy")
+    _, filtered, _ = apply_filter((name, 0, image))
+    assert filtered.shape == (9, 9)
+
+
+def test_pixels_without_a_value_are_equal(stack: Path) -> None:
+    """NaN in the input is NaN in all three results, which is no difference."""
+    images = np.load(stack)
+    images[:, :9] = np.nan
+    np.save(stack, images)
+    assert read_json("demo", f"--input={stack}", "--repeat=1", "--workers=1")["results_equal"]
 
 
 def test_a_result_that_differs_is_an_error() -> None:

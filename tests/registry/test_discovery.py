@@ -171,6 +171,7 @@ def test_plugins_come_sorted_and_once(installer: Installer) -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
+        ("class Panic(BaseException): ...\nraise Panic('in Rust')", "Panic: in Rust"),
         ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
         ("import a_module_that_is_not_there", "ModuleNotFoundError"),
         ("raise SystemExit(3)", "SystemExit: 3"),

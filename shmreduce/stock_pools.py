@@ -1,0 +1,55 @@
+"""What a pool of the standard library gets in the place of what cannot be loaded.
+
+May import :mod:`shmreduce.errors` and the standard library.
+
+``multiprocessing.pool.Pool`` takes it for granted that its messages load. If one
+does not, the thread that reads the results ends, or the worker that reads the
+task, and whoever waits for a result waits for ever. Messages with arrays can
+fail to load for reasons of ours: no descriptor is free, a worker was killed
+before its result was read. Then the one task fails, with our error.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from shmreduce.errors import ShmreduceError
+
+__all__ = ["instead_of_message"]
+
+_HEAD = 128
+"""Bytes at the beginning of a pool's message that have its two numbers among them."""
+_INTEGERS = {"BININT", "BININT1", "BININT2", "LONG1"}
+"""Names of the opcodes for integers of a pickle."""
+
+
+def instead_of_message(data: Any, error: ShmreduceError) -> tuple[Any, ...] | None:
+    """Return a task or a result that fails with ``error``; None if no pool is reading.
+
+    To be called by what ``ForkingPickler.loads`` is. A message that a task or a
+    callback reads from a connection of its own is no pool's.
+    """
+    pool = sys.modules.get("multiprocessing.pool")
+    if pool is None:
+        return None
+    # This function, loads, the queue's get or the connection's recv, who called that.
+    reader = sys._getframe(3).f_code
+    if reader is pool.worker.__code__:
+        return (*_numbers(data), _raise, (error,), {})
+    if reader is pool.Pool._handle_results.__code__:
+        return (*_numbers(data), (False, error))
+    return None
+
+
+def _numbers(data: Any) -> tuple[Any, Any]:
+    """Return the job's number and that of the part, with which each message begins."""
+    opcodes = pickletools.genops(bytes(data[:_HEAD]))
+    numbers = (value for opcode, value, _ in opcodes if opcode.name in _INTEGERS)
+    return next(numbers), next(numbers)
+
+
+def _raise(error: ShmreduceError) -> NoReturn:
+    raise error
