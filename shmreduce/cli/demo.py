@@ -182,10 +182,10 @@ def _as_json(started: Started, outcomes: list[Outcome], left: dict[str, int]) ->
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
+    # Of a ValueError argparse would tell the name of this function.
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
 
 
 def _cpus() -> int:

@@ -110,6 +110,15 @@ def test_the_demo_tells_what_is_left(
     assert "Left behind: 1 processes, 1 segments, 5 leases." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", ""])
+def test_what_is_no_number_is_told(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message says what was given and what is wanted, in words of the user."""
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", f"--workers={number}"])
+    assert caught.value.code == 2
+    assert f"--workers: {number!r} is no whole number from 1 on" in capsys.readouterr().err
+
+
 def test_the_demo_filters_the_images_of_scikit_image() -> None:
     """Without ``--input`` the input is what scikit-image's wheel holds, enlarged."""
     pytest.importorskip("skimage")
