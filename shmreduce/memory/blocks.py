@@ -351,14 +351,23 @@ class LiveBlocks:
             if segment.records.get(block) is record:
                 del segment.records[block]
             if record.heap is not None and isinstance(segment, OwnedSegment):
-                record.heap.give_back(segment, block)
+                try:
+                    record.heap.give_back(segment, block)
+                except SegmentError:
+                    # Somebody has closed the segment's descriptors: it is not used again.
+                    return True
             return True
         if not self._show_file(record):
             return False
         # Once at most, also if Ctrl-C comes in the middle: the slot may be
         # another hold's as soon as it is free.
         record.ended = True
-        if not segment.try_release(block, record.slot):
+        try:
+            released = segment.try_release(block, record.slot)
+        except SegmentError:
+            # Somebody has closed the segment's descriptors: the hold ends with this process.
+            return True
+        if not released:
             record.ended = False
             return False
         if segment.holds.get(record.slot) is record:

@@ -334,7 +334,8 @@ class Heap:
         size = segment.capacities[block]
         end = segment.offsets[block] + size
         patience = -(-size // _PATIENCE_FOR)
-        place = segment.data.make_huge(segment.fd, place, end - place, patience=patience)
+        fd = segment.checked_fd
+        place = segment.data.make_huge(fd, place, end - place, patience=patience)
         if place < end:
             segment.small[block] = place, uses + 1
         else:
