@@ -32,7 +32,11 @@ from typing import TYPE_CHECKING, Any
 from shmreduce.born import moving
 from shmreduce.errors import ConfigurationError
 from shmreduce.memory import locks
-from shmreduce.memory.standard_streams import clear_of_streams, seqpacket_pair
+from shmreduce.memory.standard_streams import (
+    all_clear_of_streams,
+    clear_of_streams,
+    seqpacket_pair,
+)
 from shmreduce.packets import (
     LARGEST_PACKET,
     MOST_DESCRIPTORS,
@@ -450,7 +454,8 @@ def _descriptors_in(control: list[Any]) -> list[int]:
     for level, kind, data in control:
         if level == _SOCKET_LEVEL and kind == _RIGHTS:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()
+    # While the message is unpickled somebody may print.
+    return all_clear_of_streams(found.tolist())
 
 
 def _take_buffer() -> bytearray:

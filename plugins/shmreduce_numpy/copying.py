@@ -77,8 +77,7 @@ class _Copy:
     """The copy of one part, by a thread or by its caller, whoever comes first."""
 
     def __init__(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-        self._target = target
-        self._source = source
+        self._arrays: list[Any] = [target, source]
         # One entry, never changed: who makes the copy. A thread that begins
         # after the caller has come back finds itself too late.
         self._maker: dict[str, str] = {}
@@ -95,18 +94,21 @@ class _Copy:
     def help(self) -> None:
         """Make it here if no thread has begun."""
         if self._maker.setdefault("is", "caller") == "caller":
-            np.copyto(self._target, self._source, casting="no")
+            np.copyto(self._arrays[0], self._arrays[1], casting="no")
 
     def finish(self) -> None:
         """Wait for the thread; one that has not begun will not."""
         while self._maker.setdefault("is", "caller") == "thread" and not self._finished:
             self._running.acquire(timeout=_WAIT_SECONDS)
+        # The thread may be there for a while, and keeps this object: memory that it
+        # referred to would count as in use, for a child forked now as long as that lives.
+        self._arrays.clear()
 
     def _run(self) -> None:
         if self._maker.setdefault("is", "thread") != "thread":
             return
         try:
-            np.copyto(self._target, self._source, casting="no")
+            np.copyto(self._arrays[0], self._arrays[1], casting="no")
         except BaseException as error:
             # The caller's, who is told of it.
             self.error = error

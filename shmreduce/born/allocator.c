@@ -33,6 +33,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -83,6 +84,8 @@ struct range {
     uint32_t used;
     int fd;
     int inherited;
+    dev_t device; /* with the inode: which file the descriptor was */
+    ino_t inode;
 };
 
 struct region {
@@ -255,9 +258,20 @@ static void push_freed(uint32_t number)
 
 /* Pages */
 
-static int punch(int fd, uint64_t offset, uint64_t size)
+/* Daemons close all descriptors that they find, and other files get the numbers:
+ * what is done by such a number would show their bytes in arrays, or destroy them. */
+static int is_open(const struct range *range)
 {
-    return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)size);
+    struct stat found;
+    return fstat(range->fd, &found) == 0 && found.st_dev == range->device &&
+           found.st_ino == range->inode;
+}
+
+static void punch(const struct range *range, uint64_t offset, uint64_t size)
+{
+    if (is_open(range))
+        fallocate(range->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,
+                  (off_t)size);
 }
 
 static double now(void)
@@ -298,7 +312,8 @@ static int allocate_pages(const struct range *range, uint64_t address, uint64_t 
     if (madvise((void *)(uintptr_t)address, size, MADV_POPULATE_WRITE) == 0)
         return 1;
     failed = errno;
-    if (failed == EINVAL || failed == ENOSYS || failed == EINTR || failed == EAGAIN) {
+    if ((failed == EINVAL || failed == ENOSYS || failed == EINTR || failed == EAGAIN) &&
+        is_open(range)) {
         /* An older kernel. */
         for (int attempt = 0; attempt < PATIENCE; attempt++) {
             failed = posix_fallocate(range->fd, (off_t)offset, (off_t)size);
@@ -308,7 +323,7 @@ static int allocate_pages(const struct range *range, uint64_t address, uint64_t 
         if (!failed)
             return 1;
     }
-    punch(range->fd, offset, size);
+    punch(range, offset, size);
     return 0;
 }
 
@@ -317,9 +332,8 @@ static int cover(const struct entry *entry, int flags)
     const struct range *range = &ranges[entry->range];
     void *address = (void *)(uintptr_t)entry->address;
     off_t offset = (off_t)(entry->address - range->address + range->offset);
-    void *got = mmap(address, entry->capacity, PROT_READ | PROT_WRITE, MAP_FIXED | flags,
-                     range->fd, offset);
-    return got == address;
+    return is_open(range) && mmap(address, entry->capacity, PROT_READ | PROT_WRITE,
+                                  MAP_FIXED | flags, range->fd, offset) == address;
 }
 
 static uint32_t carve(uint64_t capacity)
@@ -403,14 +417,18 @@ EXPORT void shmreduce_allow(uint64_t from, uint64_t bytes)
 EXPORT int32_t shmreduce_add_range(uint64_t address, uint64_t size, int fd, uint64_t offset)
 {
     int32_t found = -1;
-    void *table = mmap(NULL, (size >> page_bits) * sizeof(uint32_t) + 1, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    struct stat file;
+    void *table;
+    if (fstat(fd, &file))
+        return -1;
+    table = mmap(NULL, (size >> page_bits) * sizeof(uint32_t) + 1, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (table == MAP_FAILED)
         return -1;
     enter();
     for (int32_t number = 0; number < MOST_RANGES && found == -1; number++) {
         if (!ranges[number].size) {
-            struct range range = {address, size, offset, table, 0, fd, 0};
+            struct range range = {address, size, offset, table, 0, fd, 0, file.st_dev, file.st_ino};
             ranges[number] = range;
             found = number;
         }

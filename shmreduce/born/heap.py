@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shmreduce.contracts import SharingStrategy
+    from shmreduce.memory.mapping import Mapping
     from shmreduce.memory.owned_segment import OwnedSegment
 
 __all__ = ["BornHeap", "get_heap", "heap_of"]
@@ -349,6 +350,11 @@ class BornHeap(Heap):
         return number
 
     # What any heap does
+
+    def _makers_alone(self, segment: OwnedSegment) -> list[Mapping]:
+        # Of the arrays the allocator has made the pages private, and what was
+        # written to those is nowhere else.
+        return [segment.tables]
 
     def collect(self) -> int:
         """Take the blocks that arrays, children and receivers have released."""

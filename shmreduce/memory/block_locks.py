@@ -13,11 +13,12 @@ the middle of its own thread's transition is refused at once.
 
 from __future__ import annotations
 
+import errno
 import functools
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from shmreduce.errors import LeaseTimeoutError
+from shmreduce.errors import LeaseTimeoutError, SegmentError
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_BLOCK
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     _Transition = Callable[Concatenate[Any, int, _P], _R]
     Mark = tuple[int]
 
-__all__ = ["LOCK_PATIENCE", "BlockLocks", "if_unlocked", "under_lock"]
+__all__ = ["LOCK_PATIENCE", "BlockLocks", "closed_by_somebody", "if_unlocked", "under_lock"]
 
 LOCK_PATIENCE = 30.0
 """Seconds to wait for the lock of a block, which is held for microseconds."""
@@ -59,6 +60,10 @@ class BlockLocks:
         locked = False
         try:
             locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block, later=True)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            raise closed_by_somebody(self.lock_fd, self.token) from error
         finally:
             if not locked:
                 # An interrupt may have come between the lock and the assignment.
@@ -95,6 +100,18 @@ class BlockLocks:
         if self._busy.get(block) is mark:
             locks.unlock(self.lock_fd, LOCK_BLOCK + block)
             self._busy.pop(block, None)
+
+
+def closed_by_somebody(fd: int, token: bytes) -> SegmentError:
+    """Return what to raise for a descriptor of a segment that is not the segment's any more."""
+    return SegmentError(
+        f"somebody has closed descriptor {fd} of segment {token.hex()} in this process, as "
+        "os.closerange() and libraries for daemons do: have them leave it open, or use shared "
+        "memory only after that",
+        operation="fstat",
+        errno=errno.EBADF,
+        segment=token.hex(),
+    )
 
 
 def under_lock(transition: _Transition[_P, _R]) -> _Transition[_P, _R]:

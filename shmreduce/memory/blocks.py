@@ -353,14 +353,23 @@ class LiveBlocks:
             if segment.records.get(block) is record:
                 del segment.records[block]
             if record.heap is not None and isinstance(segment, OwnedSegment):
-                record.heap.give_back(segment, block)
+                try:
+                    record.heap.give_back(segment, block)
+                except SegmentError:
+                    # Somebody has closed the segment's descriptors: it is not used again.
+                    return True
             return True
         if not self._show_file(record):
             return False
         # Once at most, also if Ctrl-C comes in the middle: the slot may be
         # another hold's as soon as it is free.
         record.ended = True
-        if not segment.try_release(block, record.slot):
+        try:
+            released = segment.try_release(block, record.slot)
+        except SegmentError:
+            # Somebody has closed the segment's descriptors: the hold ends with this process.
+            return True
+        if not released:
             record.ended = False
             return False
         if segment.holds.get(record.slot) is record:
@@ -467,7 +476,8 @@ def warn_of_exposed(count: int) -> None:
     """Warn of arrays that a forked child shares, though they are private memory to their user."""
     warnings.warn(
         f"{count} arrays that were alive at a fork are shared with the child: the kernel has no "
-        "room for private pages. Raise vm.max_map_count, or fork before there are such arrays",
+        "room for private pages, or somebody has closed the descriptors of their memory. Raise "
+        "vm.max_map_count, or fork before there are such arrays",
         ShmreduceWarning,
         stacklevel=3,
     )

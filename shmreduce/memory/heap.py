@@ -23,7 +23,7 @@ import errno
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.contracts import SegmentFile
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.family import Family
+    from shmreduce.memory.mapping import Mapping
     from shmreduce.memory.segment import Segment
 
 __all__ = ["Heap", "HeapBusyError", "HeapHost", "size_class"]
@@ -222,6 +223,23 @@ class Heap:
     def _keep_warm(self, segment: OwnedSegment, block: int) -> None:
         self.warm.setdefault(segment.capacities[block], []).append((segment, block))
 
+    def keep_apart_in_child(self) -> None:
+        """Have what a forked child writes to its parent's tables and messages stay in the child.
+
+        The fork may have come while a block was taken or filled, from a signal
+        handler, a destructor or a reducer, and the child goes on with that as its
+        parent does.
+        """
+        for segment in self.segments:
+            for mapping in self._makers_alone(segment):
+                # Where the kernel refuses, or the descriptor was closed, it stays as it is.
+                with suppress(SegmentError):
+                    mapping.cover(segment.checked_fd, mapping.offset, mapping.size, private=True)
+
+    def _makers_alone(self, segment: OwnedSegment) -> list[Mapping]:
+        """Return the mappings by which nobody but the maker writes to a segment."""
+        return [segment.tables, segment.data] if self.kind == BY_VALUE else [segment.tables]
+
     # Growth, all under the lock
 
     @contextmanager
@@ -337,7 +355,8 @@ class Heap:
         size = segment.capacities[block]
         end = segment.offsets[block] + size
         patience = -(-size // _BYTES_FOR_A_WAIT)
-        place = segment.data.make_huge(segment.fd, place, end - place, patience=patience)
+        fd = segment.checked_fd
+        place = segment.data.make_huge(fd, place, end - place, patience=patience)
         if place < end:
             segment.small[block] = place, uses + 1
         else:

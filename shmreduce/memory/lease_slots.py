@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shmreduce.errors import OutOfLeasesError, OutOfSharedMemoryError
 from shmreduce.memory import locks
-from shmreduce.memory.block_locks import BlockLocks
+from shmreduce.memory.block_locks import BlockLocks, closed_by_somebody
 from shmreduce.memory.layout import (
     CHUNK_SLOTS,
     HANDED_OVER,
@@ -58,6 +58,7 @@ class LeaseSlots(BlockLocks):
 
     def __init__(self, fd: int, header: SegmentHeader, strategy: SharingStrategy) -> None:
         self.fd = fd
+        self._identity = locks.identity_of(fd)
         self.header = header
         self.strategy = strategy
         self.token = header.token
@@ -83,6 +84,25 @@ class LeaseSlots(BlockLocks):
         # at once. Otherwise a parent that is killed in the middle of a
         # transition would leave its lock to a child that knows nothing of it.
         super().__init__(locks.reopen(fd))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the descriptor is still the segment's, and was not closed by somebody else."""
+        return self.fd != -1 and locks.identity_of(self.fd) == self._identity
+
+    @property
+    def checked_fd(self) -> int:
+        """The descriptor, for who shows the file's pages, or gives and takes them.
+
+        Raises
+        ------
+        SegmentError
+            If somebody has closed it: the number may be another file's, which
+            would be damaged.
+        """
+        if not self.is_open:
+            raise closed_by_somebody(self.fd, self.token)
+        return self.fd
 
     def leases(self, block: int) -> list[int]:
         """Return the words of the block's chain, newest first."""
@@ -189,10 +209,12 @@ class LeaseSlots(BlockLocks):
         found = sum(self._list_chunk(chunk, mark) for chunk in list(self._chunks))
         if found >= _WORTH_A_RESCAN:
             return
+        # Of another file the locks of all chunks could be had, those of others, too.
+        fd = self.checked_fd
         for chunk in range(self.layout.slots // CHUNK_SLOTS):
             if chunk in self._chunks:
                 continue
-            if not locks.try_lock(self.fd, LOCK_CHUNK + chunk, later=True):
+            if not locks.try_lock(fd, LOCK_CHUNK + chunk, later=True):
                 continue
             if self._chunks.setdefault(chunk, mark) is mark:
                 self._reserve_chunk(chunk)

@@ -105,8 +105,12 @@ def keep_trying(attempt: Callable[[], bool], patience: float) -> float | None:
 
 
 def unlock(fd: int, offset: int) -> None:
-    """Give up the lock of one byte; harmless where none is held."""
-    fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
+    """Give up the lock of one byte; harmless where none is held, or the descriptor was closed."""
+    try:
+        fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
 
 
 def first_locked(fd: int, offset: int, length: int = 1) -> int | None:

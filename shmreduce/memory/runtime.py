@@ -84,6 +84,8 @@ class Runtime:
             self._parent_family.give_up_locks()
         for segment in lineage.values():
             segment.give_up_locks()
+        for heap in [] if parent is None else parent.heaps:
+            heap.keep_apart_in_child()
 
     @property
     def family(self) -> Family:

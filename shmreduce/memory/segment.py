@@ -21,7 +21,6 @@ inherit together with its views.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from multiprocessing.connection import wait
@@ -32,7 +31,6 @@ from shmreduce.errors import (
     AlreadyLoadedError,
     InvalidHandleError,
     OutOfLeasesError,
-    SegmentError,
     StaleHandleError,
 )
 from shmreduce.memory import locks
@@ -109,7 +107,6 @@ class Segment(LeaseSlots):
     ) -> None:
         super().__init__(file.fd, header, strategy)
         self.file = file
-        self._identity = locks.identity_of(file.fd)
         self.owner = owner
         self.records: dict[int, object] = {}
         """Blocks of its own that the owner still has a view of, or is about to have."""
@@ -191,32 +188,6 @@ class Segment(LeaseSlots):
         """Return all that the segment has open."""
         every = (self.fd, self.lock_fd, *self._transfer.values())
         return tuple(fd for fd in every if fd != -1)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the descriptor is still the segment's, and was not closed by somebody else."""
-        return self.fd != -1 and locks.identity_of(self.fd) == self._identity
-
-    @property
-    def checked_fd(self) -> int:
-        """The descriptor, for who shows the file's pages, or gives and takes them.
-
-        Raises
-        ------
-        SegmentError
-            If somebody has closed it: the number may be another file's, which
-            would be damaged.
-        """
-        if not self.is_open:
-            raise SegmentError(
-                f"somebody has closed descriptor {self.fd} of segment {self.token.hex()} in this "
-                "process, as os.closerange() and libraries for daemons do: have them leave it "
-                "open, or use shared memory only after that",
-                operation="fstat",
-                errno=errno.EBADF,
-                segment=self.token.hex(),
-            )
-        return self.fd
 
     def owner_alive(self) -> bool:
         """Return whether the process that made the segment, or a fork of it, lives."""

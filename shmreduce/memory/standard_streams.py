@@ -11,8 +11,9 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from collections import deque
 
-__all__ = ["clear_of_streams", "seqpacket_pair"]
+__all__ = ["all_clear_of_streams", "clear_of_streams", "seqpacket_pair"]
 
 _STANDARD_ERROR = 2
 
@@ -44,6 +45,32 @@ def clear_of_streams(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STANDARD_ERROR + 1)
     finally:
         os.close(fd)
+
+
+def all_clear_of_streams(fds: list[int]) -> list[int]:
+    """Return :func:`clear_of_streams` of each, up to the first that cannot be had.
+
+    Those that are left out are closed.
+
+    Examples
+    --------
+    >>> reader, writer = os.pipe()
+    >>> all_clear_of_streams([reader, writer]) == [reader, writer]
+    True
+    >>> os.close(reader), os.close(writer)
+    (None, None)
+    """
+    if all(fd > _STANDARD_ERROR for fd in fds):
+        return fds
+    clear: list[int] = []
+    left = deque(fds)
+    try:
+        while left:
+            clear.append(clear_of_streams(left.popleft()))
+    except OSError:
+        for fd in left:
+            os.close(fd)
+    return clear
 
 
 def seqpacket_pair() -> tuple[socket.socket, socket.socket]:

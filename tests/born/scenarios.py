@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -263,6 +264,29 @@ def a_child_inside_the_block_gets_ordinary_memory_until_it_enters_one() -> None:
         Child(work).finish()
 
 
+def files_with_the_numbers_of_closed_descriptors_are_apart() -> None:
+    """Who closes all descriptors, as daemons do, keeps the arrays; files that are opened
+    then are neither shown in arrays nor written to by them.
+    """
+    # Of arrays that a child shares now.
+    warnings.simplefilter("ignore", shmreduce.ShmreduceWarning)
+    with shmreduce.shared_allocations():
+        before, freed = filled(1), filled(1)
+        child_that_sees(before).finish()
+        del freed
+        after = filled(1)
+        os.closerange(3, 4096)
+        other = os.memfd_create("other")
+        os.ftruncate(other, 1 << 30)
+        for _ in range(64):
+            os.dup(other)
+        get_heap().tend()
+        fresh = [filled(1) for _ in range(4)]
+        child_that_sees(after).finish()
+        check(all((array == 1).all() for array in (before, after, *fresh)))
+        check(os.fstat(other).st_blocks == 0)
+
+
 def threads_may_allocate_while_others_fork() -> None:
     """Arrays made and dropped at any instant of a fork are never the child's and the
     parent's at once.
@@ -408,6 +432,7 @@ SCENARIOS = {
         a_block_that_a_child_sees_is_not_given_to_a_receiver,
         a_child_uses_nothing_of_its_parents,
         a_child_inside_the_block_gets_ordinary_memory_until_it_enters_one,
+        files_with_the_numbers_of_closed_descriptors_are_apart,
         threads_may_allocate_while_others_fork,
         interrupts_come_at_any_instant,
         arrays_live_to_the_very_end,

@@ -62,6 +62,11 @@ IN_C = {
         "    done = 1;\n",
         "a_block_waits_for_the_children_that_may_see_it",
     ),
+    "a number that is another file's is left alone": Guard(
+        "    return is_open(range) && mmap(",
+        "    return mmap(",
+        "files_with_the_numbers_of_closed_descriptors_are_apart",
+    ),
     "what may have to be copied yet keeps its pages": Guard(
         "if (entry->flags & PRIVATE && !(entry->flags & SENT))",
         "if (entry->flags & PRIVATE)",

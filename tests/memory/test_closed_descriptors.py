@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.layout import CHUNK_SLOTS
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -143,3 +146,69 @@ def test_files_that_have_the_numbers_of_closed_descriptors_are_left_alone(tmp_pa
 
     status = wait_for_exit(in_forked_child(child))
     assert (status, answer.read_text()) == (0, "")
+
+
+def use_a_block_with_small_pages_again() -> None:
+    """Send an array for whose block the kernel had no huge pages at hand."""
+    array = np.ones(12 * LENGTH)
+    round_trip(array)
+    for segment in [each for heap in runtime.current().heaps for each in heap.segments]:
+        segment.small[0] = segment.offsets[0], 0
+    yield_to_others()
+    round_trip(array)
+
+
+def send_more_than_there_are_slots_for() -> None:
+    """Send a shared array so often that its segment's lease slots must become more."""
+    array, (_there, here) = shmreduce.ones(LENGTH), Pipe(duplex=False)
+    here.send(array)
+    yield_to_others()
+    for _ in range(2 * CHUNK_SLOTS):
+        ForkingPickler.dumps(array)
+
+
+FILES: list[int] = []
+
+
+def yield_to_others() -> None:
+    """Close everything; another file gets the numbers."""
+    close_all_but()
+    other = os.memfd_create("other")
+    FILES[:] = [os.dup(other) for _ in range(64)]
+
+
+@pytest.mark.parametrize(
+    "use", [use_a_block_with_small_pages_again, send_more_than_there_are_slots_for]
+)
+@pytest.mark.filterwarnings("ignore::shmreduce.ShmreduceWarning")
+@pytest.mark.usefixtures("strategy")
+def test_no_pages_are_allocated_for_another_file(use: Callable[[], None]) -> None:
+    """Where a file has the number of a closed descriptor, its size stays what it is."""
+
+    def child() -> bool:
+        with shmreduce.install(), pytest.raises(shmreduce.SegmentError, match="closerange"):
+            use()
+        return bool(FILES) and os.fstat(FILES[0]).st_size == 0
+
+    assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.filterwarnings("ignore::shmreduce.ShmreduceWarning")
+@pytest.mark.usefixtures("strategy")
+def test_descriptors_that_are_closed_are_a_named_error_to_who_sends() -> None:
+    """Sending raises a SegmentError, not the system's bare one; dropping arrays says nothing."""
+
+    def child() -> bool:
+        shmreduce.install()
+        shared, received = shmreduce.ones(LENGTH), round_trip(np.ones(LENGTH))
+        unraisable: list[Any] = []
+        sys.unraisablehook = unraisable.append
+        close_all_but()
+        here, _there = Pipe()
+        for _ in range(2):
+            with pytest.raises(shmreduce.SegmentError, match="closerange"):
+                here.send(shared)
+        del shared, received
+        return not unraisable
+
+    assert wait_for_exit(in_forked_child(child)) == 0

@@ -23,8 +23,10 @@ import shmreduce
 from shmreduce.memory import mapping, runtime
 from shmreduce.memory.attachments import boot_identity
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.ledger import ForkLedger
-from shmreduce.memory.loading import discard_message
+from shmreduce.memory.loading import discard_message, import_block
+from shmreduce.memory.message import Message
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
 if TYPE_CHECKING:
@@ -676,3 +678,54 @@ def test_a_child_knows_the_host_without_a_descriptor(monkeypatch: pytest.MonkeyP
         pid = in_forked_child(lambda: runtime.current().boot == boot)
     assert caught.value.errno == errno.EMFILE
     assert wait_for_exit(pid) == 0
+
+
+def test_a_child_that_goes_on_filling_a_block_writes_to_memory_of_its_own() -> None:
+    """Where a fork comes while a message is filled, the message has what its parent writes."""
+    message = Message()
+    given = message.allocate(LENGTH)
+    assert given is not None
+    view, handle = given
+
+    def child() -> bool:
+        view[:] = b"c" * LENGTH
+        return bytes(view) == b"c" * LENGTH
+
+    view[:] = b"p" * LENGTH
+    assert wait_for_exit(in_forked_child(child)) == 0
+    view.release()
+    message.commit()
+    assert bytes(import_block(handle).buffer) == b"p" * LENGTH
+
+
+@pytest.mark.parametrize("kind", [BY_VALUE, SHARED])
+def test_a_child_that_goes_on_taking_a_block_leaves_its_parents_tables_alone(
+    kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a fork comes while a block is taken, the parent has its block, though the child
+    gives it up.
+    """
+    heap = runtime.current().heap(kind)
+    book, children = heap._book, list[int]()
+
+    def forking(segment: Any, nbytes: int) -> None:
+        if nbytes > 0 and not children:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                children.append(os.fork())
+            if not children[0]:
+                raise KeyboardInterrupt
+            assert wait_for_exit(children[0]) == 0
+        book(segment, nbytes)
+
+    monkeypatch.setattr(heap, "_book", forking)
+    # More than any block that is at hand.
+    size = max([*heap.warm, LENGTH]) + LENGTH
+    try:
+        segment, block = heap.allocate(size)
+    except KeyboardInterrupt:
+        os._exit(0)
+    assert len(children) == 1
+    assert segment.capacities[block] >= size
+    del segment.records[block]
+    assert heap.give_back(segment, block)

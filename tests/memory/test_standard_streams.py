@@ -92,6 +92,75 @@ def test_nothing_of_ours_takes_their_numbers(
     assert result.read_text() == "right\n"
 
 
+LOUD = """
+import os
+import sys
+
+for number in range(3):
+    os.close(number)
+
+import numpy as np
+import shmreduce
+
+
+class Loud:
+    def __init__(self, array):
+        self.array = array
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+        for number in range(3):
+            try:
+                os.write(number, b"what a library prints")
+            except OSError:
+                pass
+
+
+if __name__ == "__main__":
+    here, there = shmreduce.Pipe()
+    here.send(Loud(np.ones(300_000)))
+    there.recv()
+    here.send(np.ones(300_000))
+    # A process that opens the segment now looks at what it begins with.
+    context = shmreduce.get_context("fork")
+    reader, writer = shmreduce.Pipe()
+    child = context.Process(target=lambda: writer.send(there.recv().sum()))
+    child.start()
+    with open(sys.argv[1], "w") as file:
+        print(reader.recv() if reader.poll(30) else "lost", file=file)
+    child.join()
+"""
+
+
+def test_what_is_printed_while_a_message_is_loaded_goes_nowhere(tmp_path: Path) -> None:
+    """The descriptors that came with a message do not have the numbers, either."""
+    program, result = tmp_path / "program.py", tmp_path / "result"
+    program.write_text(LOUD)
+    subprocess.run([sys.executable, str(program), str(result)], timeout=PATIENCE, check=True)
+    assert result.read_text() == "300000.0\n"
+
+
+def test_of_several_files_those_that_cannot_be_moved_are_closed() -> None:
+    """What comes after the first of them is closed, too: they are known by their places."""
+    moved, refused, last = (os.open(os.devnull, os.O_RDONLY) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standard_streams, "_STANDARD_ERROR", last)
+        tries = iter([os.open(os.devnull, os.O_RDONLY)])
+
+        def once(*_: object) -> int:
+            for number in tries:
+                return number
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        patch.setattr(fcntl, "fcntl", once)
+        found = standard_streams.all_clear_of_streams([moved, refused, last])
+    assert len(found) == 1
+    os.close(found[0])
+    for each in (moved, refused, last):
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            os.fstat(each)
+
+
 def test_a_file_that_has_such_a_number_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number is free again, also if there is no other one; the file is the same."""
     number = os.open(os.devnull, os.O_RDONLY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,3 +116,24 @@ def test_the_error_of_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(copying.np, "copyto", fail)  # type: ignore[attr-defined]
     with pytest.raises(MemoryError):
         copying.copy_elements(np.zeros(400), np.ones(400))
+
+
+def test_threads_that_are_late_keep_nothing_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has not begun when the copy is done, or has not ended, refers to no array."""
+    late: list[Callable[[], None]] = []
+
+    def start(function: Callable[[], None], _: tuple[()]) -> None:
+        late.append(function)
+        if len(late) == 1:
+            function()
+
+    monkeypatch.setattr(copying._thread, "start_new_thread", start)  # type: ignore[attr-defined]
+    arrays = [np.zeros(400), np.ones(400)]
+    seen = [weakref.ref(each) for each in arrays]
+    copying.copy_elements(*arrays)
+    assert (arrays.pop(0) == 1).all()
+    arrays.clear()
+    assert len(late) == 3
+    assert all(each() is None for each in seen)
+    for function in late[1:]:
+        function()
