@@ -82,6 +82,7 @@ class _Copy:
         # after the caller has come back finds itself too late.
         self._maker: dict[str, str] = {}
         self._finished = False
+        self._pid = os.getpid()
         self._running = _thread.allocate_lock()
         self._running.acquire()
         self.error: BaseException | None = None
@@ -99,6 +100,10 @@ class _Copy:
     def finish(self) -> None:
         """Wait for the thread; one that has not begun will not."""
         while self._maker.setdefault("is", "caller") == "thread" and not self._finished:
+            if os.getpid() != self._pid:
+                # A signal handler has forked, and the child goes on. The thread is not there.
+                np.copyto(self._arrays[0], self._arrays[1], casting="no")
+                break
             self._running.acquire(timeout=_WAIT_SECONDS)
         # The thread may be there for a while, and keeps this object: memory that it
         # referred to would count as in use, for a child forked now as long as that lives.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from shmreduce_numpy import copying
+from tests.memory.waiting import wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +103,40 @@ def test_an_interrupted_copy_waits_for_its_threads(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         copying.copy_elements(np.zeros(400), np.ones(400))
     assert slow.finished == 3
+
+
+def test_a_child_forked_during_the_copy_makes_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a signal handler forks and the child goes on, it does not wait for threads that
+    are its parent's.
+    """
+    caller, parent, copyto = threading.get_ident(), os.getpid(), np.copyto
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def forking(target: Any, source: Any, casting: Any) -> None:
+        if threading.get_ident() != caller:
+            begun.release()
+            assert go_on.wait(PATIENCE)
+        elif os.getpid() == parent:
+            for _ in range(3):
+                assert begun.acquire(timeout=PATIENCE)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid:
+                try:
+                    assert wait_for_exit(pid) == 0
+                finally:
+                    go_on.set()
+        copyto(target, source, casting=casting)
+
+    monkeypatch.setattr(copying.np, "copyto", forking)  # type: ignore[attr-defined]
+    target = np.zeros(400)
+    try:
+        copying.copy_elements(target, np.ones(400))
+    finally:
+        if os.getpid() != parent:
+            os._exit(0 if (target == 1).all() else 1)
+    assert (target == 1).all()
 
 
 def test_the_error_of_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
