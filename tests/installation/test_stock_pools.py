@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import shmreduce
 from shmreduce import AttachError, StaleHandleError
+from shmreduce.memory.inspection import process_state
 from tests.conftest import PATIENCE, Children
+from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +88,7 @@ def test_a_result_that_cannot_be_loaded_fails_its_task(children: Children) -> No
 
 
 def lack_descriptors_for_a_task(context: Any) -> None:
-    """In a process of its own: what the task was to bring stays until its sender ends."""
+    """In a process of its own: what the task was to bring stays for ``message_timeout``."""
     with context.Pool(1) as pool:
         worker = pool.apply(os.getpid)
         pool.apply_async(forbid_descriptors).get(PATIENCE)
@@ -96,6 +99,9 @@ def lack_descriptors_for_a_task(context: Any) -> None:
         assert pool.apply(os.getpid) == worker
         pool.close()
         pool.join()
+    assert process_state().unread == 1
+    with shmreduce.install(message_timeout=0.001):
+        eventually(lambda: process_state().unread == 0, "what the task was to bring is given up")
 
 
 def test_a_task_that_cannot_be_loaded_fails(children: Children) -> None:
