@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -60,12 +61,16 @@ def wait_for_exit(pid: int) -> int:
 def in_forked_child(function: Callable[[], object]) -> int:
     """Call a function in a child made by ``os.fork``; return the child's pid.
 
-    The child ends with 0 if the function returns something true, else with 1.
+    The child ends with 0 if the function returns something true, else with 1. If it raises,
+    the child prints the traceback and ends with 2.
     """
     pid = os.fork()
     if pid:
         return pid
     try:
         os._exit(0 if function() else 1)
+    except BaseException:
+        # Not through sys.stderr, which pytest may have replaced by a file in memory.
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(2)

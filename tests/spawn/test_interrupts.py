@@ -280,11 +280,21 @@ _FORKS_BESIDE = """
 import os, signal, sys, threading, time
 
 def interrupt_main_thread():
-    # Hooks from before the import of ours run after ours.
-    stat = f"/proc/self/task/{threading.main_thread().native_id}/stat"
-    while open(stat).read().rpartition(")")[2].split()[0] != "S" and time.monotonic() < end:
-        pass
+    # Hooks from before the import of ours run after ours. What the thread waits for must
+    # be the lock: CPython does not look for signals between a wait for the GIL and that.
+    # The GIL is free while this thread sleeps, so who waits for it does not wait on.
+    before, now = None, sleeps()
+    while (not now or now != before) and time.monotonic() < end:
+        time.sleep(0.002)
+        before, now = now, sleeps()
     os.kill(os.getpid(), signal.SIGINT)
+
+def sleeps():
+    # How often the main thread has gone to sleep, None if it is awake (proc_pid_status(5)).
+    with open(f"/proc/self/task/{threading.main_thread().native_id}/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    asleep = lines["State"].split()[0] == "S"
+    return lines["voluntary_ctxt_switches"].strip() if asleep else None
 
 os.register_at_fork(before=interrupt_main_thread)
 import shmreduce.interrupts
