@@ -38,20 +38,24 @@ def _run(options: argparse.Namespace) -> int:
 
     states = {state.name: state for state in list_segments()}
     names = leftovers() if options.dry_run else remove_leftovers()
+    stuck = [] if options.dry_run else leftovers()
     if options.json:
         print_json(
             {
                 "dry_run": options.dry_run,
                 "segments": [_as_json(name, states.get(name)) for name in names],
+                "not_removed": [_as_json(name, states.get(name)) for name in stuck],
             }
         )
-        return 0
+        return 1 if stuck else 0
     verb = "would remove" if options.dry_run else "removed"
     for name in names:
         print(f"{verb} {name}{_details(states.get(name))}")
-    if not names:
+    for name in stuck:
+        print(f"could not remove {name}: see to it that this user may")
+    if not names and not stuck:
         print("Nothing is left behind by killed processes.")
-    return 0
+    return 1 if stuck else 0
 
 
 def _details(state: SegmentState | None) -> str:

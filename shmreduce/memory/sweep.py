@@ -31,9 +31,9 @@ _UNFINISHED_SECONDS = 2.0
 def sweep(strategy: SharingStrategy) -> list[str]:
     """Remove what killed owners left under this strategy; return the names.
 
-    Whoever has such a segment open keeps it.
+    Whoever has such a segment open keeps it. A name that this process must not remove is
+    left: what somebody else has not tidied up must not fail what is done here.
     """
-    removed: list[str] = []
     try:
         names = list(strategy.names())
     except OSError as error:
@@ -41,12 +41,18 @@ def sweep(strategy: SharingStrategy) -> list[str]:
             raise
         # No descriptor is free, say: for the next who sweeps. What this process
         # is about to do may not need one.
-        return removed
-    for name in names:
-        if abandoned(name):
-            strategy.unlink(name)
-            removed.append(name)
-    return removed
+        return []
+    return [name for name in names if abandoned(name) and _remove(strategy, name)]
+
+
+def _remove(strategy: SharingStrategy, name: str) -> bool:
+    try:
+        strategy.unlink(name)
+    except OSError as error:
+        if not is_from_system(error):
+            raise
+        return False
+    return True
 
 
 def abandoned(name: str) -> bool:

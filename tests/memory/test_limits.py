@@ -8,6 +8,7 @@ import errno
 import fcntl
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,7 @@ import resource
 import struct
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -25,10 +26,12 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce.cli import main
 from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE, LOCK_OWNER
+from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 from shmreduce.testing.processes import OtherProcess
@@ -450,6 +453,33 @@ def test_a_sweep_that_finds_no_descriptor_is_left_to_the_next() -> None:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_what_cannot_be_swept_is_no_error_of_who_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that this process must not remove is left; ``gc`` says so."""
+    strategy = find_strategy("file_system")
+    left = strategy.create(PAGE_SIZE, "e" * 32)
+    os.close(left.fd)
+    assert left.name is not None
+    os.utime(left.name, (1, 1))
+
+    unlink = type(strategy).unlink
+
+    def refuse_one(self: Any, name: str) -> None:
+        if name == left.name:
+            raise PermissionError(errno.EPERM, "the file is immutable", name)
+        unlink(self, name)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(type(strategy), "unlink", refuse_one)
+            assert left.name not in sweep(strategy)
+            told = io.StringIO()
+            with redirect_stdout(told):
+                assert main(["gc"]) == 1
+            assert f"could not remove {left.name}: " in told.getvalue()
+    finally:
+        assert left.name in sweep(strategy)
 
 
 def test_what_can_never_fit_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
