@@ -166,6 +166,9 @@ def drop(*names: str) -> None:
     for name in names or list(arrays):
         del arrays[name]
     gc.collect()
+    # A lease that ends at the moment when its owner looks at it is given back at the next
+    # use of shared memory, and a process that waits to be asked makes none.
+    eventually(lambda: not process_state().waiting, "all leases that ended were given back")
 
 
 def share(name: str, source: str, stream: Any = None) -> None:
