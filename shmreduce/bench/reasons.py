@@ -10,10 +10,6 @@ from fnmatch import fnmatch
 __all__ = ["REASONS", "reason_for"]
 
 REASONS: dict[str, str] = {
-    "shared 128 B: shmreduce / ten bytes": (
-        "The bare pipe's two processes had come to one processor in this row, where a wake-up "
-        "costs a third; see its other rows."
-    ),
     "shared * SharedMemory by hand": (
         "By hand, nothing but a name is sent: no receiver is counted, so nobody may ever free "
         "or reuse the memory. A lease is taken and ended here for each message."
@@ -38,8 +34,8 @@ REASONS: dict[str, str] = {
         "a quarter quicker with full caches, and no quicker here. Needed: a small core in C."
     ),
     "fresh *: *torch*": (
-        "One copy alone takes more than a tenth of torch's whole time on this machine. Ours "
-        "from 64 MiB on takes no longer than one copy by one thread."
+        "Where one copy alone takes more than a tenth of torch's whole time it cannot be met; "
+        "else see the spread. Ours from 256 MiB on takes no longer than one copy by one thread."
     ),
     "exchange *: a message among 16 / among 2": (
         "Two processes on two processors answer without sleeping, sixteen cannot. Until readers "
@@ -68,9 +64,9 @@ REASONS: dict[str, str] = {
     "fresh 1 KiB: shmreduce install / multiprocessing": (
         "Both are two wake-ups, whose time varies by a third within the run."
     ),
-    "shared 1 GiB: shmreduce / ten bytes": (
-        "The spread is a quarter in this row, and nobody looks at the array: the day before it "
-        "was 1.14."
+    "shared *: shmreduce / ten bytes": (
+        "Where the bare pipe's two processes come to one processor a wake-up costs a third or "
+        "less: its spread says whether they did."
     ),
     "results 64 MiB filled: multiprocessing*": (
         "The workers write 64 MiB each, which takes as long for both; `bare` is without that."
