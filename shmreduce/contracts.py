@@ -38,6 +38,8 @@ Mode = Literal["rw", "ro", "cow"]
 ``cow``: each receiver writes into private pages of its own.
 """
 
+_MODES = get_args(Mode)
+
 
 def check_mode(mode: str) -> None:
     """Refuse what is not a mode.
@@ -47,10 +49,9 @@ def check_mode(mode: str) -> None:
     ConfigurationError
         It says which modes there are.
     """
-    modes = get_args(Mode)
-    if mode not in modes:
+    if mode not in _MODES:
         raise ConfigurationError(
-            f"mode={mode!r}: must be one of {', '.join(map(repr, modes))}",
+            f"mode={mode!r}: must be one of {', '.join(map(repr, _MODES))}",
             setting="mode",
             value=mode,
         )

@@ -95,25 +95,29 @@ class _Copy:
     def help(self) -> None:
         """Make it here if no thread has begun."""
         if self._maker.setdefault("is", "caller") == "caller":
-            np.copyto(self._arrays[0], self._arrays[1], casting="no")
+            self._make()
 
     def finish(self) -> None:
         """Wait for the thread; one that has not begun will not."""
         while self._maker.setdefault("is", "caller") == "thread" and not self._finished:
             if os.getpid() != self._pid:
                 # A signal handler has forked, and the child goes on. The thread is not there.
-                np.copyto(self._arrays[0], self._arrays[1], casting="no")
+                self._make()
                 break
             self._running.acquire(timeout=_WAIT_SECONDS)
         # The thread may be there for a while, and keeps this object: memory that it
         # referred to would count as in use, for a child forked now as long as that lives.
         self._arrays.clear()
 
+    def _make(self) -> None:
+        target, source = self._arrays
+        np.copyto(target, source, casting="no")
+
     def _run(self) -> None:
         if self._maker.setdefault("is", "thread") != "thread":
             return
         try:
-            np.copyto(self._arrays[0], self._arrays[1], casting="no")
+            self._make()
         except BaseException as error:
             # The caller's, who is told of it.
             self.error = error

@@ -37,8 +37,10 @@ def _run(options: argparse.Namespace) -> int:
     from shmreduce.memory.inspection import leftovers, list_segments, remove_leftovers
 
     states = {state.name: state for state in list_segments()}
-    names = leftovers() if options.dry_run else remove_leftovers()
-    stuck = [] if options.dry_run else leftovers()
+    found = leftovers()
+    names = found if options.dry_run else remove_leftovers()
+    # Not what has been left since.
+    stuck = [] if options.dry_run else [name for name in leftovers() if name in found]
     if options.json:
         print_json(
             {

@@ -78,6 +78,8 @@ def load_file(path: Path) -> list[Image]:
     ConfigurationError
         If the file cannot be read as such an array of numbers.
 
+    Notes
+    -----
     Numbers of half and of extended precision, which SciPy's filters do not
     take, become the nearest kind that they do.
     """

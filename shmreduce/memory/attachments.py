@@ -347,6 +347,8 @@ class Attachments:
             return False
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _MOST_HELD if soft == resource.RLIM_INFINITY else min(soft // 8, _MOST_HELD)
+        if len(self.directory) <= most:
+            return False
         others = [each for each in list(self.directory.values()) if not each.owner]
         return sum(each.needed > 0 for each in others) > most
 

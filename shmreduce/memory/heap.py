@@ -231,10 +231,11 @@ class Heap:
         parent does.
         """
         for segment in self.segments:
-            for mapping in self._makers_alone(segment):
-                # Where the kernel refuses, or the descriptor was closed, it stays as it is.
-                with suppress(SegmentError):
-                    mapping.cover(segment.checked_fd, mapping.offset, mapping.size, private=True)
+            # Where the kernel refuses, or the descriptor was closed, they stay as they are.
+            with suppress(SegmentError):
+                fd = segment.checked_fd
+                for mapping in self._makers_alone(segment):
+                    mapping.cover(fd, mapping.offset, mapping.size, private=True)
 
     def _makers_alone(self, segment: OwnedSegment) -> list[Mapping]:
         """Return the mappings by which nobody but the maker writes to a segment."""

@@ -64,7 +64,7 @@ def test_without_threads_the_caller_copies(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(copying._thread, "start_new_thread", refuse)  # type: ignore[attr-defined]
+    monkeypatch.setattr("shmreduce_numpy.copying._thread.start_new_thread", refuse)
     source = np.arange(1000)
     assert (copied(source) == source).all()
 
@@ -99,7 +99,7 @@ def test_an_interrupted_copy_waits_for_its_threads(monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     slow = Slow(interrupt)
-    monkeypatch.setattr(copying.np, "copyto", slow)  # type: ignore[attr-defined]
+    monkeypatch.setattr("shmreduce_numpy.copying.np.copyto", slow)
     with pytest.raises(KeyboardInterrupt):
         copying.copy_elements(np.zeros(400), np.ones(400))
     assert slow.finished == 3
@@ -129,7 +129,7 @@ def test_a_child_forked_during_the_copy_makes_it_alone(monkeypatch: pytest.Monke
                     go_on.set()
         copyto(target, source, casting=casting)
 
-    monkeypatch.setattr(copying.np, "copyto", forking)  # type: ignore[attr-defined]
+    monkeypatch.setattr("shmreduce_numpy.copying.np.copyto", forking)
     target = np.zeros(400)
     try:
         copying.copy_elements(target, np.ones(400))
@@ -150,7 +150,7 @@ def test_the_error_of_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) -
             raise MemoryError(casting)
         assert begun.wait(PATIENCE)
 
-    monkeypatch.setattr(copying.np, "copyto", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr("shmreduce_numpy.copying.np.copyto", fail)
     with pytest.raises(MemoryError):
         copying.copy_elements(np.zeros(400), np.ones(400))
 
@@ -164,7 +164,7 @@ def test_threads_that_are_late_keep_nothing_in_use(monkeypatch: pytest.MonkeyPat
         if len(late) == 1:
             function()
 
-    monkeypatch.setattr(copying._thread, "start_new_thread", start)  # type: ignore[attr-defined]
+    monkeypatch.setattr("shmreduce_numpy.copying._thread.start_new_thread", start)
     arrays = [np.zeros(400), np.ones(400)]
     seen = [weakref.ref(each) for each in arrays]
     copying.copy_elements(*arrays)

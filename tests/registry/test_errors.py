@@ -15,8 +15,8 @@ ERRORS = [getattr(errors, name) for name in errors.__all__ if name != "Shmreduce
 def make(kind: type[errors.ShmreduceError]) -> errors.ShmreduceError:
     """Return an error of a kind, with fields."""
     if issubclass(kind, errors.ProcessException):
-        process: Any = kind
-        return process("what happened", 3, 4321, exit_code=-9, signal_name="SIGKILL")  # type: ignore[no-any-return]
+        fields: dict[str, Any] = {"exit_code": -9, "signal_name": "SIGKILL"}
+        return kind("what happened", 3, 4321, **fields)
     return kind("what happened", reason="none", requested=4096)
 
 
