@@ -12,7 +12,6 @@ descriptors of the segments that a message refers to travel with it
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import fcntl
@@ -37,9 +36,9 @@ from shmreduce.memory.standard_streams import (
     clear_of_streams,
     seqpacket_pair,
 )
+from shmreduce.packet_socket import PacketSocket
 from shmreduce.packets import (
     LARGEST_PACKET,
-    MOST_DESCRIPTORS,
     SMALL_PACKET,
     Arrival,
     load_plain,
@@ -52,6 +51,8 @@ from shmreduce.settings import get_settings
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shmreduce.packets import Packet
 
 __all__ = ["Connection", "Pipe", "give_buffer", "supported"]
@@ -63,12 +64,9 @@ So the pipe holds more messages, of any size, than one of 64 KiB.
 """
 _BUFFER_WITHOUT_LIMIT = int(getattr(socket, "SO_SNDBUFFORCE", 32))
 """The option that ``net.core.wmem_max`` does not bound, for the privileged; see socket(7)."""
-_ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
 # Plain integers: to combine members of an enumeration takes longer than to send.
-_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
-_SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
 _NO_MEMORY = frozenset((errno.ENOBUFS, errno.ENOMEM))
 _SPARE_BUFFERS = 4
@@ -81,15 +79,6 @@ _MOST_SLEEPS = 255
 
 _spare: list[bytearray] = []
 """Buffers to read into; a thread takes one for as long as it needs it."""
-
-
-class _Socket(socket.socket):
-    """A socket that is closed in silence when it is dropped, as connections are."""
-
-    __slots__ = ()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Connection(multiprocessing.connection.Connection):
@@ -118,7 +107,7 @@ class Connection(multiprocessing.connection.Connection):
     def __init__(self, handle: int, readable: bool = True, writable: bool = True) -> None:
         _check_kind(handle)
         super().__init__(handle, readable, writable)
-        self._socket = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, handle)
+        self._socket = PacketSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, handle)
         # socket.setdefaulttimeout() is not meant for this.
         self._socket.setblocking(True)
         self._sleeps = self._in_vain = 0
@@ -179,10 +168,10 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = _take_buffer()
         try:
-            size, control = self._read(buffer, 0)
-            if not control and refers_to_nothing(buffer, size):
+            size, descriptors = self._read(buffer, 0)
+            if not descriptors and refers_to_nothing(buffer, size):
                 return load_plain(buffer, size)
-            return _arrival(buffer, size, control).load()
+            return _arrival(buffer, size, descriptors).load()
         finally:
             give_buffer(buffer)
 
@@ -212,8 +201,8 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = _take_buffer()
         try:
-            size, control = self._read(buffer, 0 if wait else _DO_NOT_WAIT)
-            return _arrival(buffer, size, control), buffer
+            size, descriptors = self._read(buffer, 0 if wait else _DO_NOT_WAIT)
+            return _arrival(buffer, size, descriptors), buffer
         except BlockingIOError:
             give_buffer(buffer)
             return None
@@ -308,9 +297,8 @@ class Connection(multiprocessing.connection.Connection):
     def _write(self, packet: Packet, flags: int) -> None:
         descriptors = packet.descriptors() if packet.segments else None
         if descriptors:
-            rights = array.array("i", descriptors)
             try:
-                self._socket.sendmsg([packet.data], [(_SOCKET_LEVEL, _RIGHTS, rights)], flags)
+                self._socket.write(packet.data, descriptors, flags)
             except OSError as error:
                 # Too many descriptors are under way, or one was closed since its
                 # array was given up: the receiver opens the segment by its name.
@@ -318,9 +306,9 @@ class Connection(multiprocessing.connection.Connection):
                     raise
             else:
                 return
-        self._socket.send(packet.data, flags)
+        self._socket.write(packet.data, (), flags)
 
-    def _watch(self, buffer: bytearray) -> Any:
+    def _watch(self, buffer: bytearray) -> tuple[int, Sequence[int]] | None:
         """Read a packet that comes soon; return None when it is better to sleep.
 
         To sleep and to be woken takes tens of microseconds, a hundred on a virtual
@@ -336,39 +324,32 @@ class Connection(multiprocessing.connection.Connection):
         limit = get_settings().short_wait
         if not limit:
             return None
-        read = self._socket.recvmsg_into
-        end = 0.0
-        while True:
-            try:
-                found = read([buffer], _ROOM_FOR_RIGHTS, _DO_NOT_WAIT | _CLOSE_ON_EXEC)
-            except BlockingIOError:
-                now = time.perf_counter()
-                if not end:
-                    end = now + limit
-                elif now > end:
-                    break
-            else:
-                if end:
-                    self._in_vain = 0
-                return found
-        self._in_vain = self._sleeps = min(2 * self._in_vain + 1, _MOST_SLEEPS)
-        return None
+        read = self._socket.read
+        try:
+            return read(buffer, _DO_NOT_WAIT)
+        except BlockingIOError:
+            pass
+        try:
+            found = read(buffer, _DO_NOT_WAIT, limit)
+        except BlockingIOError:
+            self._in_vain = self._sleeps = min(2 * self._in_vain + 1, _MOST_SLEEPS)
+            return None
+        self._in_vain = 0
+        return found
 
-    def _read(self, buffer: bytearray, flags: int) -> tuple[int, list[Any]]:
-        """Read a packet; return its size and what came beside it."""
-        read = self._socket.recvmsg_into
+    def _read(self, buffer: bytearray, flags: int) -> tuple[int, Sequence[int]]:
+        """Read a packet; return its size and the descriptors that came beside it."""
         try:
             found = None if flags & _DO_NOT_WAIT else self._watch(buffer)
             if found is None:
-                found = read([buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC)
-            size, control, _, _ = found
+                found = self._socket.read(buffer, flags)
         except ConnectionResetError:
             # The other end was closed with messages unread. Said once; what
             # was sent before can still be read.
-            size, control, _, _ = read([buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC)
-        if not size:
+            found = self._socket.read(buffer, flags)
+        if not found[0]:
             raise EOFError
-        return size, control
+        return found
 
 
 def _check_kind(handle: int) -> None:
@@ -444,18 +425,9 @@ def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: 
     return kind(number, readable, writable)
 
 
-def _arrival(buffer: bytearray, size: int, control: list[Any]) -> Arrival:
-    return Arrival(memoryview(buffer)[:size], _descriptors_in(control) if control else ())
-
-
-def _descriptors_in(control: list[Any]) -> list[int]:
-    # Where none is free (EMFILE) the kernel drops the rest, with MSG_CTRUNC.
-    found = array.array("i")
-    for level, kind, data in control:
-        if level == _SOCKET_LEVEL and kind == _RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+def _arrival(buffer: bytearray, size: int, descriptors: Sequence[int]) -> Arrival:
     # While the message is unpickled somebody may print.
-    return all_clear_of_streams(found.tolist())
+    return Arrival(memoryview(buffer)[:size], all_clear_of_streams(descriptors))
 
 
 def _take_buffer() -> bytearray:

@@ -16,6 +16,7 @@ __all__ = [
     "AlreadyLoadedError",
     "AttachError",
     "BudgetExceededError",
+    "CompilationError",
     "ConfigurationError",
     "ForeignSegmentError",
     "InvalidHandleError",
@@ -136,6 +137,13 @@ class AllocatorUnavailableError(ShmreduceError):
     """The compiled allocator for ``shared_allocations`` is missing or unusable.
 
     Fields: ``path``, ``reason``.
+    """
+
+
+class CompilationError(ShmreduceError):
+    """A part of shmreduce that is written in C could not be compiled.
+
+    Fields: ``path`` (of what was to be made), ``reason``.
     """
 
 

@@ -1,7 +1,7 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
-May import errors, signals, :mod:`shmreduce.memory`, ``born``, ``children`` and ``pickling``; knows
-nothing of sockets.
+May import errors, signals, :mod:`shmreduce.memory`, ``born``, ``children``, ``pickling`` and, for
+a number, ``packet_socket``; does nothing with sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
@@ -31,6 +31,7 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import Loading, hold_message, import_block
 from shmreduce.memory.message import Lease, Message
+from shmreduce.packet_socket import MOST_DESCRIPTORS
 from shmreduce.pickling import dumps, is_exhausted, load_message, loads_again, unloaded
 from shmreduce.signals import is_from_system
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = [
     "INLINE_BODY",
     "LARGEST_PACKET",
-    "MOST_DESCRIPTORS",
     "SMALL_PACKET",
     "Arrival",
     "Packet",
@@ -59,8 +59,6 @@ SMALL_PACKET = 32 << 10
 """Bytes. Of larger packets only a few have room in a pipe."""
 LARGEST_PACKET = 192 << 10
 """Bytes; below what the smallest usual buffer of a socket takes at once."""
-MOST_DESCRIPTORS = 64
-"""Of one packet; the kernel's limit is 253 (unix(7), SCM_RIGHTS)."""
 _HEAD = struct.Struct("<BB")
 _KINDS = _IN_PACKET, _IN_BLOCK = 1, 2
 _TOKEN_SIZE = 16

@@ -1,6 +1,6 @@
 """The compiled allocator: loading it, and what its tables and functions are.
 
-May import errors, contracts and ``building``.
+May import errors, contracts, ``compiled`` and :mod:`shmreduce.memory`.
 
 Its functions are called with the interpreter's lock held (``PyDLL``): none of
 them waits for anything but memory, and no other thread, signal handler or
@@ -17,7 +17,7 @@ import sys
 import threading
 from typing import Any
 
-from shmreduce.born.building import LIBRARY
+from shmreduce.compiled import ALLOCATOR
 from shmreduce.contracts import AllocatorFunctions
 from shmreduce.errors import AllocatorUnavailableError
 from shmreduce.memory.mapping import PAGE_SIZE
@@ -35,6 +35,7 @@ __all__ = [
     "load",
 ]
 
+LIBRARY = ALLOCATOR.library
 VERSION = 2
 """Of the tables and functions; the source has the same number."""
 LIVE, FREED = 2, 3

@@ -1,10 +1,11 @@
-"""``shmreduce build-helper``: compiles the allocator that ``shared_allocations`` needs.
+"""``shmreduce build-helper``: compiles the parts of shmreduce that are written in C.
 
-May import :mod:`shmreduce.born.building`.
+May import :mod:`shmreduce.building`, :mod:`shmreduce.compiled` and errors.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,18 +18,27 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add this command and its options to the parser."""
     parser = commands.add_parser(
         "build-helper",
-        help="compile the allocator for shared_allocations",
+        help="compile the parts that are written in C",
         description=(
-            "Compile the allocator that shmreduce.shared_allocations() needs, and put it beside "
-            "the package's modules. Needs a C compiler ($CC, cc, gcc or clang) and a folder that "
-            "this user may write to. Everything else works without it."
+            "Compile the allocator that shmreduce.shared_allocations() needs, and the modules "
+            "that make the rest quicker, and put them beside those of the package. Needs a C "
+            "compiler ($CC, cc, gcc or clang), for the modules the headers of Python, and a "
+            "folder that this user may write to. Exit status 1 if any could not be made."
         ),
     )
     parser.set_defaults(run=_run)
 
 
 def _run(_options: argparse.Namespace) -> int:
-    from shmreduce.born.building import build
+    from shmreduce.building import build
+    from shmreduce.compiled import PARTS
+    from shmreduce.errors import CompilationError
 
-    print(f"built {build()}")
-    return 0
+    failed = False
+    for part in PARTS:
+        try:
+            print(f"built {build(part)}")
+        except CompilationError as error:
+            print(f"shmreduce build-helper: {error}", file=sys.stderr)
+            failed = True
+    return int(failed)

@@ -1,7 +1,7 @@
 """The tables of one open segment: the blocks, and the chain of lease slots of each.
 
-May import errors, signals, ``locks``, ``block_locks``, ``mapping``, ``layout`` and
-``segment_file``.
+May import errors, signals, ``locks``, ``block_locks``, ``mapping``, ``layout``,
+``segment_file`` and ``quick_slots``.
 
 A slot's word is 0 (free), a *message* or a *holder*; what they mean is
 ``segment``'s. Links are numbers of slots plus one; 0 ends a chain.
@@ -27,6 +27,7 @@ from shmreduce.memory.layout import (
     SegmentHeader,
 )
 from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.quick_slots import quick_slots
 from shmreduce.memory.segment_file import reserve_pages
 from shmreduce.signals import is_from_system
 
@@ -84,6 +85,7 @@ class LeaseSlots(BlockLocks):
         # at once. Otherwise a parent that is killed in the middle of a
         # transition would leave its lock to a child that knows nothing of it.
         super().__init__(locks.reopen(fd))
+        self._quick = quick_slots(self.tables.pages, layout, self._busy)
 
     @property
     def is_open(self) -> bool:

@@ -328,8 +328,12 @@ class Segment(LeaseSlots):
     def add_message(self, block: int, generation: int, nonce: int) -> int:
         """Add a message to a block that somebody holds; return its slot."""
         slot = self._take_slot()
+        word = MESSAGE | nonce
         try:
-            self._add_message(block, generation, slot, MESSAGE | nonce)
+            if self._quick.add(self.lock_fd, block, generation, slot, word):
+                self._listed.pop(slot, None)
+            else:
+                self._add_message(block, generation, slot, word)
         except BaseException:
             if not self.words[slot]:
                 self._give_slot(slot)
@@ -361,6 +365,9 @@ class Segment(LeaseSlots):
             If the message of a by-value block was loaded before: its array is
             that loader's alone.
         """
+        word = MESSAGE | nonce
+        if self._quick.claim_alone(self.lock_fd, block, generation, slot, word, self.importer):
+            return slot, True
         if slot >= self.layout.slots:
             raise InvalidHandleError(
                 f"the handle names lease slot {slot}, segment {self.token.hex()} has "
@@ -369,14 +376,14 @@ class Segment(LeaseSlots):
             )
         if block >= self.layout.blocks:
             self.check(block, 0)
-        return self._claim(block, generation, slot, nonce, shared)
+        return self._claim(block, generation, slot, word, shared)
 
     @under_lock
     def _claim(
-        self, block: int, generation: int, slot: int, nonce: int, shared: bool
+        self, block: int, generation: int, slot: int, word: int, shared: bool
     ) -> tuple[int, bool]:
         self.check(block, generation)
-        if self.words[slot] == MESSAGE | nonce:
+        if self.words[slot] == word:
             # The one store that makes the lease ours.
             self.words[slot] = self.importer
         elif shared:
@@ -412,9 +419,12 @@ class Segment(LeaseSlots):
 
     def consume(self, block: int, generation: int, slot: int, nonce: int) -> bool:
         """End a message without taking a hold; return False if it was ended before."""
+        word = MESSAGE | nonce
+        if self._quick.consume(self.lock_fd, block, generation, slot, word, self.importer):
+            return True
         if block >= self.layout.blocks or slot >= self.layout.slots:
             return False
-        return self._consume(block, generation, slot, MESSAGE | nonce)
+        return self._consume(block, generation, slot, word)
 
     @under_lock
     def _consume(self, block: int, generation: int, slot: int, word: int) -> bool:
@@ -426,13 +436,18 @@ class Segment(LeaseSlots):
         self._unlink(block, slot)
         return True
 
-    @if_unlocked
-    def try_release(self, block: int, slot: int) -> bool:
+    def try_release(self, block: int, slot: int) -> bool | None:
         """End this process's hold without waiting; return None to be asked again.
 
         Called when the last view has died, in any thread and at any instant,
         so it must not block.
         """
+        if self._quick.release(self.lock_fd, block, slot, self.importer):
+            return True
+        return self._try_release(block, slot)
+
+    @if_unlocked
+    def _try_release(self, block: int, slot: int) -> bool:
         if self.words[slot] == self.importer:
             self._unlink(block, slot)
         return True

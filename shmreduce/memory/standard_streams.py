@@ -12,6 +12,10 @@ import fcntl
 import os
 import socket
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["all_clear_of_streams", "clear_of_streams", "seqpacket_pair"]
 
@@ -47,7 +51,7 @@ def clear_of_streams(fd: int) -> int:
         os.close(fd)
 
 
-def all_clear_of_streams(fds: list[int]) -> list[int]:
+def all_clear_of_streams(fds: Sequence[int]) -> Sequence[int]:
     """Return :func:`clear_of_streams` of each, up to the first that cannot be had.
 
     Those that are left out are closed.
@@ -60,7 +64,7 @@ def all_clear_of_streams(fds: list[int]) -> list[int]:
     >>> os.close(reader), os.close(writer)
     (None, None)
     """
-    if all(fd > _STANDARD_ERROR for fd in fds):
+    if not fds or min(fds) > _STANDARD_ERROR:
         return fds
     clear: list[int] = []
     left = deque(fds)

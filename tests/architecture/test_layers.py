@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"errors", "signals", "standard_names"},
+    {"compiled", "errors", "signals", "standard_names"},
     {"contracts"},
     {"settings"},
     {"hookspecs", "registry"},
@@ -39,7 +39,8 @@ LAYERS = [
     {"children", "remote", "arrays", "bodies", "stock_pools"},
     {"pickling"},
     {"forking"},
-    {"descriptor", "extras", "launching", "managers", "packets"},
+    {"descriptor", "extras", "launching", "managers", "packet_socket"},
+    {"packets"},
     {"pool_errors", "pool_results", "pool_room"},
     {"connection", "interrupts", "pool_marks", "pool_progress", "pool_tasks", "prctl"},
     {"parent_death", "pool_channel", "process_ends", "queues"},
@@ -56,7 +57,7 @@ MEMORY_LAYERS = [
     {"standard_streams"},
     {"anonymous", "locks", "mapping", "handle", "processes"},
     {"layout"},
-    {"block_locks", "segment_file"},
+    {"block_locks", "quick_slots", "segment_file"},
     {"lease_slots"},
     {"segment"},
     {"owned_segment"},

@@ -1,4 +1,4 @@
-"""The compiled library: building it, finding it, and what there is without it."""
+"""The compiled allocator: finding it, what is in it, and what there is without it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.born import building, library, moving
-from shmreduce.cli import main
+from shmreduce.born import library, moving
+from shmreduce.building import build, compile_command
+from shmreduce.compiled import ALLOCATOR
 from tests.born.allocator import LARGE, needs_allocator
+from tests.compiler import needs_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,18 +27,11 @@ if TYPE_CHECKING:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A library that is looked for in an empty folder, and not loaded yet."""
-    target = tmp_path / building.LIBRARY.name
+    target = tmp_path / ALLOCATOR.library.name
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setattr(moving, "started", False)
     monkeypatch.setattr(library, "LIBRARY", target)
     return target
-
-
-def needs_compiler() -> None:
-    try:
-        building._compiler()
-    except shmreduce.AllocatorUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def test_without_it_the_error_says_how_to_get_it(elsewhere: Path) -> None:
@@ -67,14 +62,14 @@ def something_else(path: Path) -> None:
     source = path.with_suffix(".c")
     source.write_text("int shmreduce_version(void) { return 1000; }\n")
     subprocess.run(
-        [*building._compiler(), "-shared", "-fPIC", "-o", str(path), str(source)],
+        [compile_command(ALLOCATOR)[0], "-shared", "-fPIC", "-o", str(path), str(source)],
         check=True,
         timeout=60,
     )
 
 
 def writable(path: Path) -> None:
-    building.build(path)
+    build(ALLOCATOR, path)
     path.chmod(0o777)
 
 
@@ -96,55 +91,13 @@ def test_what_is_not_to_be_trusted_is_not_loaded(
         library.load()
 
 
-def test_the_command_builds_it(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``shmreduce build-helper`` puts a library that can be loaded where it is looked for."""
-    needs_compiler()
-    monkeypatch.setattr(building.build, "__defaults__", (elsewhere,))
-    assert main(["build-helper"]) == 0
-    assert str(elsewhere) in capsys.readouterr().out
-    assert ctypes.PyDLL(str(elsewhere)).shmreduce_version() == library.VERSION
-    assert not elsewhere.stat().st_mode & 0o022
-
-
-@pytest.mark.parametrize("compiler", ["/bin/false", "cc -no-such-option"])
-def test_a_compiler_that_fails_is_told_of(
-    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The error has what the compiler said; what was there before stays."""
-    needs_compiler()
-    monkeypatch.setenv("CC", compiler)
-    target = tmp_path / "allocator.so"
-    target.write_text("before")
-    with pytest.raises(shmreduce.AllocatorUnavailableError, match="ended with status"):
-        building.build(target)
-    assert target.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_no_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where there is none the error says what was looked for."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(shmreduce.AllocatorUnavailableError, match="no C compiler"):
-        building.build(tmp_path / "allocator.so")
-
-
-def test_a_folder_that_is_not_there_is_told_of(tmp_path: Path) -> None:
-    """As one that this user may not write to: the error names it."""
-    needs_compiler()
-    with pytest.raises(shmreduce.AllocatorUnavailableError, match="missing"):
-        building.build(tmp_path / "missing" / "allocator.so")
-
-
 def test_it_has_nothing_of_python_in_it() -> None:
     """No symbol of Python or NumPy is used, so that one library serves all versions."""
     needs_allocator()
     if shutil.which("nm") is None:
         pytest.skip("there is no nm to look with")
     symbols = subprocess.run(
-        ["nm", "-D", "--undefined-only", str(building.LIBRARY)],
+        ["nm", "-D", "--undefined-only", str(ALLOCATOR.library)],
         check=True,
         capture_output=True,
         text=True,
@@ -156,7 +109,7 @@ def test_it_has_nothing_of_python_in_it() -> None:
 
 def test_the_tables_are_laid_out_as_the_source_says() -> None:
     """Field by field, in order, and of the same number of entries and version."""
-    text = building.SOURCE.read_text()
+    text = ALLOCATOR.source.read_text()
     for name, kind in (("entry", library.Entry), ("status", library.Status)):
         body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)
         assert body is not None
@@ -174,17 +127,3 @@ def test_the_tables_are_laid_out_as_the_source_says() -> None:
 
 def _plain(kind: type[ctypes._SimpleCData[int]]) -> str:
     return {8: "c_uint64", 4: "c_uint32", 2: "c_uint16"}[ctypes.sizeof(kind)]
-
-
-def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
-    """Of those that the usual options ask for."""
-    needs_compiler()
-    command = [*building._compiler(), *building._OPTIONS, "-Werror", "-o"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "a.so"), str(building.SOURCE)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from shmreduce.packets import pack
 from tests.channels.channels import PATIENCE, context_of, eventually, within
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tests.conftest import Children
 
@@ -548,7 +548,6 @@ def test_too_many_descriptors_under_way(
 ) -> None:
     """Where the kernel takes no more descriptors, the message goes without."""
     here, there = pipe
-    sendmsg = here._socket.sendmsg
 
     class Refusing:
         def __init__(self, real: Any) -> None:
@@ -557,10 +556,10 @@ def test_too_many_descriptors_under_way(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._real, name)
 
-        def sendmsg(self, buffers: Any, control: Any, flags: int) -> int:
-            if control:
-                raise OSError(109, "Too many references")
-            return int(sendmsg(buffers, control, flags))
+        def write(self, data: bytes, descriptors: Sequence[int], flags: int) -> None:
+            if descriptors:
+                raise OSError(errno.ETOOMANYREFS, "Too many references")
+            self._real.write(data, descriptors, flags)
 
     monkeypatch.setattr(here, "_socket", Refusing(here._socket))
     here.send(np.arange(100_000))

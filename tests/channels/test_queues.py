@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import connection
+from shmreduce.packet_socket import PacketSocket
 from shmreduce.queues import Queue
 from tests.channels.channels import PATIENCE, context_of, within
 
@@ -204,14 +204,13 @@ def test_what_was_put_waits_for_memory_of_the_kernel(
     queue = shmreduce.Queue()
     refusals = iter([errno.ENOBUFS] * 4)
 
-    def refuse_at_first(socket: Any, *arguments: Any) -> Any:
+    def refuse_at_first(socket: Any, *arguments: Any) -> None:
         for number in refusals:
             raise OSError(number, os.strerror(number))
-        return real(socket, *arguments)
+        real(socket, *arguments)
 
-    name = "send" if length == 10 else "sendmsg"
-    real = getattr(connection._Socket, name)
-    monkeypatch.setattr(connection._Socket, name, refuse_at_first, raising=False)
+    real = PacketSocket.write
+    monkeypatch.setattr(PacketSocket, "write", refuse_at_first)
     queue.put(np.ones(length, np.uint8))
     assert queue.get(timeout=PATIENCE).sum() == length
     assert next(refusals, None) is None

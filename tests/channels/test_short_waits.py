@@ -20,24 +20,30 @@ _DO_NOT_WAIT = connection._DO_NOT_WAIT
 
 
 class Looked:
-    """The socket of a connection, which counts how it is asked for messages."""
+    """The socket of a connection, which counts how it is asked for messages.
 
-    def __init__(self, real: Any, look: int | None) -> None:
+    Parameters
+    ----------
+    real : PacketSocket
+        The socket.
+    found : {"at once", "by looking", "by waiting"}
+        When there seems to be a message.
+    """
+
+    def __init__(self, real: Any, found: str) -> None:
         self._real = real
-        self._look = look
-        self._looked = 0
+        self._found = found
         self.looks = self.sleeps = 0
 
-    def recvmsg_into(self, buffers: Any, room: int, flags: int) -> Any:
-        if flags & _DO_NOT_WAIT:
-            self.looks += 1
-            self._looked += 1
-            if self._look is None or self._looked < self._look:
-                raise BlockingIOError
-        else:
+    def read(self, buffer: bytearray, flags: int, patience: float = 0.0) -> Any:
+        if not flags & _DO_NOT_WAIT:
             self.sleeps += 1
-        self._looked = 0
-        return self._real.recvmsg_into(buffers, room, flags)
+        else:
+            # Once, and once more with patience.
+            self.looks += not patience
+            if self._found == "by waiting" or (self._found == "by looking" and not patience):
+                raise BlockingIOError
+        return self._real.read(buffer, flags, patience)
 
     def close(self) -> None:
         self._real.close()
@@ -51,12 +57,9 @@ def settings() -> Iterator[None]:
     set_settings(before)
 
 
-def receive(reader: Any, writer: Any, *, look: int | None, count: int = 1) -> Looked:
-    """Receive messages; return how the socket was asked.
-
-    They are found at the ``look``-th look of a wait, or by none.
-    """
-    looked = Looked(reader._socket, look)
+def receive(reader: Any, writer: Any, found: str, count: int = 1) -> Looked:
+    """Receive messages, which are found in this way; return how the socket was asked."""
+    looked = Looked(reader._socket, found)
     reader._socket = looked
     try:
         for number in range(count):
@@ -67,68 +70,49 @@ def receive(reader: Any, writer: Any, *, look: int | None, count: int = 1) -> Lo
     return looked
 
 
-def in_vain(ends: tuple[Any, Any], count: int) -> Looked:
-    """Receive messages that come too late for a look."""
-    before = get_settings()
-    # One look, and at most one more.
-    set_settings(before.changed(short_wait=1e-9))
-    try:
-        return receive(*ends, look=None, count=count)
-    finally:
-        set_settings(before)
-
-
-@pytest.fixture
-def patient(settings: None) -> None:
-    """Who looks has the time for some looks."""
-    set_settings(get_settings().changed(short_wait=10.0))
-
-
 def test_what_is_there_is_found_without_sleep(ends: tuple[Any, Any]) -> None:
     """One look for each message."""
-    looked = receive(*ends, look=1, count=20)
+    looked = receive(*ends, "at once", count=20)
     assert (looked.looks, looked.sleeps) == (20, 0)
 
 
 def test_who_looks_in_vain_looks_ever_more_rarely(ends: tuple[Any, Any]) -> None:
     """After one, three, seven and so on waits, at most after 255."""
-    looked = in_vain(ends, count=1000)
+    looked = receive(*ends, "by waiting", count=1000)
     assert looked.sleeps == 1000
     # In vain at waits 1, 3, 7, 15, 31, 63, 127, 255, 511, 767.
-    assert 10 <= looked.looks <= 20
+    assert looked.looks == 10
 
 
-def test_who_waited_with_success_looks_again_at_the_next_wait(
-    ends: tuple[Any, Any], patient: None
-) -> None:
+def test_who_waited_with_success_looks_again_at_the_next_wait(ends: tuple[Any, Any]) -> None:
     """What was in vain before is forgotten."""
-    in_vain(ends, count=3)
-    looked = receive(*ends, look=3, count=10)
-    assert (looked.looks, looked.sleeps) == (3 * 7, 3)
-    in_vain(ends, count=1)
-    assert receive(*ends, look=1).sleeps == 1
-    assert receive(*ends, look=1).sleeps == 0
+    receive(*ends, "by waiting", count=3)
+    looked = receive(*ends, "by looking", count=10)
+    assert (looked.looks, looked.sleeps) == (7, 3)
+    receive(*ends, "by waiting")
+    assert receive(*ends, "by looking").sleeps == 1
+    assert receive(*ends, "by looking").sleeps == 0
 
 
-def test_what_was_there_before_tells_nothing(ends: tuple[Any, Any], patient: None) -> None:
+def test_what_was_there_before_tells_nothing(ends: tuple[Any, Any]) -> None:
     """It is not forgotten how often it was in vain to wait."""
-    in_vain(ends, count=3)
-    assert receive(*ends, look=1, count=10).looks == 7
-    in_vain(ends, count=1)
-    assert receive(*ends, look=1, count=8).sleeps == 7
+    receive(*ends, "by waiting", count=3)
+    assert receive(*ends, "at once", count=10).looks == 7
+    receive(*ends, "by waiting")
+    assert receive(*ends, "at once", count=8).sleeps == 7
 
 
 def test_nobody_looks_whom_the_settings_tell_not_to(ends: tuple[Any, Any], settings: None) -> None:
     """``short_wait=0``."""
     set_settings(get_settings().changed(short_wait=0))
-    looked = receive(*ends, look=1, count=5)
+    looked = receive(*ends, "at once", count=5)
     assert (looked.looks, looked.sleeps) == (0, 5)
 
 
 def test_a_long_wait_takes_no_processor(ends: tuple[Any, Any]) -> None:
     """A reader that waits half a second works for a twentieth of it at most."""
     reader, writer = ends
-    receive(reader, writer, look=1, count=5)
+    receive(reader, writer, "at once", count=5)
     timer = threading.Timer(0.5, writer.send, ["late"])
     timer.start()
     before = time.thread_time()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import shmreduce
-from shmreduce.memory import runtime
+from shmreduce.memory import quick_slots, runtime
 from shmreduce.memory.inspection import process_state
 from tests.faults import breaking, points
 from tests.faults.injection import (
@@ -463,6 +463,8 @@ def prepare(plan: Plan, index: int, folder: str) -> Tally:
     tally = Tally(Path(folder) / "tally")
     tally.enter(index, os.getpid())
     breaking.apply_break(plan.broken)
+    if plan.long_way:
+        quick_slots._module = None
     if index in plan.jumps:
         jump_clock(f"{plan.key}/clock/{index}")
     find_system(plan.system, plan.strategy).install(idle=plan.idle)

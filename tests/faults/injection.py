@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from shmreduce import connection
+from shmreduce import packet_socket
 from shmreduce.memory import mapping
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class Failures:
                 self._install_mmap(injection)
                 return
             case "sendmsg" | "recvmsg":
-                module = connection._Socket
-                name = "sendmsg" if injection.call == "sendmsg" else "recvmsg_into"
+                module = packet_socket.PacketSocket
+                name = "write" if injection.call == "sendmsg" else "read"
             case "fcntl":
                 module, name = fcntl, "fcntl"
             case name:
@@ -118,6 +118,9 @@ class Failures:
 
 def _can_fail(call: str, arguments: tuple[Any, ...]) -> bool:
     """Whether the kernel could refuse this very call."""
+    if call == "sendmsg":
+        # With descriptors, of which too many may be under way.
+        return bool(arguments[2])
     if call != "fcntl":
         return True
     # To take a lock needs memory in the kernel; to ask and to unlock does not.

@@ -105,6 +105,8 @@ class Plan:
         Whether free memory is given back at once, so that heaps shrink.
     reuse_pids : bool
         Whether pids of killed processes are given to others at once.
+    long_way : bool
+        Whether lease transitions go the long way, where nothing is compiled.
     broken : str
         A guard that is taken away on purpose, see :mod:`tests.faults.breaking`.
     """
@@ -128,6 +130,7 @@ class Plan:
     leaver: int = 0
     idle: bool = False
     reuse_pids: bool = False
+    long_way: bool = False
     broken: str = ""
 
     @property
@@ -164,7 +167,9 @@ def make_plan(
         leaver=chooser.randrange(1, actors) if is_ours and chooser.random() < 0.15 else 0,
         idle=chooser.random() < 0.4,
     )
-    return _with_faults(plan, chooser)
+    plan = _with_faults(plan, chooser)
+    # Calls that fail, and points to be struck at, are on the long way.
+    return replace(plan, long_way=bool(plan.injections) or chooser.random() < 0.5)
 
 
 def _with_faults(plan: Plan, chooser: random.Random) -> Plan:

@@ -168,7 +168,7 @@ def test_a_sender_without_descriptors_gets_a_named_error() -> None:
         assert other.ask(grow_without_descriptors) == ["SegmentError", "EMFILE"] * 2
 
 
-@pytest.mark.usefixtures("strategy")
+@pytest.mark.usefixtures("strategy", "long_way")
 def test_what_the_kernel_has_no_lock_for_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the kernel has no memory for locks (ENOLCK), calls wait for it, and an array
     that dies then is released later.

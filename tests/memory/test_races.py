@@ -218,6 +218,7 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
     os.close(writer)
 
 
+@pytest.mark.usefixtures("long_way")
 def test_who_comes_into_the_middle_of_a_transition_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

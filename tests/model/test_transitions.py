@@ -33,6 +33,7 @@ from shmreduce.memory.layout import (
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.owned_segment import OwnedSegment
+from shmreduce.memory.quick_slots import LongWay
 from shmreduce.memory.segment import Segment
 from shmreduce.strategies import find_strategy
 from tests.model.world import OWN, Doing, Scope, State, World
@@ -119,6 +120,7 @@ class Bench:
             for name, field in TABLES.items():
                 setattr(patched, field, Recorded(name, getattr(segment, field), self.log))
             patched.holder_alive = self.alive.__contains__
+            patched._quick = LongWay()
         host: Any = Host()
         self.heap = Heap(kind, strategy, host)
         self.heap.segments.append(self.owner)

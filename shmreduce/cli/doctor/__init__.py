@@ -46,6 +46,7 @@ CHECKS: tuple[Check, ...] = (
     installation.plugins,
     installation.strategies,
     installation.allocator,
+    installation.compiled_modules,
     installation.leftovers,
 )
 """In the order in which they are printed."""

@@ -1,4 +1,4 @@
-"""Checks of shmreduce itself: settings, plugins, strategies, allocator, leftovers.
+"""Checks of shmreduce itself: settings, plugins, strategies, what is compiled, leftovers.
 
 May import ``findings``, ``plugins`` of the command line, and everything below
 the command line.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shmreduce.discovery import PluginReport
     from shmreduce.memory.headroom import Machine
 
-__all__ = ["allocator", "leftovers", "plugins", "settings", "strategies"]
+__all__ = ["allocator", "compiled_modules", "leftovers", "plugins", "settings", "strategies"]
 
 
 def settings(_machine: Machine) -> Finding:
@@ -112,6 +112,20 @@ def allocator(_machine: Machine) -> Finding:
         # Not a fault: most programs do not need it.
         return Finding(title, "ok", f"no shared_allocations: {error.reason}")
     return Finding(title, "ok", "works")
+
+
+def compiled_modules(_machine: Machine) -> Finding:
+    """Try to import the modules that make work quicker."""
+    from shmreduce.compiled import PARTS, find_module
+
+    title = "compiled modules"
+    for part in PARTS:
+        if part.module is not None:
+            module, reason = find_module(part)
+            if module is None:
+                # Not a fault: all works without.
+                return Finding(title, "ok", f"{part.title} are slower: {reason}")
+    return Finding(title, "ok", "work")
 
 
 def leftovers(_machine: Machine) -> Finding:

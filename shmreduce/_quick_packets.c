@@ -1,0 +1,252 @@
+/* Packets with descriptors beside them, each written or read by one call.
+ *
+ * A module of Python, written in its stable interface (PEP 384), so that one
+ * library serves every version from 3.11 on. It does what packet_socket.py does
+ * where it was not built, which says what that is.
+ */
+#define _GNU_SOURCE
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define SHMREDUCE_VERSION 1
+#define MOST_DESCRIPTORS 64 /* as packet_socket.py has it */
+#define LONGEST_LOOK 1e-3 /* seconds between two looks at what signals have come */
+
+union control {
+    char bytes[CMSG_SPACE(MOST_DESCRIPTORS * sizeof(int))];
+    struct cmsghdr aligned;
+};
+
+static double seconds_now(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* Whether a call that has failed is to be made again; -1 if a signal handler raises.
+ * Like those of socket.socket (PEP 475), one that a signal has interrupted is. */
+static int is_to_be_repeated(double until)
+{
+    int reason = errno, raised;
+
+    if (reason != EINTR && !(reason == EAGAIN && seconds_now() < until))
+        return 0;
+    raised = PyErr_CheckSignals() < 0;
+    errno = reason;
+    return raised ? -1 : 1;
+}
+
+static int read_descriptors(PyObject *given, int *found)
+{
+    Py_ssize_t count = PySequence_Size(given);
+
+    if (count < 0)
+        return -1;
+    if (count > MOST_DESCRIPTORS) {
+        errno = EINVAL;
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    for (Py_ssize_t place = 0; place < count; place++) {
+        PyObject *item = PySequence_GetItem(given, place);
+
+        if (item == NULL)
+            return -1;
+        found[place] = (int)PyLong_AsLong(item);
+        Py_DECREF(item);
+        if (found[place] == -1 && PyErr_Occurred())
+            return -1;
+    }
+    return (int)count;
+}
+
+static PyObject *write_packet(PyObject *module, PyObject *arguments)
+{
+    int fd, flags, count, descriptors[MOST_DESCRIPTORS], again = 1;
+    PyObject *given;
+    Py_buffer data;
+    union control control;
+    struct iovec part;
+    struct msghdr message;
+    ssize_t written = -1;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "iy*Oi", &fd, &data, &given, &flags))
+        return NULL;
+    count = read_descriptors(given, descriptors);
+    if (count < 0) {
+        PyBuffer_Release(&data);
+        return NULL;
+    }
+    memset(&message, 0, sizeof message);
+    part.iov_base = data.buf;
+    part.iov_len = (size_t)data.len;
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (count) {
+        size_t size = (size_t)count * sizeof(int);
+
+        memset(&control, 0, CMSG_SPACE(size));
+        control.aligned.cmsg_level = SOL_SOCKET;
+        control.aligned.cmsg_type = SCM_RIGHTS;
+        control.aligned.cmsg_len = CMSG_LEN(size);
+        memcpy(CMSG_DATA(&control.aligned), descriptors, size);
+        message.msg_control = &control;
+        message.msg_controllen = CMSG_SPACE(size);
+    }
+    while (again > 0) {
+        PyThreadState *state = PyEval_SaveThread();
+        int reason;
+
+        written = sendmsg(fd, &message, flags);
+        reason = errno;
+        PyEval_RestoreThread(state);
+        errno = reason;
+        again = written < 0 ? is_to_be_repeated(0) : 0;
+    }
+    if (written < 0 && again == 0)
+        PyErr_SetFromErrno(PyExc_OSError);
+    PyBuffer_Release(&data);
+    if (written < 0)
+        return NULL;
+    return Py_NewRef(Py_None);
+}
+
+static void close_all(const int *descriptors, int count)
+{
+    int known = errno;
+
+    for (int place = 0; place < count; place++)
+        close(descriptors[place]);
+    errno = known;
+}
+
+/* The size and the list of descriptors; these are closed if it cannot be made. */
+static PyObject *describe(ssize_t size, struct msghdr *message)
+{
+    int descriptors[MOST_DESCRIPTORS], count = 0;
+    PyObject *list, *number, *both;
+
+    for (struct cmsghdr *each = CMSG_FIRSTHDR(message); each; each = CMSG_NXTHDR(message, each)) {
+        if (each->cmsg_level == SOL_SOCKET && each->cmsg_type == SCM_RIGHTS) {
+            int more = (int)((each->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+
+            if (more > MOST_DESCRIPTORS - count)
+                more = MOST_DESCRIPTORS - count;
+            memcpy(descriptors + count, CMSG_DATA(each), (size_t)more * sizeof(int));
+            count += more;
+        }
+    }
+    list = PyList_New(count);
+    if (list == NULL) {
+        close_all(descriptors, count);
+        return NULL;
+    }
+    for (int place = 0; place < count; place++) {
+        number = PyLong_FromLong(descriptors[place]);
+        if (number == NULL || PyList_SetItem(list, place, number) < 0) {
+            Py_DECREF(list);
+            close_all(descriptors, count);
+            return NULL;
+        }
+    }
+    number = PyLong_FromSsize_t(size);
+    both = number == NULL ? NULL : PyTuple_Pack(2, number, list);
+    Py_XDECREF(number);
+    Py_DECREF(list);
+    if (both == NULL)
+        close_all(descriptors, count);
+    return both;
+}
+
+/* Look for a packet, again and again until a time if there is none. */
+static ssize_t look(int fd, const Py_buffer *buffer, int flags, double until,
+    struct msghdr *message, union control *control)
+{
+    struct iovec part = {buffer->buf, (size_t)buffer->len};
+    ssize_t size;
+
+    do {
+        memset(message, 0, sizeof *message);
+        message->msg_iov = &part;
+        message->msg_iovlen = 1;
+        message->msg_control = control;
+        message->msg_controllen = sizeof *control;
+        size = recvmsg(fd, message, flags | MSG_CMSG_CLOEXEC);
+    } while (size < 0 && errno == EAGAIN && seconds_now() < until);
+    return size;
+}
+
+static PyObject *read_packet(PyObject *module, PyObject *arguments)
+{
+    int fd, flags, again = 1;
+    double patience, until = 0;
+    Py_buffer buffer;
+    union control control;
+    struct msghdr message;
+    ssize_t size = -1;
+    PyObject *found = NULL;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "iw*id", &fd, &buffer, &flags, &patience))
+        return NULL;
+    if (patience > 0)
+        until = seconds_now() + patience;
+    while (again > 0) {
+        double now = patience > 0 ? seconds_now() : 0, pause = now + LONGEST_LOOK;
+        PyThreadState *state = PyEval_SaveThread();
+        int reason;
+
+        size = look(fd, &buffer, flags, pause < until ? pause : until, &message, &control);
+        reason = errno;
+        PyEval_RestoreThread(state);
+        errno = reason;
+        again = size < 0 ? is_to_be_repeated(until) : 0;
+    }
+    if (size >= 0)
+        found = describe(size, &message);
+    else if (again == 0)
+        PyErr_SetFromErrno(PyExc_OSError);
+    PyBuffer_Release(&buffer);
+    return found;
+}
+
+static PyMethodDef methods[] = {
+    {"write_packet", write_packet, METH_VARARGS, "write_packet(fd, data, descriptors, flags)"},
+    {"read_packet", read_packet, METH_VARARGS, "read_packet(fd, buffer, flags, patience)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *module)
+{
+    return PyModule_AddIntConstant(module, "VERSION", SHMREDUCE_VERSION);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, execute},
+    {0, NULL},
+};
+
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_quick_packets",
+    .m_doc = "Packets with descriptors beside them, each written or read by one call.",
+    .m_methods = methods,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__quick_packets(void)
+{
+    return PyModuleDef_Init(&module);
+}

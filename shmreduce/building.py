@@ -1,0 +1,109 @@
+"""Compiles the parts of shmreduce that are written in C.
+
+May import errors and ``compiled``, and the standard library: it runs while a
+wheel is built, before anything is installed. Nothing is compiled unless
+somebody asks for it: the builder of a wheel, an editable installation, or
+``shmreduce build-helper``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shmreduce.errors import CompilationError
+
+if TYPE_CHECKING:
+    from shmreduce.compiled import Part
+
+__all__ = ["build", "compile_command"]
+
+_OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
+_PATIENCE = 120
+
+
+def build(part: Part, target: Path | None = None) -> Path:
+    """Compile a part and put it in place in one step; return where it is.
+
+    Parameters
+    ----------
+    part : Part
+        What to compile.
+    target : Path, optional
+        The file to make, instead of the one that is looked for. Its folder must
+        be writable by this user; it should be by nobody else, since the file is
+        loaded into every process.
+
+    Raises
+    ------
+    CompilationError
+        If there is no C compiler, or no header of Python for a part that needs
+        it, if it fails, or the folder is not writable. What was there before is
+        there still.
+
+    Notes
+    -----
+    The compiler is the first of ``$CC``, ``cc``, ``gcc`` and ``clang``.
+    """
+    target = target or part.library
+    command = compile_command(part)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
+            made = Path(folder) / target.name
+            command += ["-o", str(made)]
+            done = subprocess.run(  # noqa: S603
+                command, capture_output=True, text=True, timeout=_PATIENCE, check=False
+            )
+            if done.returncode:
+                raise _failure(
+                    part,
+                    f"{shlex.join(command)} ended with status {done.returncode}:\n"
+                    f"{done.stderr.strip()}",
+                )
+            # Whatever the umask: what others could write to would not be loaded.
+            made.chmod(0o755)
+            made.replace(target)
+    except OSError as error:
+        raise _failure(part, f"{error.filename or target.parent}: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise _failure(part, f"the compiler took more than {_PATIENCE} s") from error
+    return target
+
+
+def compile_command(part: Part) -> list[str]:
+    """Return the command that compiles a part, but for where to put it.
+
+    Raises
+    ------
+    CompilationError
+        If the compiler or the header of Python is missing.
+    """
+    command = [*_compiler(part), *_OPTIONS, str(part.source)]
+    if part.module is not None:
+        include = sysconfig.get_path("include")
+        if not Path(include, "Python.h").exists():
+            raise _failure(part, f"there is no Python.h in {include} (python3-dev has it)")
+        command.append(f"-I{include}")
+    return command
+
+
+def _compiler(part: Part) -> list[str]:
+    for words in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
+        if words and shutil.which(words[0]):
+            return words
+    raise _failure(part, "there is no C compiler: none of $CC, cc, gcc and clang is found")
+
+
+def _failure(part: Part, reason: str) -> CompilationError:
+    return CompilationError(
+        f"{part.source.name} ({part.title}) could not be compiled: {reason}. Install what is "
+        "missing, or run `shmreduce build-helper` as a user who may write to the package's folder",
+        path=str(part.library),
+        reason=reason,
+    )

@@ -1,0 +1,90 @@
+"""What of shmreduce is compiled where it can be, and whether it can be used.
+
+Imports nothing of shmreduce. ``building`` compiles what is listed here.
+
+There are two kinds. The *allocator* is a plain C library, without which
+``shared_allocations`` does not work. The others are modules of Python that do in
+one call what a module beside them does in many: without them everything works
+as well, and takes longer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = [
+    "ALLOCATOR",
+    "FOLDER",
+    "MODULE_VERSION",
+    "PACKETS",
+    "PARTS",
+    "SLOTS",
+    "Part",
+    "find_module",
+]
+
+MODULE_VERSION = 1
+"""Of the modules' functions; their sources have the same number."""
+FOLDER = Path(__file__).parent
+"""The package's, below which all parts are."""
+_VARIABLE = "SHMREDUCE_COMPILED"
+
+
+class Part(NamedTuple):
+    """One C file.
+
+    Parameters
+    ----------
+    title : str
+        What people call it.
+    source, library : Path
+        The file, and where what is made of it is looked for: there, and nowhere
+        else.
+    module : str, optional
+        The module's dotted name, of one that is a module of Python.
+    """
+
+    title: str
+    source: Path
+    library: Path
+    module: str | None = None
+
+
+def _module(title: str, name: str) -> Part:
+    # The suffix of modules that keep to Python's stable interface (PEP 384).
+    place = FOLDER.joinpath(*name.split("."))
+    return Part(title, place.with_suffix(".c"), place.with_suffix(".abi3.so"), f"shmreduce.{name}")
+
+
+ALLOCATOR = Part("allocator", FOLDER / "born" / "allocator.c", FOLDER / "born" / "allocator.so")
+SLOTS = _module("lease slots", "memory._quick_slots")
+PACKETS = _module("packets", "_quick_packets")
+PARTS = (ALLOCATOR, SLOTS, PACKETS)
+
+
+def find_module(part: Part) -> tuple[ModuleType | None, str]:
+    """Import a compiled module; return it, or None and the reason.
+
+    Examples
+    --------
+    >>> module, reason = find_module(PACKETS)
+    >>> module is None or not reason
+    True
+    """
+    if os.environ.get(_VARIABLE) == "0":
+        return None, f"{_VARIABLE} is 0"
+    if part.module is None or not part.library.exists():
+        return None, "it was not built"
+    try:
+        module = importlib.import_module(part.module)
+    except ImportError as error:
+        return None, str(error)
+    if module.VERSION != MODULE_VERSION:
+        return None, f"it is of version {module.VERSION}, this is version {MODULE_VERSION}"
+    return module, ""

@@ -1,0 +1,330 @@
+/* Transitions of a block's lease slots, each made by one call.
+ *
+ * A module of Python, written in its stable interface (PEP 384), so that one
+ * library serves every version from 3.11 on.
+ *
+ * The transitions are those of segment.py, which says what they mean and makes
+ * every one that this file does not: what is here is only the way that most of
+ * them go. A method makes the transition whole and returns True, or changes
+ * nothing and returns False: since somebody else has the block's lock, since it
+ * is another generation or another message than the caller thinks, since the
+ * chain is not as a process that was not killed leaves it. The caller then does
+ * it the long way, and finds out what to say.
+ *
+ * A call holds the interpreter's lock from its beginning to its end. So no other
+ * thread, signal handler or destructor of this process comes in between, and the
+ * kernel's byte lock is needed against other processes alone. It does not keep
+ * threads of this process apart, since they lock through the same description:
+ * while one of them has any block locked the long way, which is said by the
+ * table of block_locks.py, nothing is done here.
+ *
+ * Stores are in the order in which segment.py and lease_slots.py make them, for
+ * the same reason: a process may be killed between any two.
+ */
+#define _GNU_SOURCE
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdint.h>
+#include <string.h>
+
+#define SHMREDUCE_VERSION 1
+
+#ifndef F_OFD_SETLK
+#define F_OFD_SETLK 37
+#endif
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer tables;
+    PyObject *busy; /* blocks that a thread of this process has locked the long way */
+    uint64_t first_lock; /* where the byte of block 0 is */
+    uint64_t blocks, slots;
+    uint64_t *generations;
+    uint64_t *words;
+    uint32_t *heads;
+    uint32_t *next, *previous; /* links: the number of a slot plus one, 0 at an end */
+    uint8_t *hints;
+} QuickSlots;
+
+/* Others read and write the same memory. */
+#define LOAD(place) __atomic_load_n(&(place), __ATOMIC_ACQUIRE)
+#define STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)
+
+static int set_lock(int fd, short kind, uint64_t offset)
+{
+    struct flock lock;
+
+    memset(&lock, 0, sizeof lock);
+    lock.l_type = kind;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = (off_t)offset;
+    lock.l_len = 1;
+    return fcntl(fd, F_OFD_SETLK, &lock);
+}
+
+static int begin(QuickSlots *self, uint64_t fd, uint64_t block)
+{
+    return PyDict_Size(self->busy) == 0 && block < self->blocks && fd <= INT_MAX
+        && set_lock((int)fd, F_WRLCK, self->first_lock + block) == 0;
+}
+
+static void end(QuickSlots *self, uint64_t fd, uint64_t block)
+{
+    int known = errno;
+
+    set_lock((int)fd, F_UNLCK, self->first_lock + block);
+    errno = known;
+}
+
+/* Whether the links around a slot are as they should be. */
+static int is_linked(const QuickSlots *self, uint64_t block, uint64_t slot)
+{
+    uint32_t following = LOAD(self->next[slot]), before = LOAD(self->previous[slot]);
+
+    if (following > self->slots || before > self->slots)
+        return 0;
+    if (before)
+        return LOAD(self->next[before - 1]) == slot + 1;
+    return LOAD(self->heads[block]) == slot + 1;
+}
+
+static void unlink_slot(QuickSlots *self, uint64_t block, uint64_t slot)
+{
+    uint32_t following = self->next[slot], before = self->previous[slot];
+
+    /* See LeaseSlots._unlink: the backward link first, the slot's word last. */
+    if (following)
+        STORE(self->previous[following - 1], before);
+    if (before)
+        STORE(self->next[before - 1], following);
+    else
+        STORE(self->heads[block], following);
+    STORE(self->words[slot], (uint64_t)0);
+    if (!LOAD(self->heads[block]))
+        STORE(self->hints[block], (uint8_t)1);
+}
+
+/* The arguments are numbers; one that has no room in 64 bits names nothing. */
+static int read_numbers(PyObject *const *arguments, Py_ssize_t given, uint64_t *numbers, int wanted)
+{
+    if (given != wanted) {
+        PyErr_Format(PyExc_TypeError, "%d numbers are needed, %zd were given", wanted, given);
+        return -1;
+    }
+    for (int place = 0; place < wanted; place++) {
+        numbers[place] = PyLong_AsUnsignedLongLong(arguments[place]);
+        if (numbers[place] == (uint64_t)-1 && PyErr_Occurred()) {
+            if (!PyErr_ExceptionMatches(PyExc_OverflowError))
+                return -1;
+            PyErr_Clear();
+            return 0;
+        }
+    }
+    return 1;
+}
+
+enum { FD, BLOCK, GENERATION, SLOT, WORD, HOLDER, MOST };
+
+static PyObject *add(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
+{
+    uint64_t of[MOST];
+    int readable = read_numbers(arguments, given, of, WORD + 1), done = 0;
+
+    if (readable < 0)
+        return NULL;
+    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
+        uint32_t head = LOAD(self->heads[of[BLOCK]]), link = (uint32_t)of[SLOT] + 1;
+
+        if (LOAD(self->generations[of[BLOCK]]) == of[GENERATION] && head <= self->slots) {
+            STORE(self->next[of[SLOT]], head);
+            STORE(self->previous[of[SLOT]], (uint32_t)0);
+            STORE(self->words[of[SLOT]], of[WORD]);
+            STORE(self->heads[of[BLOCK]], link);
+            if (head)
+                STORE(self->previous[head - 1], link);
+            done = 1;
+        }
+        end(self, of[FD], of[BLOCK]);
+    }
+    return PyBool_FromLong(done);
+}
+
+static PyObject *claim_alone(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
+{
+    uint64_t of[MOST];
+    int readable = read_numbers(arguments, given, of, MOST), done = 0;
+
+    if (readable < 0)
+        return NULL;
+    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
+        if (LOAD(self->generations[of[BLOCK]]) == of[GENERATION]
+            && LOAD(self->words[of[SLOT]]) == of[WORD]
+            && LOAD(self->heads[of[BLOCK]]) == of[SLOT] + 1 && !LOAD(self->next[of[SLOT]])) {
+            STORE(self->words[of[SLOT]], of[HOLDER]);
+            done = 1;
+        }
+        end(self, of[FD], of[BLOCK]);
+    }
+    return PyBool_FromLong(done);
+}
+
+static PyObject *consume(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
+{
+    uint64_t of[MOST];
+    int readable = read_numbers(arguments, given, of, MOST), done = 0;
+
+    if (readable < 0)
+        return NULL;
+    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
+        if (LOAD(self->generations[of[BLOCK]]) == of[GENERATION]
+            && LOAD(self->words[of[SLOT]]) == of[WORD] && is_linked(self, of[BLOCK], of[SLOT])) {
+            /* See Segment._consume: nobody's message before it leaves the chain. */
+            STORE(self->words[of[SLOT]], of[HOLDER]);
+            unlink_slot(self, of[BLOCK], of[SLOT]);
+            done = 1;
+        }
+        end(self, of[FD], of[BLOCK]);
+    }
+    return PyBool_FromLong(done);
+}
+
+static PyObject *release(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
+{
+    enum { FD, BLOCK, SLOT, HOLDER, MOST };
+    uint64_t of[MOST];
+    int readable = read_numbers(arguments, given, of, MOST), done = 0;
+
+    if (readable < 0)
+        return NULL;
+    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
+        if (LOAD(self->words[of[SLOT]]) == of[HOLDER] && is_linked(self, of[BLOCK], of[SLOT])) {
+            unlink_slot(self, of[BLOCK], of[SLOT]);
+            done = 1;
+        }
+        end(self, of[FD], of[BLOCK]);
+    }
+    return PyBool_FromLong(done);
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
+{
+    static char *names[] = {
+        "tables", "busy", "first_lock", "blocks", "slots",
+        "generations", "heads", "hints", "words", "next", "previous", NULL,
+    };
+    unsigned long long first_lock, blocks, slots;
+    unsigned long long generations, heads, hints, words, next, previous;
+    PyObject *tables, *busy;
+    QuickSlots *self;
+    uint8_t *start;
+    uint64_t size;
+
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!KKKKKKKKK", names, &tables,
+            &PyDict_Type, &busy, &first_lock, &blocks, &slots, &generations, &heads, &hints,
+            &words, &next, &previous))
+        return NULL;
+    self = (QuickSlots *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
+        return NULL;
+    if (PyObject_GetBuffer(tables, &self->tables, PyBUF_WRITABLE) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    start = self->tables.buf;
+    size = (uint64_t)self->tables.len;
+    /* Slots have room in a link of 32 bits; so nothing below overflows. */
+    if (blocks > UINT32_MAX || slots >= UINT32_MAX || generations > size || heads > size
+        || hints > size || words > size || next > size || previous > size
+        || generations + 8 * blocks > size || heads + 4 * blocks > size || hints + blocks > size
+        || words + 8 * slots > size || next + 4 * slots > size || previous + 4 * slots > size
+        || ((uintptr_t)start | generations | words) % 8 || (heads | next | previous) % 4) {
+        Py_DECREF(self);
+        PyErr_SetString(PyExc_ValueError, "the tables have no room for so many blocks and slots");
+        return NULL;
+    }
+    self->busy = Py_NewRef(busy);
+    self->first_lock = first_lock;
+    self->blocks = blocks;
+    self->slots = slots;
+    self->generations = (uint64_t *)(start + generations);
+    self->heads = (uint32_t *)(start + heads);
+    self->hints = start + hints;
+    self->words = (uint64_t *)(start + words);
+    self->next = (uint32_t *)(start + next);
+    self->previous = (uint32_t *)(start + previous);
+    return (PyObject *)self;
+}
+
+static void dealloc(QuickSlots *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+
+    if (self->tables.obj != NULL)
+        PyBuffer_Release(&self->tables);
+    Py_XDECREF(self->busy);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define METHOD(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
+
+static PyMethodDef methods[] = {
+    METHOD("add", add, "add(fd, block, generation, slot, word): link a message."),
+    METHOD("claim_alone", claim_alone,
+        "claim_alone(fd, block, generation, slot, word, holder): make a hold of the one message."),
+    METHOD("consume", consume,
+        "consume(fd, block, generation, slot, word, holder): end a message."),
+    METHOD("release", release, "release(fd, block, slot, holder): end a hold."),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot type_slots[] = {
+    {Py_tp_new, make},
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, "The lease slots of one segment."},
+    {0, NULL},
+};
+
+static PyType_Spec type_spec = {
+    .name = "shmreduce.memory._quick_slots.QuickSlots",
+    .basicsize = sizeof(QuickSlots),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = type_slots,
+};
+
+static int execute(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
+
+    if (type == NULL)
+        return -1;
+    if (PyModule_AddType(module, (PyTypeObject *)type) < 0) {
+        Py_DECREF(type);
+        return -1;
+    }
+    Py_DECREF(type);
+    return PyModule_AddIntConstant(module, "VERSION", SHMREDUCE_VERSION);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, execute},
+    {0, NULL},
+};
+
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_quick_slots",
+    .m_doc = "Transitions of a block's lease slots, each made by one call.",
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__quick_slots(void)
+{
+    return PyModuleDef_Init(&module);
+}

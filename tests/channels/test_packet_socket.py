@@ -1,0 +1,244 @@
+"""A packet and the descriptors beside it, by the socket module and by the compiled one."""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shmreduce.compiled import PACKETS, find_module
+from shmreduce.packet_socket import MOST_DESCRIPTORS, PlainPacketSocket, QuickPacketSocket
+from tests.channels.channels import PATIENCE
+from tests.faults.injection import no_descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Socket = PlainPacketSocket
+
+KINDS = {"plain": PlainPacketSocket, "compiled": QuickPacketSocket}
+DO_NOT_WAIT = int(socket.MSG_DONTWAIT)
+SIZE = 100
+
+
+@pytest.fixture(params=KINDS)
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+    """Two ends of each kind."""
+    if request.param == "compiled" and find_module(PACKETS)[0] is None:
+        pytest.skip("it was not built here")
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    family = socket.AF_UNIX, socket.SOCK_SEQPACKET, 0
+    kind = KINDS[request.param]
+    here, there = (kind(*family, end.detach()) for end in pair)
+    yield here, there
+    here.close()
+    there.close()
+
+
+@contextmanager
+def open_files(count: int) -> Iterator[list[int]]:
+    """Descriptors of so many files, whose sizes are 0, 1 and so on."""
+    found: list[int] = []
+    try:
+        for size in range(count):
+            found.append(os.memfd_create("test"))
+            os.ftruncate(found[-1], size)
+        yield found
+    finally:
+        for each in found:
+            os.close(each)
+
+
+def sizes_of(descriptors: Any) -> list[int]:
+    """Return the sizes of received files, which are closed."""
+    sizes = [os.fstat(each).st_size for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    return sizes
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, MOST_DESCRIPTORS])
+def test_a_packet_comes_whole_with_its_descriptors_in_order(
+    count: int, ends: tuple[Socket, Socket]
+) -> None:
+    """They are other numbers of the same files, closed on exec; the sender keeps its own."""
+    here, there = ends
+    buffer = bytearray(SIZE)
+    with open_files(count) as files:
+        here.write(b"contents", files, 0)
+        size, received = there.read(buffer, 0)
+        assert (size, bytes(buffer[:size])) == (8, b"contents")
+        assert all(fcntl.fcntl(each, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for each in received)
+        assert not set(received) & set(files)
+        assert sizes_of(received) == list(range(count))
+
+
+def test_too_many_descriptors_are_refused(ends: tuple[Socket, Socket]) -> None:
+    """Nothing is written, and as sendmsg(2) says it is an invalid argument."""
+    here, there = ends
+    with pytest.raises(OSError, match="Invalid argument") as caught:
+        here.write(b"contents", [0] * (MOST_DESCRIPTORS + 1), 0)
+    assert caught.value.errno == errno.EINVAL
+    with pytest.raises(BlockingIOError):
+        there.read(bytearray(SIZE), DO_NOT_WAIT)
+
+
+def test_a_descriptor_that_is_closed_is_refused(ends: tuple[Socket, Socket]) -> None:
+    """Nothing is written."""
+    here, there = ends
+    with open_files(1) as files:
+        closed = os.dup(files[0])
+        os.close(closed)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            here.write(b"contents", [files[0], closed], 0)
+    with pytest.raises(BlockingIOError):
+        there.read(bytearray(SIZE), DO_NOT_WAIT)
+
+
+@pytest.mark.parametrize("descriptors", [3, [None], ["1"], [1 << 80]])
+def test_what_are_no_descriptors_is_refused(descriptors: Any, ends: tuple[Socket, Socket]) -> None:
+    """With an error of the language, and nothing is written."""
+    here, there = ends
+    with pytest.raises((TypeError, OverflowError)):
+        here.write(b"contents", descriptors, 0)
+    with pytest.raises(BlockingIOError):
+        there.read(bytearray(SIZE), DO_NOT_WAIT)
+
+
+def test_where_none_is_free_a_packet_comes_without(ends: tuple[Socket, Socket]) -> None:
+    """The bytes are there (MSG_CTRUNC)."""
+    here, there = ends
+    buffer = bytearray(SIZE)
+    with open_files(2) as files:
+        here.write(b"contents", files, 0)
+        with no_descriptors():
+            size, received = there.read(buffer, 0)
+        assert bytes(buffer[:size]) == b"contents"
+        assert list(received) == []
+
+
+def test_what_is_no_descriptor_beside_a_packet_is_passed_over(
+    ends: tuple[Socket, Socket],
+) -> None:
+    """Credentials, say, which a socket may be asked for."""
+    here, there = ends
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    with open_files(1) as files:
+        here.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+        assert sizes_of(there.read(bytearray(SIZE), 0)[1]) == [0]
+
+
+def test_the_end_of_the_other_side_is_an_empty_packet(ends: tuple[Socket, Socket]) -> None:
+    """As recv(2) tells it; who writes is told EPIPE."""
+    here, there = ends
+    here.close()
+    size, received = there.read(bytearray(SIZE), 0)
+    assert (size, list(received)) == (0, [])
+    with pytest.raises(BrokenPipeError):
+        there.write(b"x", (), int(socket.MSG_NOSIGNAL))
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_closed_socket_is_told_of(call: str, ends: tuple[Socket, Socket]) -> None:
+    """EBADF, whatever has its number now."""
+    here, _ = ends
+    here.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        if call == "read":
+            here.read(bytearray(SIZE), 0)
+        else:
+            here.write(b"x", (), 0)
+
+
+def test_who_must_not_wait_is_told_so(ends: tuple[Socket, Socket]) -> None:
+    """BlockingIOError, at once."""
+    with pytest.raises(BlockingIOError):
+        ends[0].read(bytearray(SIZE), DO_NOT_WAIT)
+
+
+def test_who_has_patience_looks_until_it_is_over(ends: tuple[Socket, Socket]) -> None:
+    """And not longer, and gives up the interpreter meanwhile."""
+    began = time.perf_counter()
+    with pytest.raises(BlockingIOError):
+        ends[0].read(bytearray(SIZE), DO_NOT_WAIT, 0.05)
+    assert 0.05 <= time.perf_counter() - began < PATIENCE
+
+
+def test_who_has_patience_finds_what_another_thread_writes(ends: tuple[Socket, Socket]) -> None:
+    """The thread gets on while this one looks."""
+    here, there = ends
+    buffer = bytearray(SIZE)
+    thread = threading.Thread(target=here.write, args=(b"contents", (), 0))
+    thread.start()
+    size, _ = there.read(buffer, DO_NOT_WAIT, PATIENCE)
+    assert bytes(buffer[:size]) == b"contents"
+    thread.join(PATIENCE)
+
+
+class Handled(Exception):  # noqa: N818
+    """Raised by a signal handler."""
+
+
+@contextmanager
+def alarm_after(seconds: float, handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("patience", [0.0, PATIENCE])
+def test_a_handler_that_raises_ends_a_wait(patience: float, ends: tuple[Socket, Socket]) -> None:
+    """Whether it sleeps or looks."""
+
+    def handle(_number: int, _frame: Any) -> None:
+        raise Handled
+
+    began = time.perf_counter()
+    with alarm_after(0.05, handle), pytest.raises(Handled):
+        ends[0].read(bytearray(SIZE), DO_NOT_WAIT if patience else 0, patience)
+    assert time.perf_counter() - began < PATIENCE
+
+
+def test_a_handler_that_returns_does_not(ends: tuple[Socket, Socket]) -> None:
+    """The call goes on, as PEP 475 has it."""
+    here, there = ends
+    buffer = bytearray(SIZE)
+
+    def handle(_number: int, _frame: Any) -> None:
+        here.write(b"contents", (), 0)
+
+    with alarm_after(0.05, handle):
+        size, _ = there.read(buffer, 0)
+    assert bytes(buffer[:size]) == b"contents"
+
+
+def test_a_handler_that_makes_room_lets_a_write_go_on(ends: tuple[Socket, Socket]) -> None:
+    """The same of a pipe that is full."""
+    here, there = ends
+    buffer = bytearray(SIZE)
+    count = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            here.write(b"%d" % count, (), DO_NOT_WAIT)
+            count += 1
+
+    def handle(_number: int, _frame: Any) -> None:
+        for _ in range(count):
+            there.read(buffer, 0)
+
+    with alarm_after(0.05, handle):
+        here.write(b"last", (), 0)
+    assert there.read(buffer, 0)[0] == 4

@@ -1,0 +1,180 @@
+"""The parts written in C: how they are made, and what there is without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import shmreduce
+from shmreduce import building, compiled
+from shmreduce.building import build, compile_command
+from shmreduce.cli import main
+from shmreduce.compiled import ALLOCATOR, PACKETS, PARTS, SLOTS, Part, find_module
+from tests.compiler import needs_compiler, needs_headers
+
+MODULES = [part for part in PARTS if part.module]
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(params=PARTS, ids=lambda part: part.title)
+def part(request: pytest.FixtureRequest) -> Part:
+    """Each of them, where it can be compiled."""
+    found: Part = request.param
+    needs_headers() if found.module else needs_compiler()
+    return found
+
+
+def test_the_sources_compile_without_a_warning(part: Part, tmp_path: Path) -> None:
+    """Of those that the usual options ask for."""
+    done = subprocess.run(
+        [*compile_command(part), "-Werror", "-o", str(tmp_path / "a.so")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_builds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``shmreduce build-helper`` puts each where it is looked for, and nobody else may write."""
+    needs_headers()
+    elsewhere = [part._replace(library=tmp_path / part.library.name) for part in PARTS]
+    monkeypatch.setattr(compiled, "PARTS", tuple(elsewhere))
+    assert main(["build-helper"]) == 0
+    assert capsys.readouterr().out == "".join(f"built {part.library}\n" for part in elsewhere)
+    for each in elsewhere:
+        assert not each.library.stat().st_mode & 0o022
+
+
+def test_the_command_makes_what_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without Python's headers there is the allocator, and the status and the text say what is
+    not.
+    """
+    needs_compiler()
+    elsewhere = [part._replace(library=tmp_path / part.library.name) for part in PARTS]
+    monkeypatch.setattr(compiled, "PARTS", tuple(elsewhere))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path))
+    assert main(["build-helper"]) == 1
+    told = capsys.readouterr()
+    assert told.out == f"built {elsewhere[0].library}\n"
+    assert told.err.count("there is no Python.h") == len(MODULES)
+    assert [path.name for path in tmp_path.iterdir()] == [ALLOCATOR.library.name]
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "cc -no-such-option"])
+def test_a_compiler_that_fails_is_told_of(
+    compiler: str, part: Part, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The error has what the compiler said; what was there before stays."""
+    monkeypatch.setenv("CC", compiler)
+    target = tmp_path / part.library.name
+    target.write_text("before")
+    with pytest.raises(shmreduce.CompilationError, match="ended with status") as caught:
+        build(part, target)
+    assert caught.value.path == str(part.library)
+    assert target.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_no_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where there is none the error says what was looked for."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(shmreduce.CompilationError, match="no C compiler"):
+        build(ALLOCATOR, tmp_path / "allocator.so")
+
+
+def test_a_compiler_that_hangs_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is not waited for without end."""
+    needs_compiler()
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(building, "_PATIENCE", 0.1)
+    with pytest.raises(shmreduce.CompilationError, match=r"took more than 0\.1 s"):
+        build(ALLOCATOR, tmp_path / "allocator.so")
+
+
+def test_a_folder_that_is_not_there_is_told_of(part: Part, tmp_path: Path) -> None:
+    """As one that this user may not write to: the error names it."""
+    with pytest.raises(shmreduce.CompilationError, match="missing"):
+        build(part, tmp_path / "missing" / "library.so")
+
+
+@pytest.mark.parametrize("part", MODULES, ids=lambda part: part.title)
+def test_modules_are_of_the_version_that_is_asked_for(part: Part) -> None:
+    """Sources and package have the same number."""
+    version = f"#define SHMREDUCE_VERSION {compiled.MODULE_VERSION}\n"
+    assert version in part.source.read_text()
+
+
+def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be left from before the sources were changed."""
+    if find_module(SLOTS)[0] is None:
+        pytest.skip("it was not built here")
+    monkeypatch.setattr(compiled, "MODULE_VERSION", 1000)
+    module, reason = find_module(SLOTS)
+    assert module is None
+    assert "this is version 1000" in reason
+
+
+def test_a_module_that_is_damaged_is_not_used(tmp_path: Path) -> None:
+    """The reason says what the loader said; nothing is raised."""
+    (tmp_path / "damaged.abi3.so").write_bytes(b"no library")
+    part = Part("damaged", tmp_path, tmp_path / "damaged.abi3.so", "damaged")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        module, reason = find_module(part)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert module is None
+    assert "file too short" in reason or "invalid ELF header" in reason
+
+
+WITHOUT = """
+import numpy as np
+import shmreduce
+from shmreduce.memory import quick_slots, runtime
+from shmreduce.packet_socket import PacketSocket, PlainPacketSocket
+assert PacketSocket is PlainPacketSocket
+here, there = shmreduce.Pipe()
+here.send(np.arange(100_000))
+assert there.recv()[-1] == 99_999
+for segment in runtime.current().directory.values():
+    assert type(segment._quick) is quick_slots.LongWay
+"""
+
+
+def test_without_them_all_works() -> None:
+    """``SHMREDUCE_COMPILED=0`` leaves the modules alone, and arrays travel as ever."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env={**os.environ, "SHMREDUCE_COMPILED": "0"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_doctor_says_whether_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no fault if they are not."""
+    monkeypatch.setenv("SHMREDUCE_COMPILED", "0")
+    main(["doctor", "--json"])
+    assert "slower: SHMREDUCE_COMPILED is 0" in capsys.readouterr().out
+    assert PACKETS in MODULES

@@ -1,0 +1,155 @@
+"""The compiled transitions are the model's, too: the same writes in the same order, or none.
+
+They are compiled anew so that they take note of each write. What the model says
+of a process that is killed after any of its writes holds for them as for the
+long way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shmreduce.building import build
+from shmreduce.compiled import SLOTS
+from shmreduce.memory import quick_slots
+from tests.compiler import needs_headers
+from tests.model.test_transitions import WORLDS, Bench, transitions_of
+from tests.model.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from shmreduce.memory.quick_slots import QuickSlots
+    from shmreduce.memory.segment import Segment
+    from tests.model.test_transitions import Expected, Write
+
+NOTING = """
+__attribute__((visibility("default"))) uint64_t shmreduce_notes[129];
+#define STORE(place, value) do { \\
+    shmreduce_notes[1 + 2 * shmreduce_notes[0]] = (uintptr_t)&(place); \\
+    shmreduce_notes[2 + 2 * shmreduce_notes[0]++] = (uint64_t)(value); \\
+    __atomic_store_n(&(place), (value), __ATOMIC_RELEASE); \\
+} while (0)
+"""
+
+
+class Watched:
+    """The compiled transitions, made of a source so that they take note of what they write."""
+
+    def __init__(self, text: str, folder: Path) -> None:
+        (define,) = re.findall(r"^#define STORE.*$", text, re.MULTILINE)
+        source = folder / "noting.c"
+        source.write_text(text.replace(define, NOTING))
+        library = build(SLOTS._replace(source=source), folder / SLOTS.library.name)
+        spec = spec_from_file_location(SLOTS.module or "", library)
+        assert spec is not None
+        assert spec.loader is not None
+        self.module = module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        self._notes = (ctypes.c_uint64 * 129).in_dll(ctypes.CDLL(str(library)), "shmreduce_notes")
+
+    def quick_slots(self, segment: Segment) -> QuickSlots:
+        """Return those of a segment."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quick_slots, "_module", self.module)
+            return quick_slots.quick_slots(segment.tables.pages, segment.layout, segment._busy)
+
+    def writes(self, segment: Segment) -> tuple[Write, ...]:
+        """Return what was written since the last call, by table and index."""
+        layout, start = segment.layout, segment.tables.address
+        tables = {
+            layout.generations: ("generations", 8),
+            layout.heads: ("heads", 4),
+            layout.hints: ("hints", 1),
+            layout.slot_words: ("words", 8),
+            layout.slot_next: ("next", 4),
+            layout.slot_previous: ("previous", 4),
+        }
+        found = []
+        for number in range(self._notes[0]):
+            place, value = self._notes[1 + 2 * number] - start, self._notes[2 + 2 * number]
+            offset = max(each for each in tables if each <= place)
+            name, width = tables[offset]
+            found.append((name, (place - offset) // width, value))
+        self._notes[0] = 0
+        return tuple(found)
+
+
+def compared(scope: str, watched: Watched) -> Iterator[tuple[Expected, bool, bool]]:
+    """Yield all transitions of a world, whether the short way was gone, and whether it differs."""
+    world = World(WORLDS[scope])
+    bench = Bench(shared=world.scope.shared)
+    try:
+        importer: Any = bench.importer
+        importer._quick = watched.quick_slots(importer)
+        for expected in transitions_of(world):
+            the_long_way, result = bench.run(expected)
+            writes = watched.writes(importer)
+            # Undoing a load goes the long way, after the short one.
+            is_same = (writes + the_long_way, result) == (expected.writes, expected.result)
+            yield expected, bool(writes), not is_same
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("scope", WORLDS)
+def test_the_compiled_code_does_what_the_model_does_or_nothing(scope: str, tmp_path: Path) -> None:
+    """Each transition that goes the short way makes the model's writes in the model's order."""
+    needs_headers()
+    short = set()
+    for expected, is_short, is_different in compared(
+        scope, Watched(SLOTS.source.read_text(), tmp_path)
+    ):
+        assert not is_different, expected
+        if is_short:
+            short.add(expected.doing.name)
+    assert short >= {"end", "load", "load and undo", "discard"}
+
+
+CHANGES = {
+    "a link less": (
+        "    if (following)\n        STORE(self->previous[following - 1], before);\n",
+        "",
+    ),
+    "unlinked as a message": (
+        "            STORE(self->words[of[SLOT]], of[HOLDER]);\n            unlink_slot",
+        "            unlink_slot",
+    ),
+    "linked while it is free": (
+        """\
+            STORE(self->words[of[SLOT]], of[WORD]);
+            STORE(self->heads[of[BLOCK]], link);
+""",
+        """\
+            STORE(self->heads[of[BLOCK]], link);
+            STORE(self->words[of[SLOT]], of[WORD]);
+""",
+    ),
+    "consumed whatever it is": (
+        """\
+            && LOAD(self->words[of[SLOT]]) == of[WORD] && is_linked""",
+        "            && is_linked",
+    ),
+    "never alone": (
+        """\
+            && LOAD(self->heads[of[BLOCK]]) == of[SLOT] + 1 && !LOAD(self->next[of[SLOT]])) {""",
+        ") {",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_compiled_code_that_does_otherwise_is_noticed(change: str, tmp_path: Path) -> None:
+    """A write too early or too few, and a condition less, is a difference from the model."""
+    needs_headers()
+    found, instead = CHANGES[change]
+    text = SLOTS.source.read_text()
+    assert text.count(found) == 1
+    watched = Watched(text.replace(found, instead), tmp_path)
+    assert any(is_different for scope in WORLDS for _, _, is_different in compared(scope, watched))
