@@ -129,8 +129,11 @@ def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert "this is version 1000" in reason
 
 
-def test_a_module_that_is_damaged_is_not_used(tmp_path: Path) -> None:
+def test_a_module_that_is_damaged_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reason says what the loader said; nothing is raised."""
+    monkeypatch.delenv("SHMREDUCE_COMPILED", raising=False)
     (tmp_path / "damaged.abi3.so").write_bytes(b"no library")
     part = Part("damaged", tmp_path, tmp_path / "damaged.abi3.so", "damaged")
     sys.path.insert(0, str(tmp_path))
