@@ -128,12 +128,13 @@ static int read_numbers(PyObject *const *arguments, Py_ssize_t given, uint64_t *
     return 1;
 }
 
-enum { FD, BLOCK, GENERATION, SLOT, WORD, HOLDER, MOST };
+/* In the order in which they are given; a transition takes as many as it needs. */
+enum { FD, BLOCK, SLOT, WORD, GENERATION, HOLDER, MOST };
 
 static PyObject *add(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
 {
     uint64_t of[MOST];
-    int readable = read_numbers(arguments, given, of, WORD + 1), done = 0;
+    int readable = read_numbers(arguments, given, of, GENERATION + 1), done = 0;
 
     if (readable < 0)
         return NULL;
@@ -195,14 +196,13 @@ static PyObject *consume(QuickSlots *self, PyObject *const *arguments, Py_ssize_
 
 static PyObject *release(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
 {
-    enum { FD, BLOCK, SLOT, HOLDER, MOST };
     uint64_t of[MOST];
-    int readable = read_numbers(arguments, given, of, MOST), done = 0;
+    int readable = read_numbers(arguments, given, of, WORD + 1), done = 0;
 
     if (readable < 0)
         return NULL;
     if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
-        if (LOAD(self->words[of[SLOT]]) == of[HOLDER] && is_linked(self, of[BLOCK], of[SLOT])) {
+        if (LOAD(self->words[of[SLOT]]) == of[WORD] && is_linked(self, of[BLOCK], of[SLOT])) {
             unlink_slot(self, of[BLOCK], of[SLOT]);
             done = 1;
         }
@@ -274,12 +274,12 @@ static void dealloc(QuickSlots *self)
 #define METHOD(name, function, text) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, text}
 
 static PyMethodDef methods[] = {
-    METHOD("add", add, "add(fd, block, generation, slot, word): link a message."),
+    METHOD("add", add, "add(fd, block, slot, word, generation): link a message."),
     METHOD("claim_alone", claim_alone,
-        "claim_alone(fd, block, generation, slot, word, holder): make a hold of the one message."),
+        "claim_alone(fd, block, slot, word, generation, holder): make a hold of the one message."),
     METHOD("consume", consume,
-        "consume(fd, block, generation, slot, word, holder): end a message."),
-    METHOD("release", release, "release(fd, block, slot, holder): end a hold."),
+        "consume(fd, block, slot, word, generation, holder): end a message."),
+    METHOD("release", release, "release(fd, block, slot, word): end a hold."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -23,25 +23,25 @@ __all__ = ["LongWay", "QuickSlots", "quick_slots"]
 class QuickSlots(Protocol):
     """The short way: each method makes a transition, or changes nothing and returns False.
 
-    ``fd`` is the descriptor that blocks are locked through, ``word`` what the
-    slot's word is if it has the message, ``holder`` what it is if this process
-    holds the block.
+    ``fd`` is the descriptor that blocks are locked through, ``word`` what stands
+    in the slot before (after :meth:`add`), ``holder`` what stands there if this
+    process holds the block.
     """
 
-    def add(self, fd: int, block: int, generation: int, slot: int, word: int) -> bool:
+    def add(self, fd: int, block: int, slot: int, word: int, generation: int) -> bool:
         """Link a message into a slot that is the caller's."""
 
     def claim_alone(
-        self, fd: int, block: int, generation: int, slot: int, word: int, holder: int
+        self, fd: int, block: int, slot: int, word: int, generation: int, holder: int
     ) -> bool:
         """Turn a message into a hold, if the block's chain has nothing else."""
 
     def consume(
-        self, fd: int, block: int, generation: int, slot: int, word: int, holder: int
+        self, fd: int, block: int, slot: int, word: int, generation: int, holder: int
     ) -> bool:
         """End a message."""
 
-    def release(self, fd: int, block: int, slot: int, holder: int) -> bool:
+    def release(self, fd: int, block: int, slot: int, word: int) -> bool:
         """End a hold."""
 
 

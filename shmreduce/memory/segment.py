@@ -330,7 +330,7 @@ class Segment(LeaseSlots):
         slot = self._take_slot()
         word = MESSAGE | nonce
         try:
-            if self._quick.add(self.lock_fd, block, generation, slot, word):
+            if self._quick.add(self.lock_fd, block, slot, word, generation):
                 self._listed.pop(slot, None)
             else:
                 self._add_message(block, generation, slot, word)
@@ -366,7 +366,7 @@ class Segment(LeaseSlots):
             that loader's alone.
         """
         word = MESSAGE | nonce
-        if self._quick.claim_alone(self.lock_fd, block, generation, slot, word, self.importer):
+        if self._quick.claim_alone(self.lock_fd, block, slot, word, generation, self.importer):
             return slot, True
         if slot >= self.layout.slots:
             raise InvalidHandleError(
@@ -420,7 +420,7 @@ class Segment(LeaseSlots):
     def consume(self, block: int, generation: int, slot: int, nonce: int) -> bool:
         """End a message without taking a hold; return False if it was ended before."""
         word = MESSAGE | nonce
-        if self._quick.consume(self.lock_fd, block, generation, slot, word, self.importer):
+        if self._quick.consume(self.lock_fd, block, slot, word, generation, self.importer):
             return True
         if block >= self.layout.blocks or slot >= self.layout.slots:
             return False
