@@ -217,8 +217,9 @@ class Family:
     def members(self) -> list[tuple[int, int]]:
         """Return pid and reserved bytes of every living member."""
         found = []
-        pids = self._pids.tolist()
-        for index, pid in enumerate(pids):
+        # Members take the first place that is free: behind the last is nothing but zeros.
+        used = len(self._pids.tobytes().rstrip(b"\0"))
+        for index, pid in enumerate(self._pids[: -(-used // self._pids.itemsize)].tolist()):
             if not pid:
                 continue
             if index == self._index or self._alive(index):
