@@ -10,6 +10,7 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <limits.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -60,13 +61,19 @@ static int read_descriptors(PyObject *given, int *found)
     }
     for (Py_ssize_t place = 0; place < count; place++) {
         PyObject *item = PySequence_GetItem(given, place);
+        long number;
 
         if (item == NULL)
             return -1;
-        found[place] = (int)PyLong_AsLong(item);
+        number = PyLong_AsLong(item);
         Py_DECREF(item);
-        if (found[place] == -1 && PyErr_Occurred())
+        if (number == -1 && PyErr_Occurred())
             return -1;
+        if (number < INT_MIN || number > INT_MAX) {
+            PyErr_SetString(PyExc_OverflowError, "a descriptor is too large for a C int");
+            return -1;
+        }
+        found[place] = (int)number;
     }
     return (int)count;
 }

@@ -19,9 +19,10 @@ REASONS: dict[str, str] = {
         "Here each message is a new array, and its memory comes back."
     ),
     "fresh 8 MiB: shmreduce / one copy": (
-        "Beside the copy stand the interpreter's work for two messages, 0.2 ms, and a wake-up. "
-        "Two threads copy, which are half again as fast as one, and to start the second takes as "
-        "long as a mebibyte. Needed: that work in C, and threads that are kept."
+        "Beside the copy stand the work for two messages, 0.1 to 0.2 ms, and a wake-up; and what "
+        "caches hold of 8 MiB is copied quicker when nothing else is done. Two threads copy, and "
+        "to start the second takes as long as a mebibyte. Needed: more of that work in C, and "
+        "threads that are kept."
     ),
     "born *: shmreduce born shared / ten bytes": (
         "The array is cut off and mapped on both sides for each message, by an interpreter "
@@ -29,9 +30,9 @@ REASONS: dict[str, str] = {
         "mappings that are kept."
     ),
     "fresh 1 MiB: *torch*": (
-        "Two messages are 0.2 ms of the interpreter's work, after a copy that has emptied its "
-        "caches; after install() two wake-ups come on top. Compiled as it is, by Cython, it was "
-        "a quarter quicker with full caches, and no quicker here. Needed: a small core in C."
+        "Two messages are 0.13 ms of work, up to 0.2 after a copy that has emptied the caches; "
+        "after install() two wake-ups come on top. Lease transitions and packets are compiled, "
+        "which took a tenth off. Needed: the bookkeeping of messages and blocks in C as well."
     ),
     "fresh *: *torch*": (
         "Where one copy alone takes more than a tenth of torch's whole time it cannot be met; "
@@ -67,6 +68,10 @@ REASONS: dict[str, str] = {
     "shared *: shmreduce / ten bytes": (
         "Where the bare pipe's two processes come to one processor a wake-up costs a third or "
         "less: its spread says whether they did."
+    ),
+    "results 64 MiB: shared memory / arrays alive": (
+        "The peak of many calls. A worker that has made three of the four results in one of them "
+        "keeps memory for three, warm, until it was not needed for 5 s."
     ),
     "results 64 MiB filled: multiprocessing*": (
         "The workers write 64 MiB each, which takes as long for both; `bare` is without that."

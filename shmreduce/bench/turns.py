@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shmreduce.bench.measurements import TIME, Measurement, Trace
@@ -93,14 +94,14 @@ class _Runner:
 
     def turn(self, row: Row, seconds: float, warm_up: int) -> _Done:
         """Let the measuring process act."""
-        process = self._ready(row)
+        process = self.ready(row)
         process.send(_Turn(row, seconds, warm_up))
         done: _Done = process.receive()
         return done
 
     def pids(self, row: Row) -> list[int]:
         """Return the measuring process and all that it has started for a row."""
-        return descendants(self._ready(row).pid)
+        return descendants(self.ready(row).pid)
 
     def start(self, row: Row) -> FreshProcess:
         """Ask the measuring process to prepare a row, without waiting for it."""
@@ -120,7 +121,8 @@ class _Runner:
         if process is not None:
             process.__exit__(None, None, None)
 
-    def _ready(self, row: Row) -> FreshProcess:
+    def ready(self, row: Row) -> FreshProcess:
+        """Return the measuring process, once it has prepared a row."""
         process = self.start(row)
         if not self._answered:
             process.receive()
@@ -210,21 +212,40 @@ def _measure_row(
             # All at once: several take seconds to start.
             for runner in due:
                 runner.start(row)
+            # Before the first turn: while others start there is no processor for it.
+            for runner in due:
+                _attempt(partial(runner.ready, row), workload, row, runner, runners, notice)
         for runner in due:
+            if runner not in runners:
+                continue
             found = samples[runner.system.name]
             started = time.perf_counter()
-            try:
-                turn(workload, row, runner, effort, found)
-                if not together:
-                    runner.stop()
-            except ShmreduceError as error:
-                notice(f"{workload.name}: {row.name}: {error}")
-                runners.remove(runner)
+            act = partial(turn, workload, row, runner, effort, found)
+            if _attempt(act, workload, row, runner, runners, notice) and not together:
                 runner.stop()
             found.spent += time.perf_counter() - started
         if workload.cold:
             _stop(runners)
     return samples
+
+
+def _attempt(
+    act: Callable[[], object],
+    workload: Workload,
+    row: Row,
+    runner: _Runner,
+    runners: list[_Runner],
+    notice: Callable[[str], None],
+) -> bool:
+    """Do something with a system, which is left out from here on if that fails."""
+    try:
+        act()
+    except ShmreduceError as error:
+        notice(f"{workload.name}: {row.name}: {error}")
+        runners.remove(runner)
+        runner.stop()
+        return False
+    return True
 
 
 def _time(workload: Workload, row: Row, runner: _Runner, effort: Effort, found: _Samples) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from shmreduce import ConfigurationError
-from shmreduce.bench import suite
+from shmreduce.bench import suite, turns
 from shmreduce.bench.measurements import Measurement, Report
 from shmreduce.bench.plan import Effort, Plan
 from shmreduce.bench.systems.by_hand import ByHand
@@ -123,7 +123,7 @@ def measure(
 ) -> Report:
     """Let systems take turns at all rows of the tiny plan; nothing may fail."""
     report = Report()
-    turns = take_turns(
+    taken = take_turns(
         workload,
         systems,
         workload.rows(TINY) if rows is None else rows,
@@ -131,7 +131,7 @@ def measure(
         notice=report.notices.append,
         progress=quiet,
     )
-    for _, measurements, traces in turns:
+    for _, measurements, traces in taken:
         report.measurements += measurements
         report.traces += traces
     assert report.notices == []
@@ -229,6 +229,30 @@ def test_systems_that_do_not_fit_together_are_measured_apart() -> None:
     """Each turn has new processes then, and as many samples as ever."""
     report = measure(EchoApart("fresh", ""), [Shmreduce(), Stock()], [Row("1 MiB", 1 << 20)])
     assert [len(each.samples) for each in report.measurements if each.metric == "time"] == [2, 2]
+
+
+@pytest.mark.parametrize("workload", [FRESH, EchoFirstUse("first-use", "First")])
+def test_no_turn_begins_while_another_system_starts(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that starts takes the processors from who is being measured."""
+    seen: list[str] = []
+
+    def noting(name: str) -> None:
+        method = getattr(turns._Runner, name)
+
+        def call(runner: Any, *arguments: Any) -> Any:
+            answer = method(runner, *arguments)
+            seen.append(name)
+            return answer
+
+        monkeypatch.setattr(turns._Runner, name, call)
+
+    for name in ("ready", "turn"):
+        noting(name)
+    measure(workload, [Shmreduce(), Installed(), Stock()], [Row("1 KiB", 1 << 10)])
+    assert seen[:3] == ["ready"] * 3
+    assert seen.count("turn") == 3 * ONCE.rounds
 
 
 @pytest.mark.parametrize(

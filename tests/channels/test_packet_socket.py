@@ -104,7 +104,7 @@ def test_a_descriptor_that_is_closed_is_refused(ends: tuple[Socket, Socket]) -> 
         there.read(bytearray(SIZE), DO_NOT_WAIT)
 
 
-@pytest.mark.parametrize("descriptors", [3, [None], ["1"], [1 << 80]])
+@pytest.mark.parametrize("descriptors", [3, [None], ["1"], [1 << 80], [(1 << 32) + 1]])
 def test_what_are_no_descriptors_is_refused(descriptors: Any, ends: tuple[Socket, Socket]) -> None:
     """With an error of the language, and nothing is written."""
     here, there = ends
