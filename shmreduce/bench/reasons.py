@@ -73,6 +73,7 @@ REASONS: dict[str, str] = {
         "The peak of many calls. A worker that has made three of the four results in one of them "
         "keeps memory for three, warm, until it was not needed for 5 s."
     ),
+    "shared *: best of torch / shmreduce": "Within the spread of ours.",
     "results 64 MiB filled: multiprocessing*": (
         "The workers write 64 MiB each, which takes as long for both; `bare` is without that."
     ),
