@@ -27,6 +27,7 @@ class CompilingHook(BuildHookInterface[Any]):
     """Compiles what is written in C; ``SHMREDUCE_BUILD_HELPER=0`` makes it do nothing."""
 
     PLUGIN_NAME = "custom"
+    _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add libraries to a wheel, or put them into the source folder for an editable one."""
@@ -41,24 +42,26 @@ class CompilingHook(BuildHookInterface[Any]):
         finally:
             sys.path.remove(self.root)
         self._folder = tempfile.TemporaryDirectory(prefix="shmreduce-")
+        made = []
         for part in PARTS:
             place = None if version == "editable" else Path(self._folder.name, part.library.name)
             try:
-                made = build(part, place)
+                library = build(part, place)
             except CompilationError as error:
                 self.app.display_warning(f"{error}. Going on without it")
                 continue
             if place is not None:
                 inside = Path("shmreduce", part.library.relative_to(FOLDER))
-                build_data["force_include"][str(made)] = str(inside)
-                self._note(build_data, of_python=part.module is not None)
+                build_data["force_include"][str(library)] = str(inside)
+                made.append(part)
+        if made:
+            build_data["pure_python"] = False
+            # A C library is for any Python, a module for those of its interface.
+            python = _STABLE if any(part.module for part in made) else "py3-none"
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["tag"] = f"{python}-{platform}"
 
-    def _note(self, build_data: dict[str, Any], *, of_python: bool) -> None:
-        """Say for whom the wheel is: a C library is for any Python, modules for 3.11 on."""
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["pure_python"] = False
-        before = build_data.get("tag") or ""
-        if of_python or before.startswith(_STABLE):
-            build_data["tag"] = f"{_STABLE}-{platform}"
-        else:
-            build_data["tag"] = f"py3-none-{platform}"
+    def finalize(self, *_build: Any) -> None:
+        """Remove what is in the wheel by now."""
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOCATOR",
     "FOLDER",
+    "MODULES",
     "MODULE_VERSION",
     "PACKETS",
     "PARTS",
     "SLOTS",
     "Part",
     "find_module",
+    "reason_against",
 ]
 
 MODULE_VERSION = 1
@@ -65,7 +67,8 @@ def _module(title: str, name: str) -> Part:
 ALLOCATOR = Part("allocator", FOLDER / "born" / "allocator.c", FOLDER / "born" / "allocator.so")
 SLOTS = _module("lease slots", "memory._quick_slots")
 PACKETS = _module("packets", "_quick_packets")
-PARTS = (ALLOCATOR, SLOTS, PACKETS)
+MODULES = (SLOTS, PACKETS)
+PARTS = (ALLOCATOR, *MODULES)
 
 
 def find_module(part: Part) -> tuple[ModuleType | None, str]:
@@ -88,3 +91,8 @@ def find_module(part: Part) -> tuple[ModuleType | None, str]:
     if module.VERSION != MODULE_VERSION:
         return None, f"it is of version {module.VERSION}, this is version {MODULE_VERSION}"
     return module, ""
+
+
+def reason_against() -> str:
+    """Return why one of the modules is not used, or an empty string if all are."""
+    return next(filter(None, (find_module(part)[1] for part in MODULES)), "")

@@ -27,8 +27,8 @@ MOST_DESCRIPTORS = 64
 _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
 # Plain integers: to combine members of an enumeration takes longer than to send.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-_module: Any = find_module(PACKETS)[0]
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
+_module: Any = find_module(PACKETS)[0]
 
 
 class PlainPacketSocket(socket.socket):
@@ -59,7 +59,8 @@ class PlainPacketSocket(socket.socket):
         OSError
             As sendmsg(2) says. Nothing was written then.
         """
-        _check_count(descriptors)
+        if len(descriptors) > MOST_DESCRIPTORS:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         if descriptors:
             rights = array.array("i", descriptors)
             self.sendmsg([data], [(_SOCKET_LEVEL, _RIGHTS, rights)], flags)
@@ -121,11 +122,6 @@ class QuickPacketSocket(PlainPacketSocket):
             self.fileno(), buffer, flags, patience
         )
         return found
-
-
-def _check_count(descriptors: Sequence[int]) -> None:
-    if len(descriptors) > MOST_DESCRIPTORS:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:

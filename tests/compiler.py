@@ -1,19 +1,23 @@
-"""What tests share that compile."""
+"""What tests share that compile, or use what was compiled."""
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import TYPE_CHECKING
 
 import pytest
 
-from shmreduce.building import compile_command
-from shmreduce.compiled import ALLOCATOR, SLOTS
+from shmreduce.building import build, compile_command
+from shmreduce.compiled import ALLOCATOR, SLOTS, find_module
 from shmreduce.errors import CompilationError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
     from shmreduce.compiled import Part
 
-__all__ = ["needs_compiler", "needs_headers"]
+__all__ = ["changed_slots", "needs_compiler", "needs_headers", "needs_module"]
 
 
 def needs_compiler() -> None:
@@ -24,6 +28,32 @@ def needs_compiler() -> None:
 def needs_headers() -> None:
     """Skip the test where modules of Python cannot be compiled."""
     _needs(SLOTS)
+
+
+def needs_module(part: Part) -> ModuleType:
+    """Return a module; skip the test where it is not used, as where there was no compiler."""
+    module, reason = find_module(part)
+    if module is None:
+        pytest.skip(f"{part.title}: {reason}")
+    return module
+
+
+def changed_slots(folder: Path, *changes: tuple[str, str]) -> ModuleType:
+    """Compile the transitions of lease slots with other text in some places, and load them."""
+    needs_headers()
+    text = SLOTS.source.read_text()
+    for found, instead in changes:
+        assert text.count(found) == 1
+        text = text.replace(found, instead)
+    source = folder / SLOTS.source.name
+    source.write_text(text)
+    library = build(SLOTS._replace(source=source), folder / SLOTS.library.name)
+    spec = spec_from_file_location(SLOTS.module or "", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _needs(part: Part) -> None:

@@ -32,7 +32,7 @@ REASONS: dict[str, str] = {
     "fresh 1 MiB: *torch*": (
         "Two messages are 0.13 ms of work, up to 0.2 after a copy that has emptied the caches; "
         "after install() two wake-ups come on top. Lease transitions and packets are compiled, "
-        "which took a tenth off. Needed: the bookkeeping of messages and blocks in C as well."
+        "which took a seventh off. Needed: the bookkeeping of messages and blocks in C as well."
     ),
     "fresh *: *torch*": (
         "Where one copy alone takes more than a tenth of torch's whole time it cannot be met; "

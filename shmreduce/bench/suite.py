@@ -22,7 +22,7 @@ from shmreduce.bench.turns import take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
 from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
-from shmreduce.compiled import PARTS, find_module
+from shmreduce.compiled import reason_against
 from shmreduce.errors import ConfigurationError, ShmreduceError
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def machine() -> dict[str, str]:
         # What follows a dash names a build.
         "system": " ".join((platform.system(), platform.release().partition("-")[0])),
         "Python": platform.python_version(),
-        "compiled modules": _compiled(),
+        "compiled modules": reason_against() or "used",
         **{name: _version(name) for name in _DISTRIBUTIONS},
     }
 
@@ -328,11 +328,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _compiled() -> str:
-    reasons = [find_module(part)[1] for part in PARTS if part.module is not None]
-    return next(filter(None, reasons), "used")
 
 
 def _version(distribution: str) -> str:

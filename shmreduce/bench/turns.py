@@ -200,6 +200,18 @@ def _measure_row(
     together = _fit(workload, row, len(runners))
     if workload.cold or not together:
         _stop(runners)
+
+    def attempt(runner: _Runner, act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except ShmreduceError as error:
+            # It is left out from here on.
+            notice(f"{workload.name}: {row.name}: {error}")
+            runners.remove(runner)
+            runner.stop()
+            return False
+        return True
+
     samples = {runner.system.name: _Samples() for runner in runners}
     turns = [_time] * effort.rounds + [_watch] * effort.watched
     for number, turn in enumerate(turns):
@@ -213,39 +225,17 @@ def _measure_row(
             for runner in due:
                 runner.start(row)
             # Before the first turn: while others start there is no processor for it.
-            for runner in due:
-                _attempt(partial(runner.ready, row), workload, row, runner, runners, notice)
+            due = [runner for runner in due if attempt(runner, partial(runner.ready, row))]
         for runner in due:
-            if runner not in runners:
-                continue
             found = samples[runner.system.name]
             started = time.perf_counter()
             act = partial(turn, workload, row, runner, effort, found)
-            if _attempt(act, workload, row, runner, runners, notice) and not together:
+            if attempt(runner, act) and not together:
                 runner.stop()
             found.spent += time.perf_counter() - started
         if workload.cold:
             _stop(runners)
     return samples
-
-
-def _attempt(
-    act: Callable[[], object],
-    workload: Workload,
-    row: Row,
-    runner: _Runner,
-    runners: list[_Runner],
-    notice: Callable[[str], None],
-) -> bool:
-    """Do something with a system, which is left out from here on if that fails."""
-    try:
-        act()
-    except ShmreduceError as error:
-        notice(f"{workload.name}: {row.name}: {error}")
-        runners.remove(runner)
-        runner.stop()
-        return False
-    return True
 
 
 def _time(workload: Workload, row: Row, runner: _Runner, effort: Effort, found: _Samples) -> None:

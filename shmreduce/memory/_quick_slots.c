@@ -26,7 +26,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <stdint.h>
@@ -67,43 +66,33 @@ static int set_lock(int fd, short kind, uint64_t offset)
     return fcntl(fd, F_OFD_SETLK, &lock);
 }
 
-static int begin(QuickSlots *self, uint64_t fd, uint64_t block)
+/* What comes before and after a slot in its block's chain. */
+struct links {
+    uint32_t following, before;
+};
+
+/* Whether the links around a slot are as they should be. They are read once: another
+ * process may damage them at any instant. */
+static int find_links(const QuickSlots *self, uint64_t block, uint64_t slot, struct links *found)
 {
-    return PyDict_Size(self->busy) == 0 && block < self->blocks && fd <= INT_MAX
-        && set_lock((int)fd, F_WRLCK, self->first_lock + block) == 0;
-}
-
-static void end(QuickSlots *self, uint64_t fd, uint64_t block)
-{
-    int known = errno;
-
-    set_lock((int)fd, F_UNLCK, self->first_lock + block);
-    errno = known;
-}
-
-/* Whether the links around a slot are as they should be. */
-static int is_linked(const QuickSlots *self, uint64_t block, uint64_t slot)
-{
-    uint32_t following = LOAD(self->next[slot]), before = LOAD(self->previous[slot]);
-
-    if (following > self->slots || before > self->slots)
+    found->following = LOAD(self->next[slot]);
+    found->before = LOAD(self->previous[slot]);
+    if (found->following > self->slots || found->before > self->slots)
         return 0;
-    if (before)
-        return LOAD(self->next[before - 1]) == slot + 1;
+    if (found->before)
+        return LOAD(self->next[found->before - 1]) == slot + 1;
     return LOAD(self->heads[block]) == slot + 1;
 }
 
-static void unlink_slot(QuickSlots *self, uint64_t block, uint64_t slot)
+static void unlink_slot(QuickSlots *self, uint64_t block, uint64_t slot, struct links links)
 {
-    uint32_t following = self->next[slot], before = self->previous[slot];
-
     /* See LeaseSlots._unlink: the backward link first, the slot's word last. */
-    if (following)
-        STORE(self->previous[following - 1], before);
-    if (before)
-        STORE(self->next[before - 1], following);
+    if (links.following)
+        STORE(self->previous[links.following - 1], links.before);
+    if (links.before)
+        STORE(self->next[links.before - 1], links.following);
     else
-        STORE(self->heads[block], following);
+        STORE(self->heads[block], links.following);
     STORE(self->words[slot], (uint64_t)0);
     if (!LOAD(self->heads[block]))
         STORE(self->hints[block], (uint8_t)1);
@@ -131,85 +120,86 @@ static int read_numbers(PyObject *const *arguments, Py_ssize_t given, uint64_t *
 /* In the order in which they are given; a transition takes as many as it needs. */
 enum { FD, BLOCK, SLOT, WORD, GENERATION, HOLDER, MOST };
 
-static PyObject *add(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
+typedef int (*Step)(QuickSlots *self, const uint64_t *of);
+
+static int add_step(QuickSlots *self, const uint64_t *of)
+{
+    uint32_t head = LOAD(self->heads[of[BLOCK]]), link = (uint32_t)of[SLOT] + 1;
+
+    if (LOAD(self->generations[of[BLOCK]]) != of[GENERATION] || head > self->slots)
+        return 0;
+    STORE(self->next[of[SLOT]], head);
+    STORE(self->previous[of[SLOT]], (uint32_t)0);
+    STORE(self->words[of[SLOT]], of[WORD]);
+    STORE(self->heads[of[BLOCK]], link);
+    if (head)
+        STORE(self->previous[head - 1], link);
+    return 1;
+}
+
+static int claim_alone_step(QuickSlots *self, const uint64_t *of)
+{
+    if (LOAD(self->generations[of[BLOCK]]) != of[GENERATION]
+        || LOAD(self->words[of[SLOT]]) != of[WORD]
+        || LOAD(self->heads[of[BLOCK]]) != of[SLOT] + 1 || LOAD(self->next[of[SLOT]]))
+        return 0;
+    STORE(self->words[of[SLOT]], of[HOLDER]);
+    return 1;
+}
+
+static int consume_step(QuickSlots *self, const uint64_t *of)
+{
+    struct links links;
+
+    if (LOAD(self->generations[of[BLOCK]]) != of[GENERATION]
+        || LOAD(self->words[of[SLOT]]) != of[WORD]
+        || !find_links(self, of[BLOCK], of[SLOT], &links))
+        return 0;
+    /* See Segment._consume: nobody's message before it leaves the chain. */
+    STORE(self->words[of[SLOT]], of[HOLDER]);
+    unlink_slot(self, of[BLOCK], of[SLOT], links);
+    return 1;
+}
+
+static int release_step(QuickSlots *self, const uint64_t *of)
+{
+    struct links links;
+
+    if (LOAD(self->words[of[SLOT]]) != of[WORD]
+        || !find_links(self, of[BLOCK], of[SLOT], &links))
+        return 0;
+    unlink_slot(self, of[BLOCK], of[SLOT], links);
+    return 1;
+}
+
+/* Make a step under the block's lock, if that can be had at once. */
+static PyObject *transition(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given,
+    int wanted, Step step)
 {
     uint64_t of[MOST];
-    int readable = read_numbers(arguments, given, of, GENERATION + 1), done = 0;
+    int readable = read_numbers(arguments, given, of, wanted), done = 0;
 
     if (readable < 0)
         return NULL;
-    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
-        uint32_t head = LOAD(self->heads[of[BLOCK]]), link = (uint32_t)of[SLOT] + 1;
-
-        if (LOAD(self->generations[of[BLOCK]]) == of[GENERATION] && head <= self->slots) {
-            STORE(self->next[of[SLOT]], head);
-            STORE(self->previous[of[SLOT]], (uint32_t)0);
-            STORE(self->words[of[SLOT]], of[WORD]);
-            STORE(self->heads[of[BLOCK]], link);
-            if (head)
-                STORE(self->previous[head - 1], link);
-            done = 1;
-        }
-        end(self, of[FD], of[BLOCK]);
+    if (readable && PyDict_Size(self->busy) == 0 && of[FD] <= INT_MAX
+        && of[BLOCK] < self->blocks && of[SLOT] < self->slots
+        && set_lock((int)of[FD], F_WRLCK, self->first_lock + of[BLOCK]) == 0) {
+        done = step(self, of);
+        set_lock((int)of[FD], F_UNLCK, self->first_lock + of[BLOCK]);
     }
     return PyBool_FromLong(done);
 }
 
-static PyObject *claim_alone(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
-{
-    uint64_t of[MOST];
-    int readable = read_numbers(arguments, given, of, MOST), done = 0;
-
-    if (readable < 0)
-        return NULL;
-    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
-        if (LOAD(self->generations[of[BLOCK]]) == of[GENERATION]
-            && LOAD(self->words[of[SLOT]]) == of[WORD]
-            && LOAD(self->heads[of[BLOCK]]) == of[SLOT] + 1 && !LOAD(self->next[of[SLOT]])) {
-            STORE(self->words[of[SLOT]], of[HOLDER]);
-            done = 1;
-        }
-        end(self, of[FD], of[BLOCK]);
+#define TRANSITION(name, wanted) \
+    static PyObject *name(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given) \
+    { \
+        return transition(self, arguments, given, wanted, name##_step); \
     }
-    return PyBool_FromLong(done);
-}
 
-static PyObject *consume(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
-{
-    uint64_t of[MOST];
-    int readable = read_numbers(arguments, given, of, MOST), done = 0;
-
-    if (readable < 0)
-        return NULL;
-    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
-        if (LOAD(self->generations[of[BLOCK]]) == of[GENERATION]
-            && LOAD(self->words[of[SLOT]]) == of[WORD] && is_linked(self, of[BLOCK], of[SLOT])) {
-            /* See Segment._consume: nobody's message before it leaves the chain. */
-            STORE(self->words[of[SLOT]], of[HOLDER]);
-            unlink_slot(self, of[BLOCK], of[SLOT]);
-            done = 1;
-        }
-        end(self, of[FD], of[BLOCK]);
-    }
-    return PyBool_FromLong(done);
-}
-
-static PyObject *release(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
-{
-    uint64_t of[MOST];
-    int readable = read_numbers(arguments, given, of, WORD + 1), done = 0;
-
-    if (readable < 0)
-        return NULL;
-    if (readable && of[SLOT] < self->slots && begin(self, of[FD], of[BLOCK])) {
-        if (LOAD(self->words[of[SLOT]]) == of[WORD] && is_linked(self, of[BLOCK], of[SLOT])) {
-            unlink_slot(self, of[BLOCK], of[SLOT]);
-            done = 1;
-        }
-        end(self, of[FD], of[BLOCK]);
-    }
-    return PyBool_FromLong(done);
-}
+TRANSITION(add, GENERATION + 1)
+TRANSITION(claim_alone, HOLDER + 1)
+TRANSITION(consume, HOLDER + 1)
+TRANSITION(release, WORD + 1)
 
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {

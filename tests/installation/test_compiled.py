@@ -7,17 +7,18 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shmreduce
 from shmreduce import building, compiled
+from shmreduce.build_hook import CompilingHook
 from shmreduce.building import build, compile_command
 from shmreduce.cli import main
-from shmreduce.compiled import ALLOCATOR, PACKETS, PARTS, SLOTS, Part, find_module
-from tests.compiler import needs_compiler, needs_headers
+from shmreduce.compiled import ALLOCATOR, MODULES, PARTS, SLOTS, Part, find_module
+from tests.compiler import needs_compiler, needs_headers, needs_module
 
-MODULES = [part for part in PARTS if part.module]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -112,6 +113,65 @@ def test_a_folder_that_is_not_there_is_told_of(part: Part, tmp_path: Path) -> No
         build(part, tmp_path / "missing" / "library.so")
 
 
+class Application:
+    """What a builder of wheels offers its hooks."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def display_warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def hooked() -> tuple[dict[str, Any], list[str]]:
+    """Return what the hook asks of the builder of a wheel, and what it warns of."""
+    application: Any = Application()
+    nobody: Any = None
+    hook = CompilingHook(str(ROOT), {}, nobody, nobody, str(ROOT), "wheel", application)
+    data: dict[str, Any] = {"force_include": {}, "pure_python": True}
+    hook.initialize("standard", data)
+    assert all(Path(made).exists() for made in data["force_include"])
+    hook.finalize("standard", data, "")
+    assert not any(Path(made).exists() for made in data["force_include"])
+    return data, application.warnings
+
+
+def test_a_wheel_has_them_all_and_is_for_python_from_3_11_on() -> None:
+    """On this platform, and says so in its name."""
+    needs_headers()
+    data, warnings = hooked()
+    inside = {str(part.library.relative_to(compiled.FOLDER.parent)) for part in PARTS}
+    assert set(data["force_include"].values()) == inside
+    assert data["tag"].startswith("cp311-abi3-linux")
+    assert not data["pure_python"]
+    assert warnings == []
+
+
+def test_a_wheel_without_the_modules_is_for_any_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The allocator is on this platform only."""
+    needs_compiler()
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path))
+    data, warnings = hooked()
+    assert list(data["force_include"].values()) == ["shmreduce/born/allocator.so"]
+    assert data["tag"].startswith("py3-none-linux")
+    assert len(warnings) == len(MODULES)
+
+
+def test_a_wheel_without_anything_compiled_is_for_any_platform(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is no compiler, which is told, and where it is not to be used."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    pure = {"force_include": {}, "pure_python": True}
+    data, warnings = hooked()
+    assert (data, len(warnings)) == (pure, len(PARTS))
+    monkeypatch.setenv("SHMREDUCE_BUILD_HELPER", "0")
+    assert hooked() == (pure, [])
+
+
 @pytest.mark.parametrize("part", MODULES, ids=lambda part: part.title)
 def test_modules_are_of_the_version_that_is_asked_for(part: Part) -> None:
     """Sources and package have the same number."""
@@ -121,8 +181,7 @@ def test_modules_are_of_the_version_that_is_asked_for(part: Part) -> None:
 
 def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be left from before the sources were changed."""
-    if find_module(SLOTS)[0] is None:
-        pytest.skip("it was not built here")
+    needs_module(SLOTS)
     monkeypatch.setattr(compiled, "MODULE_VERSION", 1000)
     module, reason = find_module(SLOTS)
     assert module is None
@@ -179,5 +238,4 @@ def test_doctor_says_whether_they_are_used(
     """It is no fault if they are not."""
     monkeypatch.setenv("SHMREDUCE_COMPILED", "0")
     main(["doctor", "--json"])
-    assert "slower: SHMREDUCE_COMPILED is 0" in capsys.readouterr().out
-    assert PACKETS in MODULES
+    assert "messages take longer: SHMREDUCE_COMPILED is 0" in capsys.readouterr().out

@@ -8,16 +8,13 @@ long way.
 from __future__ import annotations
 
 import ctypes
-import re
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shmreduce.building import build
 from shmreduce.compiled import SLOTS
 from shmreduce.memory import quick_slots
-from tests.compiler import needs_headers
+from tests.compiler import changed_slots
 from tests.model.test_transitions import WORLDS, Bench, transitions_of
 from tests.model.world import World
 
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.segment import Segment
     from tests.model.test_transitions import Expected, Write
 
+STORING = "#define STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)"
 NOTING = """
 __attribute__((visibility("default"))) uint64_t shmreduce_notes[129];
 #define STORE(place, value) do { \\
@@ -40,19 +38,12 @@ __attribute__((visibility("default"))) uint64_t shmreduce_notes[129];
 
 
 class Watched:
-    """The compiled transitions, made of a source so that they take note of what they write."""
+    """The compiled transitions, which take note of what they write."""
 
-    def __init__(self, text: str, folder: Path) -> None:
-        (define,) = re.findall(r"^#define STORE.*$", text, re.MULTILINE)
-        source = folder / "noting.c"
-        source.write_text(text.replace(define, NOTING))
-        library = build(SLOTS._replace(source=source), folder / SLOTS.library.name)
-        spec = spec_from_file_location(SLOTS.module or "", library)
-        assert spec is not None
-        assert spec.loader is not None
-        self.module = module_from_spec(spec)
-        spec.loader.exec_module(self.module)
-        self._notes = (ctypes.c_uint64 * 129).in_dll(ctypes.CDLL(str(library)), "shmreduce_notes")
+    def __init__(self, folder: Path, *changes: tuple[str, str]) -> None:
+        self.module = changed_slots(folder, (STORING, NOTING), *changes)
+        library = ctypes.CDLL(str(folder / SLOTS.library.name))
+        self._notes = (ctypes.c_uint64 * 129).in_dll(library, "shmreduce_notes")
 
     def quick_slots(self, segment: Segment) -> QuickSlots:
         """Return those of a segment."""
@@ -101,11 +92,8 @@ def compared(scope: str, watched: Watched) -> Iterator[tuple[Expected, bool, boo
 @pytest.mark.parametrize("scope", WORLDS)
 def test_the_compiled_code_does_what_the_model_does_or_nothing(scope: str, tmp_path: Path) -> None:
     """Each transition that goes the short way makes the model's writes in the model's order."""
-    needs_headers()
     short = set()
-    for expected, is_short, is_different in compared(
-        scope, Watched(SLOTS.source.read_text(), tmp_path)
-    ):
+    for expected, is_short, is_different in compared(scope, Watched(tmp_path)):
         assert not is_different, expected
         if is_short:
             short.add(expected.doing.name)
@@ -114,32 +102,35 @@ def test_the_compiled_code_does_what_the_model_does_or_nothing(scope: str, tmp_p
 
 CHANGES = {
     "a link less": (
-        "    if (following)\n        STORE(self->previous[following - 1], before);\n",
+        """\
+    if (links.following)
+        STORE(self->previous[links.following - 1], links.before);
+""",
         "",
     ),
     "unlinked as a message": (
-        "            STORE(self->words[of[SLOT]], of[HOLDER]);\n            unlink_slot",
-        "            unlink_slot",
+        "    STORE(self->words[of[SLOT]], of[HOLDER]);\n    unlink_slot",
+        "    unlink_slot",
     ),
     "linked while it is free": (
         """\
-            STORE(self->words[of[SLOT]], of[WORD]);
-            STORE(self->heads[of[BLOCK]], link);
+    STORE(self->words[of[SLOT]], of[WORD]);
+    STORE(self->heads[of[BLOCK]], link);
 """,
         """\
-            STORE(self->heads[of[BLOCK]], link);
-            STORE(self->words[of[SLOT]], of[WORD]);
+    STORE(self->heads[of[BLOCK]], link);
+    STORE(self->words[of[SLOT]], of[WORD]);
 """,
     ),
     "consumed whatever it is": (
         """\
-            && LOAD(self->words[of[SLOT]]) == of[WORD] && is_linked""",
-        "            && is_linked",
+        || LOAD(self->words[of[SLOT]]) != of[WORD]
+        || !find_links""",
+        "        || !find_links",
     ),
     "never alone": (
-        """\
-            && LOAD(self->heads[of[BLOCK]]) == of[SLOT] + 1 && !LOAD(self->next[of[SLOT]])) {""",
-        ") {",
+        "        || LOAD(self->heads[of[BLOCK]]) != of[SLOT] + 1 || LOAD(self->next[of[SLOT]]))",
+        "        )",
     ),
 }
 
@@ -147,9 +138,5 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_compiled_code_that_does_otherwise_is_noticed(change: str, tmp_path: Path) -> None:
     """A write too early or too few, and a condition less, is a difference from the model."""
-    needs_headers()
-    found, instead = CHANGES[change]
-    text = SLOTS.source.read_text()
-    assert text.count(found) == 1
-    watched = Watched(text.replace(found, instead), tmp_path)
+    watched = Watched(tmp_path, CHANGES[change])
     assert any(is_different for scope in WORLDS for _, _, is_different in compared(scope, watched))
