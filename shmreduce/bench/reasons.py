@@ -57,10 +57,10 @@ REASONS: dict[str, str] = {
         "a queue in C has the least."
     ),
     "first-use *": (
-        "What counts is how quickly the machine gives pages, and who gets those that it has at "
-        "hand: in three runs 64 MiB took 58 to 186 ms here, 28 to 170 ms in torch. Of ours, 33 to "
-        "170 ms are huge pages; small ones took 45 to 70, but all later round trips would take "
-        "12 ms instead of 7."
+        "What counts is how quickly the machine gives pages, huge ones of ours. Measured one "
+        "after the other 64 MiB took 12 ms where the kernel had them at hand and 48 where it had "
+        "not, 36 to 49 in torch; 256 MiB 42 to 173 ms, 124 to 439 in torch. With small "
+        "pages alone all later round trips of 64 MiB would take 12 ms instead of 7."
     ),
     "fresh 1 KiB: shmreduce install / multiprocessing": (
         "Both are two wake-ups, whose time varies by a third within the run."
