@@ -76,7 +76,6 @@ if TYPE_CHECKING:
         SegmentFile,
         SharingStrategy,
     )
-    from shmreduce.discovery import register_reducer, unregister_reducer
     from shmreduce.errors import (
         AllocatorUnavailableError,
         AlreadyLoadedError,
@@ -121,6 +120,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.loading import import_block
     from shmreduce.memory.message import Message
     from shmreduce.prctl import get_thread_name, set_thread_name
+    from shmreduce.process_registry import register_reducer, unregister_reducer
     from shmreduce.settings import Settings, get_settings
     from shmreduce.spawning import (
         ENV_VAR_PARALLEL_START,
@@ -302,7 +302,7 @@ _DEFINED_IN = {
         "SegmentFile",
         "SharingStrategy",
     ),
-    "shmreduce.discovery": ("register_reducer", "unregister_reducer"),
+    "shmreduce.process_registry": ("register_reducer", "unregister_reducer"),
     "shmreduce.executor": ("ProcessPoolExecutor",),
     "shmreduce.forking": ("Installation", "install", "uninstall"),
     "shmreduce.hookspecs": ("hookimpl",),

@@ -1,6 +1,6 @@
 """Arrays born shared, and shared copies of objects.
 
-May import errors, contracts, the registry and discovery; reaches shared memory
+May import errors, contracts, registry and process_registry; reaches shared memory
 only through reducers and the array factory, so it knows no array library.
 
 A shared array travels to other processes without a copy, and everybody who
@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.contracts import check_mode
-from shmreduce.discovery import get_array_factory, get_registry, plugin_report
 from shmreduce.errors import NotShareableError, PluginError
+from shmreduce.process_registry import get_array_factory, get_registry, plugin_report
 from shmreduce.registry import qualified_name
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What a child process must do before it looks at its arguments.
 
-May import errors, settings, strategies, registry, discovery and
+May import errors, settings, strategies, registry, process_registry and
 :mod:`shmreduce.memory`.
 
 A child of ``spawn`` or ``forkserver`` gets its process object as a pickle. What
@@ -12,14 +12,14 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.discovery import (
+from shmreduce.errors import ReducerError
+from shmreduce.memory.inheritance import inheritance
+from shmreduce.process_registry import (
     hush_plugins,
     registered_by_hand,
     take_over_reducers,
     warned_plugins,
 )
-from shmreduce.errors import ReducerError
-from shmreduce.memory.inheritance import inheritance
 from shmreduce.registry import describe
 from shmreduce.settings import get_settings, set_settings
 from shmreduce.strategies import current_strategy

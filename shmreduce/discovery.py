@@ -12,9 +12,7 @@ either would be a guess.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,8 +32,7 @@ from shmreduce.errors import (
     ShmreduceWarning,
     StrategyConflictError,
 )
-from shmreduce.registry import Registry, describe, qualified_name
-from shmreduce.settings import Settings, get_settings
+from shmreduce.registry import Registry, qualified_name
 from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
@@ -43,22 +40,9 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer, SharingStrategy
+    from shmreduce.settings import Settings
 
-__all__ = [
-    "PluginReport",
-    "Plugins",
-    "get_array_factory",
-    "get_memory_handlers",
-    "get_plugins",
-    "get_registry",
-    "hush_plugins",
-    "plugin_report",
-    "register_reducer",
-    "registered_by_hand",
-    "take_over_reducers",
-    "unregister_reducer",
-    "warned_plugins",
-]
+__all__ = ["PluginReport", "Plugins"]
 
 Status = Literal["loaded", "blocked", "not loaded", "broken", "conflict"]
 
@@ -190,6 +174,7 @@ class Plugins:
 
     Examples
     --------
+    >>> from shmreduce import Settings
     >>> plugins = Plugins(Registry())
     >>> plugins.synchronise(Settings(blocked=("numpy",)))
     >>> [report.status for report in plugins.reports() if report.name == "numpy"]
@@ -400,195 +385,3 @@ def _verdict(name: str, settings: Settings) -> tuple[Status, str]:
     if not settings.autoload and name not in settings.plugins:
         return "not loaded", "autoload is off and SHMREDUCE_PLUGINS does not name it"
     return "loaded", ""
-
-
-# The one of this process
-
-
-@dataclass
-class _Process:
-    """What this process has, made on first need."""
-
-    registry: Registry = field(default_factory=Registry)
-    plugins: Plugins | None = None
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    by_hand: list[Reducer] = field(default_factory=list)
-    taken_over: list[Reducer] = field(default_factory=list)
-    hushed: frozenset[str] = frozenset()
-
-
-_process = _Process()
-
-
-def _renew_locks() -> None:
-    _process.lock = threading.RLock()
-    _process.registry.renew_lock()
-
-
-# Another thread may have held them at the moment of the fork.
-os.register_at_fork(after_in_child=_renew_locks)
-
-
-def get_plugins() -> Plugins:
-    """Return this process's plugins, loaded as the current settings ask for.
-
-    Raises
-    ------
-    PluginError, ReducerConflictError, StrategyConflictError
-        As :meth:`Plugins.synchronise`.
-    """
-    settings = get_settings()
-    plugins = _process.plugins
-    # Asked for each message.
-    if plugins is not None and plugins.settled_with is settings:
-        return plugins
-    with _process.lock:
-        if _process.plugins is None:
-            _process.plugins = Plugins(_process.registry)
-        _process.plugins.hush(_process.hushed)
-        _process.plugins.synchronise(settings)
-        return _process.plugins
-
-
-def get_registry() -> Registry:
-    """Return this process's registry, with the plugins' reducers and strategies in it."""
-    return get_plugins().registry
-
-
-def get_array_factory() -> ArrayFactory | None:
-    """Return who makes arrays for ``shmreduce.empty`` and its like, or None."""
-    return get_plugins().array_factory()
-
-
-def get_memory_handlers() -> MemoryHandlers | None:
-    """Return what makes an array library allocate by ``shared_allocations``, or None."""
-    with _process.lock:
-        return get_plugins().memory_handlers()
-
-
-def plugin_report(*, ask: bool = False) -> list[PluginReport]:
-    """Tell what became of each installed plugin; conflicts are told, not raised.
-
-    With ``ask``, also which of its reducers do not work on this machine.
-
-    Examples
-    --------
-    >>> [report.distribution for report in plugin_report() if report.name == "file_system"]
-    ['shmreduce']
-    """
-    try:
-        return get_plugins().reports(ask=ask)
-    except (ReducerConflictError, StrategyConflictError):
-        if _process.plugins is None:
-            raise
-        return _process.plugins.reports(ask=ask)
-
-
-def warned_plugins() -> tuple[str, ...]:
-    """Return the names of the plugins that this process has warned about."""
-    return () if _process.plugins is None else _process.plugins.warned()
-
-
-def hush_plugins(names: Iterable[str]) -> None:
-    """Do not warn about these plugins: the parent process has done so."""
-    _process.hushed = frozenset(names)
-
-
-def register_reducer(reducer: Reducer) -> None:
-    """Let a reducer handle its types in this process and in its children.
-
-    For programs; a package that others install declares a plugin instead.
-    Children started with ``spawn`` or ``forkserver`` get a copy, so the
-    reducer must be picklable: its class importable by name.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        An instance; kept until :func:`unregister_reducer`. Registering it
-        again changes nothing.
-
-    Raises
-    ------
-    ReducerError
-        If it is no Reducer or its ``types`` are not classes and names.
-    ReducerConflictError
-        If one of its types has a reducer. A plugin that claims the same type
-        and is loaded later fails with the same error.
-
-    Examples
-    --------
-    >>> from shmreduce import Reducer, register_reducer, unregister_reducer
-    >>> class Plain(Reducer):
-    ...     types = ("mypackage.Signal",)
-    ...     def reduce(self, obj, message):
-    ...         return NotImplemented
-    >>> plain = Plain()
-    >>> register_reducer(plain)
-    >>> unregister_reducer(plain)
-    """
-    caller = sys._getframe(1)
-    origin = f"registered in {caller.f_code.co_filename}, line {caller.f_lineno}"
-    with _process.lock:
-        for inherited in list(_process.taken_over):
-            # The child runs the line that the parent ran: one and the same registration.
-            if _equivalent(inherited, reducer):
-                unregister_reducer(inherited)
-        _process.registry.register(reducer, origin)
-        if all(known is not reducer for known in _process.by_hand):
-            _process.by_hand.append(reducer)
-
-
-def unregister_reducer(reducer: Reducer) -> None:
-    """Undo :func:`register_reducer`.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        The instance that was registered. Objects that were received stay as
-        they are.
-
-    Raises
-    ------
-    ReducerError
-        If this instance is not registered.
-
-    Examples
-    --------
-    >>> from shmreduce import Reducer, unregister_reducer
-    >>> class Plain(Reducer):
-    ...     types = ("mypackage.Signal",)
-    ...     def reduce(self, obj, message):
-    ...         return NotImplemented
-    >>> unregister_reducer(Plain())
-    Traceback (most recent call last):
-        ...
-    shmreduce.errors.ReducerError: reducer ...Plain is not registered: ...
-    """
-    with _process.lock:
-        _process.registry.unregister(reducer)
-        _process.by_hand = [known for known in _process.by_hand if known is not reducer]
-        _process.taken_over = [known for known in _process.taken_over if known is not reducer]
-
-
-def registered_by_hand() -> list[Reducer]:
-    """List the reducers that no plugin brings, which children must be handed."""
-    return list(_process.by_hand)
-
-
-def take_over_reducers(reducers: Iterable[Reducer]) -> None:
-    """Register what the parent process had registered by hand.
-
-    A reducer that this process has registered itself, while importing its
-    main module say, stays as it is.
-    """
-    with _process.lock:
-        for reducer in reducers:
-            if any(_equivalent(known, reducer) for known in _process.by_hand):
-                continue
-            _process.registry.register(reducer, f"{describe(reducer)}, taken over from parent")
-            _process.by_hand.append(reducer)
-            _process.taken_over.append(reducer)
-
-
-def _equivalent(first: Reducer, second: Reducer) -> bool:
-    return type(first) is type(second) and tuple(first.types) == tuple(second.types)

@@ -1,7 +1,7 @@
 """Teaches the standard :mod:`multiprocessing` to send arrays by shared memory.
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
-import errors, settings, registry, discovery, strategies, :mod:`shmreduce.memory`,
+import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
 ``children``, ``pickling``, ``remote`` and ``stock_pools``.
 
 What is installed
@@ -43,11 +43,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce import remote
 from shmreduce.children import Call, Child
-from shmreduce.discovery import get_registry
 from shmreduce.errors import ReducerConflictError, ShmreduceError
 from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import PASSES_ON, ask_reducer, dump_message, load_message
+from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
 from shmreduce.stock_pools import instead_of_message

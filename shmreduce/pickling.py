@@ -1,6 +1,6 @@
 """One run of a pickler: reducers by type, and what becomes of the message.
 
-May import errors, settings, registry, discovery, :mod:`shmreduce.memory`,
+May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
 ``bodies`` and ``children``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shmreduce.bodies import Body, expected_size, remember_size
 from shmreduce.children import Call
-from shmreduce.discovery import get_registry
 from shmreduce.errors import (
     AlreadyLoadedError,
     AttachError,
@@ -40,6 +39,7 @@ from shmreduce.memory.attachments import EXHAUSTED
 from shmreduce.memory.loading import Loading, discard_message, import_block
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message, take_mover
+from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import get_settings
 

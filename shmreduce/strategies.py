@@ -1,15 +1,15 @@
 """Chooses the sharing strategy by name and says why others cannot be chosen.
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
-:mod:`shmreduce.settings`, :mod:`shmreduce.signals` and :mod:`shmreduce.discovery`.
+:mod:`shmreduce.settings`, :mod:`shmreduce.signals` and :mod:`shmreduce.process_registry`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shmreduce.discovery import get_plugins, get_registry
 from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
+from shmreduce.process_registry import get_plugins, get_registry
 from shmreduce.settings import get_settings, set_settings
 from shmreduce.signals import is_from_handler
 

@@ -1,6 +1,6 @@
 """``with shared_allocations():`` as users have it.
 
-May import errors, discovery and the other modules of the package.
+May import errors, process_registry and the other modules of the package.
 
 What an array library allocates with belongs to a context of :mod:`contextvars`,
 and contexts do not nest as ``with`` blocks do: a generator may be left in the
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 from shmreduce.born import moving
 from shmreduce.born.heap import BornHeap, get_heap
 from shmreduce.born.library import load
-from shmreduce.discovery import get_memory_handlers
 from shmreduce.errors import PluginError
+from shmreduce.process_registry import get_memory_handlers
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -1,6 +1,6 @@
 """``shmreduce plugins``: what was found, from where, and why some do not work.
 
-May import ``text`` of this package, errors and discovery.
+May import ``text`` of this package, errors, discovery and process_registry.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def find_plugins() -> list[PluginReport]:
     """Return what became of each installed plugin."""
-    from shmreduce.discovery import plugin_report
     from shmreduce.errors import ShmreduceWarning
+    from shmreduce.process_registry import plugin_report
 
     with warnings.catch_warnings():
         # The report says what the warning says.

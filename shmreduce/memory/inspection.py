@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shmreduce.discovery import get_registry
 from shmreduce.errors import ForeignSegmentError, InvalidHandleError, SegmentError
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER, SHARED, Layout, SegmentHeader
@@ -19,6 +18,7 @@ from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.runtime import current
 from shmreduce.memory.segment_file import check_file
 from shmreduce.memory.sweep import abandoned, sweep
+from shmreduce.process_registry import get_registry
 from shmreduce.strategies import reason_against
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ LAYERS = [
     {"hookspecs", "registry"},
     {"entry_points"},
     {"discovery"},
+    {"process_registry"},
     {"strategies"},
     {"memory"},
     {"born"},

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import discovery
+from shmreduce import discovery, process_registry
 from shmreduce.connection import Connection
 from shmreduce.memory import headroom, locks
 from shmreduce.pool_results import IMapIterator
@@ -181,7 +181,7 @@ def test_an_alarm_while_a_descriptor_is_looked_at_does_not_count_it_as_closed(
 @pytest.mark.usefixtures("alarm")
 def test_an_alarm_while_plugins_are_loaded_breaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are loaded by the next who needs them."""
-    plugins = discovery.get_plugins()
+    plugins = process_registry.get_plugins()
     load = discovery.Plugins._load
 
     def struck(self: Any, plugin: Any) -> None:
@@ -192,8 +192,8 @@ def test_an_alarm_while_plugins_are_loaded_breaks_none(monkeypatch: pytest.Monke
     monkeypatch.setattr(plugins, "_synchronised_with", None)
     monkeypatch.setattr(plugins, "settled_with", None)
     with pytest.raises(TimeoutError, match="too long"):
-        discovery.get_plugins()
-    assert {each.status for each in discovery.plugin_report()} == {"loaded"}
+        process_registry.get_plugins()
+    assert {each.status for each in process_registry.plugin_report()} == {"loaded"}
 
 
 def struck_where_conditions_are_entered(action: Callable[[], object]) -> None:

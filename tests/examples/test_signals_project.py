@@ -88,7 +88,7 @@ def test_the_plugin_is_found(site: Path, tmp_path: Path) -> None:
         site,
         tmp_path,
         "-c",
-        "from shmreduce.discovery import plugin_report\n"
+        "from shmreduce.process_registry import plugin_report\n"
         "for each in plugin_report():\n"
         "    if each.name == 'signals': print(each)",
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.descriptor import Descriptor
-from shmreduce.discovery import get_registry
 from shmreduce.memory.sweep import sweep
+from shmreduce.process_registry import get_registry
 from shmreduce.strategies import find_strategy
 from tests.faults.leader import PRIVATE_PIDS, lead, make_channels
 from tests.faults.systems import PLUGIN_MODULES, find_system

@@ -20,8 +20,8 @@ from shmreduce import (
     register_reducer,
     unregister_reducer,
 )
-from shmreduce.discovery import (
-    Plugins,
+from shmreduce.discovery import Plugins
+from shmreduce.process_registry import (
     get_registry,
     plugin_report,
     registered_by_hand,

@@ -20,9 +20,9 @@ from shmreduce import (
     set_sharing_strategy,
 )
 from shmreduce.cli.doctor import installation
-from shmreduce.discovery import get_registry
 from shmreduce.memory import inspection
 from shmreduce.memory.headroom import Machine
+from shmreduce.process_registry import get_registry
 from shmreduce.strategies import DEFAULT_ORDER, current_strategy, find_strategy
 
 if TYPE_CHECKING:

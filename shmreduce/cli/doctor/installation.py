@@ -75,7 +75,7 @@ def _remedy(broken: list[PluginReport]) -> str:
 
 def strategies(_machine: Machine) -> Iterator[Finding]:
     """Try every sharing strategy that there is."""
-    from shmreduce.discovery import get_registry
+    from shmreduce.process_registry import get_registry
     from shmreduce.strategies import DEFAULT_ORDER, current_strategy, reason_against
 
     reasons = {
