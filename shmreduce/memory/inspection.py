@@ -47,7 +47,7 @@ class SegmentState:
     Parameters
     ----------
     token, strategy : str
-        Its identity, and who made it.
+        Its identity, and the name of the sharing strategy that made it.
     name : str or None
         Its name in a file system.
     shared : bool
