@@ -285,7 +285,6 @@ class Attachments:
             finally:
                 os.close(fd)
             segment = Segment.adopt(SegmentFile(again, None), handle.token, strategy)
-            segment.orphan = True
         self._publish(segment)
         sweep(strategy)
 

@@ -119,8 +119,6 @@ class Segment(LeaseSlots):
         self.outbox: dict[int, Sent] = {}
         """Messages sent by this process, by nonce; read ones are pruned."""
         self._prune_at = _PRUNE_FROM
-        self.orphan = False
-        """Whether the segment was found in the mailbox: nobody allocates from it."""
         self.import_mapping: Mapping | None = None
         self._locator: str | None = None
         self._transfer: dict[str, int] = {}
