@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import shmreduce
-from shmreduce.cli import bench, building, collecting, demo, doctor, listing, plugins
+from shmreduce.cli import bench, build_helper, demo, doctor, gc, ls, plugins
 from shmreduce.errors import ShmreduceError
 
 if TYPE_CHECKING:
@@ -99,6 +99,6 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"shmreduce {shmreduce.__version__}"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (demo, plugins, listing, collecting, doctor, bench, building):
+    for module in (demo, plugins, ls, gc, doctor, bench, build_helper):
         module.add_command(commands)
     return parser
