@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce.errors import ReducerError
 from shmreduce.memory.inheritance import inheritance
 from shmreduce.process_registry import (
-    hush_plugins,
+    mark_plugins_as_warned,
     registered_by_hand,
     take_over_reducers,
     warned_plugins,
@@ -79,7 +79,7 @@ def _last(*items: Any) -> Any:
 
 
 def _take_over(reducers: Iterable[Reducer], warned: Iterable[str]) -> None:
-    hush_plugins(warned)
+    mark_plugins_as_warned(warned)
     take_over_reducers(reducers)
 
 

@@ -225,7 +225,7 @@ class Plugins:
                 if plugin.status == "loaded":
                     self._attempt(plugin, self._claim)
             self._synchronised_with = wanted
-        self._speak_up()
+        self._report_faults()
         self.settled_with = settings
 
     def array_factory(self) -> ArrayFactory | None:
@@ -247,7 +247,7 @@ class Plugins:
         for plugin in self._plugins:
             if plugin.status == "loaded":
                 self._attempt(plugin, self._ask_for_memory_handlers)
-        self._speak_up()
+        self._report_faults()
         answer: MemoryHandlers | None = self._manager.hook.shmreduce_memory_handlers()
         return answer
 
@@ -262,7 +262,7 @@ class Plugins:
         """Return the names of the plugins that were warned about."""
         return tuple(plugin.name for plugin in self._plugins if plugin.warned)
 
-    def hush(self, names: Collection[str]) -> None:
+    def mark_as_warned(self, names: Collection[str]) -> None:
         """Count these plugins as warned about."""
         for plugin in self._plugins:
             plugin.warned = plugin.warned or plugin.name in names
@@ -363,7 +363,8 @@ class Plugins:
         for strategy in plugin.strategies:
             self.registry.unregister_strategy(strategy)
 
-    def _speak_up(self) -> None:
+    def _report_faults(self) -> None:
+        """Warn of broken plugins, each once, and raise for two in conflict."""
         for plugin in self._plugins:
             if plugin.status == "broken" and not plugin.warned:
                 # First, since the warning may be turned into an error.

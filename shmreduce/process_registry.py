@@ -30,7 +30,7 @@ __all__ = [
     "get_memory_handlers",
     "get_plugins",
     "get_registry",
-    "hush_plugins",
+    "mark_plugins_as_warned",
     "plugin_report",
     "register_reducer",
     "registered_by_hand",
@@ -49,7 +49,7 @@ class _Process:
     lock: threading.RLock = field(default_factory=threading.RLock)
     by_hand: list[Reducer] = field(default_factory=list)
     taken_over: list[Reducer] = field(default_factory=list)
-    hushed: frozenset[str] = frozenset()
+    warned_by_parent: frozenset[str] = frozenset()
 
 
 _process = _Process()
@@ -80,7 +80,7 @@ def get_plugins() -> Plugins:
     with _process.lock:
         if _process.plugins is None:
             _process.plugins = Plugins(_process.registry)
-        _process.plugins.hush(_process.hushed)
+        _process.plugins.mark_as_warned(_process.warned_by_parent)
         _process.plugins.synchronise(settings)
         return _process.plugins
 
@@ -124,9 +124,9 @@ def warned_plugins() -> tuple[str, ...]:
     return () if _process.plugins is None else _process.plugins.warned()
 
 
-def hush_plugins(names: Iterable[str]) -> None:
+def mark_plugins_as_warned(names: Iterable[str]) -> None:
     """Do not warn about these plugins: the parent process has done so."""
-    _process.hushed = frozenset(names)
+    _process.warned_by_parent = frozenset(names)
 
 
 def register_reducer(reducer: Reducer) -> None:

@@ -48,7 +48,7 @@ def find_strategy(name: str) -> SharingStrategy:
     """
     claim = get_registry().strategies().get(name)
     if claim is None:
-        usable, unusable = _sort_out()
+        usable, unusable = _usable_and_unusable()
         raise UnknownStrategyError(
             f"there is no sharing strategy {name!r}; {_what_there_is(usable, unusable)}",
             setting="strategy",
@@ -97,7 +97,7 @@ def choose_strategy(name: str | None) -> SharingStrategy:
                 if reason_against(strategy) is None:
                     return strategy
         reason = f"neither {' nor '.join(DEFAULT_ORDER)} works here"
-    usable, unusable = _sort_out()
+    usable, unusable = _usable_and_unusable()
     subject = "the default sharing strategy" if name is None else f"sharing strategy {name!r}"
     raise StrategyUnusableError(
         f"{subject} cannot be used: {reason}; {_what_there_is(usable, unusable)}",
@@ -198,10 +198,10 @@ def get_all_sharing_strategies() -> set[str]:
     >>> "file_system" in get_all_sharing_strategies()
     True
     """
-    return set(_sort_out()[0])
+    return set(_usable_and_unusable()[0])
 
 
-def _sort_out() -> tuple[list[str], dict[str, str]]:
+def _usable_and_unusable() -> tuple[list[str], dict[str, str]]:
     """Return the names of usable strategies, and the others with their reasons."""
     usable, unusable = [], {}
     for name, claim in sorted(get_registry().strategies().items()):
