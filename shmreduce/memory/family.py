@@ -209,7 +209,8 @@ class Family:
                 self._pids[index] = os.getpid()
                 return index
         raise OutOfLeasesError(
-            f"this family of processes has {_MEMBERS} members already, the most there is room for",
+            f"this family of processes has {_MEMBERS} members already, the most there is room "
+            "for: let some of them end, or start workers from another program",
             segment="family",
             slots=_MEMBERS,
         )

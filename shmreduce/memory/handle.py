@@ -222,6 +222,7 @@ class Handle(NamedTuple):
 
 def _invalid(reason: str) -> InvalidHandleError:
     return InvalidHandleError(
-        f"not a handle of a shared block: {reason}. The message was damaged or made up",
+        f"not a handle of a shared block: {reason}. The message was damaged or made up: send it "
+        "again, by the same version of shmreduce",
         reason=reason,
     )

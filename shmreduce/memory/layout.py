@@ -117,7 +117,11 @@ class SegmentHeader:
 
 
 def _no_segment(reason: str) -> InvalidHandleError:
-    return InvalidHandleError(f"the file is not a segment of shmreduce: {reason}", reason=reason)
+    return InvalidHandleError(
+        f"the file is not a segment of shmreduce: {reason}. Send the array again, by the same "
+        "version of shmreduce",
+        reason=reason,
+    )
 
 
 @dataclass(frozen=True)

@@ -302,7 +302,7 @@ class Segment(LeaseSlots):
         if block >= self.layout.blocks:
             raise InvalidHandleError(
                 f"the handle names block {block}, segment {self.token.hex()} has "
-                f"{self.layout.blocks}; the handle is forged or damaged",
+                f"{self.layout.blocks}; it is damaged or made up: pickle the array again",
                 reason="block out of range",
             )
         if self.generations[block] != generation:
@@ -369,7 +369,7 @@ class Segment(LeaseSlots):
         if slot >= self.layout.slots:
             raise InvalidHandleError(
                 f"the handle names lease slot {slot}, segment {self.token.hex()} has "
-                f"{self.layout.slots}; the handle is forged or damaged",
+                f"{self.layout.slots}; it is damaged or made up: pickle the array again",
                 reason="slot out of range",
             )
         if block >= self.layout.blocks:

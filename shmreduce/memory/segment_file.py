@@ -52,7 +52,7 @@ def check_file(fd: int, token: bytes | None) -> SegmentHeader:
     if status.st_uid != os.geteuid():
         raise ForeignSegmentError(
             f"segment {wanted} belongs to user {status.st_uid}, this process runs as "
-            f"{os.geteuid()}; only segments of one's own user are opened",
+            f"{os.geteuid()}; only segments of one's own user are opened: run both as one user",
             segment=wanted,
             locator=None,
             reason="another user's",
@@ -66,7 +66,7 @@ def check_file(fd: int, token: bytes | None) -> SegmentHeader:
     if status.st_size < header.size:
         raise SegmentError(
             f"segment {header.token.hex()} has been truncated to {status.st_size} bytes; its "
-            "contents are lost",
+            "contents are lost. Send the array again, and find out what cut the file off",
             operation="fstat",
             errno=errno.EIO,
             segment=header.token.hex(),
