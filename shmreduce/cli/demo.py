@@ -132,7 +132,8 @@ def _introduction(started: Started, plan: Plan) -> str:
     return (
         f"{started.images} images {source}: {size_text(started.image_bytes)}.\n"
         f"{plan.filter_name} filter, {plan.workers} workers ({started.start_method}), strategy "
-        f"{started.strategy}, {plan.repeat} rounds in turn with plain multiprocessing."
+        f"{started.strategy}, {plan.repeat} {'round' if plan.repeat == 1 else 'rounds'} in turn "
+        "with plain multiprocessing."
     )
 
 

@@ -34,7 +34,7 @@ def settings(_machine: Machine) -> Finding:
         for name, value in vars(found).items()
         if getattr(Settings(), name) != value
     ]
-    return Finding("settings", "ok", ", ".join(changed) or "all as they come")
+    return Finding("settings", "ok", ", ".join(changed) or "all defaults")
 
 
 def plugins(_machine: Machine) -> Iterator[Finding]:
