@@ -112,19 +112,11 @@ class EchoFirstUse(Workload):
 
 
 @dataclass(frozen=True)
-class EchoObjects(Workload):
-    """Round trips of objects that contain arrays."""
+class _EchoContainers(Workload):
+    """Round trips of objects that have arrays in them."""
 
     ability: ClassVar[Ability] = "echo"
     copies: ClassVar[float] = 6.0
-
-    def rows(self, plan: Plan) -> Sequence[Row]:
-        """Each kind of object in each size."""
-        return [
-            Row(f"{name} {size_name(size)}", size, form)
-            for name, form in _OBJECTS.items()
-            for size in plan.object_sizes
-        ]
 
     def suits(self, system: System) -> bool:
         """Leave out what sends single arrays only."""
@@ -135,6 +127,19 @@ class EchoObjects(Workload):
         return _EchoAction(session, row, "fresh")
 
 
+@dataclass(frozen=True)
+class EchoObjects(_EchoContainers):
+    """Round trips of objects that contain arrays."""
+
+    def rows(self, plan: Plan) -> Sequence[Row]:
+        """Each kind of object in each size."""
+        return [
+            Row(f"{name} {size_name(size)}", size, form)
+            for name, form in _OBJECTS.items()
+            for size in plan.object_sizes
+        ]
+
+
 _OBJECTS: dict[str, Any] = {
     "64 nested arrays": "nested",
     "DataFrame of numbers": "DataFrame",
@@ -143,11 +148,8 @@ _OBJECTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class EchoSmallArrays(Workload):
+class EchoSmallArrays(_EchoContainers):
     """Round trips of a list of many small arrays."""
-
-    ability: ClassVar[Ability] = "echo"
-    copies: ClassVar[float] = 6.0
 
     def rows(self, plan: Plan) -> Sequence[Row]:
         """One for each size of the arrays."""
@@ -160,11 +162,3 @@ class EchoSmallArrays(Workload):
             )
             for size in plan.small_array_sizes
         ]
-
-    def suits(self, system: System) -> bool:
-        """Leave out what sends single arrays only."""
-        return super().suits(system) and system.sends_objects
-
-    def begin(self, session: Session, row: Row) -> Action:
-        """See :class:`Workload`."""
-        return _EchoAction(session, row, "fresh")
