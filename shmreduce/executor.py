@@ -179,7 +179,17 @@ class ProcessPoolExecutor(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Let a worker call ``fn(*args, **kwargs)``; do not wait for it.
 
-        The call is pickled now: arrays may be changed afterwards.
+        Parameters
+        ----------
+        fn, *args, **kwargs
+            The call. It is pickled now: arrays may be changed afterwards.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            It fails with :class:`~shmreduce.WorkerDied` if the worker was killed
+            and the retries are used up, and with the error of pickling if the call
+            cannot be pickled.
 
         Raises
         ------
@@ -187,6 +197,13 @@ class ProcessPoolExecutor(Executor):
             If workers cannot be started.
         RuntimeError
             After :meth:`shutdown`.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.ProcessPoolExecutor(1, shmreduce.get_context("fork")) as executor:
+        ...     executor.submit(pow, 2, 3).result()
+        8
         """
         return self._submit((ONCE, fn, args, kwargs), None)
 
@@ -217,6 +234,11 @@ class ProcessPoolExecutor(Executor):
         ------
         TimeoutError
             From the iterator, after ``timeout``.
+        WorkerDied
+            From the iterator, if the worker of a call was killed and the retries are
+            used up.
+        ValueError
+            If ``chunksize`` or ``buffersize`` is less than 1.
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
