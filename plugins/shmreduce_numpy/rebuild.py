@@ -21,7 +21,6 @@ __all__ = [
     "rebuild_part",
     "rebuild_small",
     "rebuild_view",
-    "rebuild_view_like",
     "take_attributes",
 ]
 
@@ -49,21 +48,6 @@ def rebuild_view(
     return _lay_over(
         block, shape, dtype, offset=offset, strides=strides, writeable=writeable, cls=cls
     )
-
-
-def rebuild_view_like(
-    template: np.ndarray[Any, Any],
-    handle: bytes,
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    dtype: Any,
-    writeable: bool,
-) -> Any:
-    """Return what :func:`rebuild_view` does, of the template's class and attributes."""
-    array = rebuild_view(handle, offset, shape, strides, dtype, writeable, type(template))
-    take_attributes(array, template)
-    return array
 
 
 def rebuild_copy(

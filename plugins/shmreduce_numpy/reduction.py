@@ -109,11 +109,13 @@ def _reference(
         describe_dtype(dtype_of(array)),
         flags.writeable,
     )
-    if template is not None:
-        return rebuild.rebuild_view_like, (template, *arguments)
     if type(array) is np.ndarray:
         return rebuild.rebuild_view, arguments
-    return rebuild.rebuild_view, (*arguments, type(array))
+    reduced = rebuild.rebuild_view, (*arguments, type(array))
+    if template is None:
+        return reduced
+    # As state, not as an argument: an attribute may lead back to the array.
+    return *reduced, template, None, None, rebuild.take_attributes
 
 
 def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: Message) -> Any:

@@ -271,6 +271,23 @@ def test_shared_subclasses(cls: Any) -> None:
         assert getattr(shared, name) == getattr(received, name) == "kept"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("cls", [Documented, Nested])
+@SIZES
+def test_attributes_may_lead_back_to_the_array(count: int, cls: Any, shared: bool) -> None:
+    """As with pickling: what refers to the array there refers to it here."""
+    original = np.zeros(count).view(cls)
+    if shared:
+        original = shmreduce.share(original)
+    original.info = {"of": original}
+    here, there = shmreduce.Pipe()
+    with here, there:
+        here.send(original)
+        for received in (round_trip(original), there.recv()):
+            assert received.info["of"] is received
+            assert shmreduce.is_shared(received) == shared
+
+
 # Masked arrays
 
 
