@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["array_like", "fill", "new_array", "share_array"]
 
 
-def new_array(shape: Any, dtype: Any, order: str, mode: Mode, *, zeroed: bool = False) -> Any:
+def new_array(shape: Any, dtype: Any, order: Any, mode: Mode, *, zeroed: bool = False) -> Any:
     """Return an array in a shared block of its own, all bytes zero or uninitialised.
 
     Raises
@@ -39,12 +39,13 @@ def new_array(shape: Any, dtype: Any, order: str, mode: Mode, *, zeroed: bool = 
     settled = np.empty((0,), dtype)
     _refuse_objects(settled.dtype)
     outline = np.broadcast_to(np.empty((), settled.dtype), shape).shape + settled.shape[1:]
+    order = _letter(order, "C")
     if order not in ("C", "F"):
         raise ValueError(f"order must be 'C' or 'F', not {order!r}")
     return _new(outline, settled.dtype, mode, order=order, zeroed=zeroed)
 
 
-def array_like(obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
+def array_like(obj: Any, dtype: Any, order: Any, mode: Mode) -> Any:
     """Return a plain shared array with the contents of ``obj``.
 
     Raises
@@ -54,7 +55,7 @@ def array_like(obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
     """
     source = np.asarray(obj, dtype)
     _refuse_objects(source.dtype)
-    strides = _strides(source, order)
+    strides = _strides(source, _letter(order, "K"))
     array = _new(source.shape, source.dtype, mode, strides=strides)
     _copy(array, source)
     return array
@@ -127,6 +128,13 @@ def _opaque(array: np.ndarray[Any, Any]) -> Any:
     They would keep what the memory held before, perhaps of another array.
     """
     return array if array.dtype.names is None else array.view(f"V{array.itemsize}")
+
+
+def _letter(order: Any, default: str) -> Any:
+    """Return an order as it is written here: NumPy takes small letters and None, too."""
+    if order is None:
+        return default
+    return order.upper() if isinstance(order, str) else order
 
 
 def _strides(array: np.ndarray[Any, Any], order: str) -> list[int]:

@@ -242,7 +242,7 @@ def test_sent_on_by_a_receiver() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "f4", "M8[s]", "U3", [("a", "u1"), ("b", "f8")]])
-@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("order", ["C", "F", "f", None])
 @pytest.mark.parametrize("shape", [5, (), (2, 3), (0, 2)])
 def test_made_as_numpy_makes_them(shape: Any, order: Any, dtype: Any) -> None:
     """shape, dtype and order mean what they mean to NumPy."""
@@ -273,7 +273,7 @@ def test_full_and_ones_and_array() -> None:
     assert type(shmreduce.array(np.ones((2, 2)).view(np.matrix))) is np.ndarray
 
 
-@pytest.mark.parametrize("order", ["K", "A", "C", "F"])
+@pytest.mark.parametrize("order", ["K", "A", "C", "F", "f", None])
 @pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
 def test_layout_of_copies(axes: tuple[int, ...], order: Any) -> None:
     """array() lays out its copy as numpy.array does, for permuted axes and steps too."""
@@ -298,7 +298,7 @@ def test_python_objects_cannot_be_shared() -> None:
         assert "Python objects" in str(caught.value)
 
 
-@pytest.mark.parametrize("order", ["X", "K", None])
+@pytest.mark.parametrize("order", ["X", "K", 1])
 def test_impossible_orders(order: Any) -> None:
     """New arrays are in C or Fortran order; anything else is a ValueError."""
     with pytest.raises(ValueError, match="order"):
