@@ -22,7 +22,7 @@ from shmreduce.errors import (
     ShmreduceError,
 )
 from shmreduce.memory.blocks import Block
-from shmreduce.memory.handle import MARK, Handle, check_handle, key_of, lease_of
+from shmreduce.memory.handle import MARK, Handle, block_key, check_handle, key_of, lease_of
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import Mapping, make_root, page_ceil
 from shmreduce.memory.record import Record
@@ -64,19 +64,29 @@ class Loading:
         the caller's, who keeps them open until the unpickling has ended.
     """
 
-    __slots__ = ("_claims", "_known", "_outer", "arrived")
+    __slots__ = ("_claims", "_known", "_outer", "_private", "arrived")
 
     def __init__(self, arrived: Arrived | None = None) -> None:
         self.arrived: Arrived = _NOTHING if arrived is None else arrived
         # The blocks themselves: unpickling drops the arrays before it raises.
         self._claims: list[tuple[Block, Handle]] = []
         self._known: list[tuple[Block, int, int]] = []
+        self._private: dict[bytes, Block] = {}
         self._outer = _here.loading
         _here.loading = self
 
     def claimed(self, block: Block, what: Handle) -> None:
         """Note a claim."""
         self._claims.append((block, what))
+        if what.mode == "cow":
+            self._private[block_key(what.token, what.block, what.generation)] = block
+
+    def find_private(self, key: bytes) -> Block | None:
+        """Return a ``cow`` block that this message has brought before, by its key in handles.
+
+        Its views are views of one memory here, as they are at the sender.
+        """
+        return self._private.get(key)
 
     def known(self, block: Block, slot: int, nonce: int) -> None:
         """Note a message about a block that was here before: it ends with the unpickling."""
@@ -103,6 +113,7 @@ class Loading:
                 _hold_elsewhere(record, what)
         self._claims.clear()
         self._known.clear()
+        self._private.clear()
 
     def close(self) -> None:
         """End the unpickling."""
@@ -166,6 +177,11 @@ def import_block(handle: bytes) -> Block:
             _here.loading.known(known, slot, nonce)
         return known
     what = Handle.unpack_checked(handle)
+    if what.mode == "cow" and _here.loading is not None:
+        known = _here.loading.find_private(key_of(handle))
+        if known is not None:
+            _here.loading.known(known, what.slot, what.nonce)
+            return known
     mark = object()
     segment = runtime.attachments.pin(what, mark, _arrived_here())
     try:

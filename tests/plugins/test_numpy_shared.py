@@ -214,6 +214,16 @@ def test_read_only_views_stay_read_only() -> None:
     assert received[0] == 5
 
 
+def test_private_views_in_one_message() -> None:
+    """Views of a ``cow`` array that arrive together share their private pages, and no others."""
+    base = shmreduce.zeros(100, mode="cow")
+    front, back = round_trip((base[:60], base[40:]))
+    other = round_trip(base)
+    front[50] = 7
+    assert back[10] == 7
+    assert base[50] == other[50] == 0
+
+
 def test_a_private_copy_is_sent_on_as_it_is() -> None:
     """What the receiver of a ``cow`` array wrote goes along when it sends it on."""
     shared = shmreduce.share(np.zeros(100_000), mode="cow")
