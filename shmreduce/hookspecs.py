@@ -90,7 +90,7 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
 
     >>> import os
     >>> from pathlib import Path
-    >>> from shmreduce import SegmentFile, SharingStrategy, hookimpl
+    >>> from shmreduce import SegmentFile, SharingStrategy, hookimpl, open_process_descriptor
     >>> class FolderStrategy(SharingStrategy):
     ...     name = "folder"
     ...     folder = Path("/var/tmp/segments")
@@ -108,9 +108,12 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
     ...             raise
     ...         return SegmentFile(fd, str(path))
     ...     def locator(self, file):
-    ...         return file.name
+    ...         return file.name or f"{os.getpid()}:{file.fd}"
     ...     def open(self, locator):
-    ...         return SegmentFile(os.open(locator, os.O_RDWR | os.O_CLOEXEC), locator)
+    ...         if Path(locator).parent == self.folder:
+    ...             return SegmentFile(os.open(locator, os.O_RDWR | os.O_CLOEXEC), locator)
+    ...         pid, _, fd = locator.partition(":")
+    ...         return SegmentFile(open_process_descriptor(int(pid), int(fd)), None)
     ...     def unlink(self, name):
     ...         Path(name).unlink(missing_ok=True)
     ...     def names(self):

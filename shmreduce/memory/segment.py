@@ -31,6 +31,7 @@ from shmreduce.errors import (
     AlreadyLoadedError,
     InvalidHandleError,
     OutOfLeasesError,
+    PluginError,
     StaleHandleError,
 )
 from shmreduce.memory import locks
@@ -156,9 +157,25 @@ class Segment(LeaseSlots):
 
     @property
     def locator(self) -> str:
-        """How another process opens the segment while this one has it open."""
+        """How another process opens the segment while this one has it open.
+
+        Raises
+        ------
+        PluginError
+            If what the strategy says is no text.
+        """
         if self._locator is None:
-            self._locator = self.strategy.locator(self.file)
+            said = self.strategy.locator(self.file)
+            if not isinstance(said, str):
+                raise PluginError(
+                    f"locator() of sharing strategy {self.strategy.name!r} returned {said!r} for "
+                    f"{self.file}: it must return text, also where the file's name is None; "
+                    "derive shmreduce.testing.StrategyContract to test the strategy",
+                    plugin=None,
+                    distribution=None,
+                    reason="the locator is no text",
+                )
+            self._locator = said
         return self._locator
 
     @property

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from shmreduce import SegmentFile
 from shmreduce.testing.guard import no_leaks
 from shmreduce.testing.processes import OtherProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shmreduce import SegmentFile, SharingStrategy
+    from shmreduce import SharingStrategy
 
 __all__ = ["StrategyContract"]
 
@@ -216,6 +217,16 @@ class StrategyContract:
                 os.close(opened.fd)
                 other.ask(os.close, descriptor)
 
+    def test_a_locator_does_without_the_name(
+        self, strategy: SharingStrategy, segment: SegmentFile
+    ) -> None:
+        """Whoever got the file by other means, and does not know its name, can name it, too."""
+        locator = strategy.locator(SegmentFile(segment.fd, None))
+        assert isinstance(locator, str)
+        with OtherProcess("spawn") as other:
+            number = other.ask(_inode, strategy, locator)
+        assert number == os.fstat(segment.fd).st_ino
+
     def test_open_of_what_is_gone(self, strategy: SharingStrategy) -> None:
         """Once a segment is closed and unlinked its locator is a FileNotFoundError."""
         file = strategy.create(_PAGE, secrets.token_hex(16))
@@ -294,6 +305,14 @@ def _exchange(strategy: SharingStrategy, locator: str, answer: bytes) -> bytes:
 def _open_and_keep(strategy: SharingStrategy, locator: str) -> tuple[str, int]:
     file = strategy.open(locator)
     return strategy.locator(file), file.fd
+
+
+def _inode(strategy: SharingStrategy, locator: str) -> int:
+    file = strategy.open(locator)
+    try:
+        return os.fstat(file.fd).st_ino
+    finally:
+        os.close(file.fd)
 
 
 def _create_and_keep(strategy: SharingStrategy, token: str) -> tuple[str | None, str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import shmreduce
 from shmreduce import (
+    PluginError,
     SegmentFile,
     SharingStrategy,
     StrategyUnusableError,
@@ -24,6 +26,8 @@ from shmreduce.memory import inspection
 from shmreduce.memory.headroom import Machine
 from shmreduce.process_registry import get_registry
 from shmreduce.strategies import DEFAULT_ORDER, current_strategy, find_strategy
+from shmreduce.testing import find_leaks, take_census
+from shmreduce_fd.strategy import FileDescriptorStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -142,3 +146,27 @@ def test_environment_chooses(name: str) -> None:
         timeout=60,
     ).stdout
     assert output.strip() == name
+
+
+class Mute(FileDescriptorStrategy):
+    name = "mute"
+
+    def unusable_reason(self) -> str | None:
+        return None
+
+    def locator(self, file: SegmentFile) -> Any:
+        return file.name
+
+
+def test_a_locator_that_is_no_text_is_the_plugins_fault() -> None:
+    """The error names the strategy and says what it returned; nothing is held."""
+    strategy = Mute()
+    get_registry().register_strategy(strategy, "test")
+    try:
+        with shmreduce.install(strategy="mute"):
+            before = take_census()
+            with pytest.raises(PluginError, match="'mute' returned None"):
+                ForkingPickler.dumps(memoryview(bytearray(1_000_000)))
+            assert find_leaks(before) == []
+    finally:
+        get_registry().unregister_strategy(strategy)
