@@ -219,6 +219,30 @@ def test_bad_reducers_fail(pytester: pytest.Pytester) -> None:
     assert failed == set(BAD)
 
 
+def test_what_notices_nothing_fails(pytester: pytest.Pytester) -> None:
+    """A test class whose write() or equal() sees to nothing fails, with the reason."""
+    blind = """
+class TestIdle(TestGood):
+    shareable = False
+
+    def write(self, obj):
+        pass
+
+
+class TestBlind(TestGood):
+    shareable = False
+
+    def equal(self, first, second):
+        return True
+"""
+    path = pytester.makepyfile(test_contract=MODULE + blind)
+    rule = "test_what_is_received_is_independent"
+    chosen = [f"{path}::{each}::{rule}" for each in ("TestIdle", "TestBlind", "TestGood")]
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *chosen, timeout=100)
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(["*write() changed nothing that equal() sees*"])
+
+
 def test_every_rule_is_broken_once() -> None:
     """No test of the suite is without a reducer that fails it."""
     tests = {
