@@ -8,6 +8,7 @@ annotations alone.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
@@ -29,6 +30,7 @@ __all__ = [
     "SegmentFile",
     "SharingStrategy",
     "check_mode",
+    "check_nbytes",
 ]
 
 Mode = Literal["rw", "ro", "cow"]
@@ -55,6 +57,27 @@ def check_mode(mode: str) -> None:
             setting="mode",
             value=mode,
         )
+
+
+def check_nbytes(nbytes: int) -> int:
+    """Return a number of bytes as an int: NumPy's integers come from shapes and sizes.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is no integer, or negative.
+    """
+    try:
+        count = operator.index(nbytes)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ConfigurationError(
+            f"nbytes must be an integer of 0 or more, not {nbytes!r}",
+            setting="nbytes",
+            value=nbytes,
+        )
+    return count
 
 
 class Reducer(ABC):

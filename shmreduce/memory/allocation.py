@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shmreduce.contracts import check_mode
-from shmreduce.errors import ConfigurationError
+from shmreduce.contracts import check_mode, check_nbytes
 from shmreduce.memory.blocks import Block, owner_record
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import SHARED
@@ -50,12 +49,7 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
     >>> bytes(block.buffer), block.shared
     (b'hello', True)
     """
-    if not isinstance(nbytes, int) or nbytes < 0:
-        raise ConfigurationError(
-            f"nbytes must be an integer of 0 or more, not {nbytes!r}",
-            setting="nbytes",
-            value=nbytes,
-        )
+    nbytes = check_nbytes(nbytes)
     check_mode(mode)
     runtime = current()
     runtime.live.settle()

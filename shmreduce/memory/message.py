@@ -1,6 +1,6 @@
 """The sender's side of one pickled message: what it gives out.
 
-May import errors, settings, ``layout``, ``handle``, ``lease_slots``, ``segment``,
+May import errors, settings, contracts, ``layout``, ``handle``, ``lease_slots``, ``segment``,
 ``heap``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
 """
 
@@ -15,6 +15,7 @@ import weakref
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Protocol
 
+from shmreduce.contracts import check_nbytes
 from shmreduce.errors import OutOfSharedMemoryError, ShmreduceError
 from shmreduce.memory.filling import Filling
 from shmreduce.memory.handle import block_key, pack_constant, pack_handle
@@ -158,7 +159,10 @@ class Message:
             If there is no room and the settings do not say to pickle instead.
         OutOfLeasesError
             If too many messages that name blocks of the segment are unread.
+        ConfigurationError
+            If ``nbytes`` is impossible.
         """
+        nbytes = check_nbytes(nbytes)
         if not self.shared_memory:
             return None
         runtime = self._current()
@@ -221,6 +225,7 @@ class Message:
         >>> del parts, view
         >>> message.rollback()
         """
+        nbytes = check_nbytes(nbytes)
         if not self.shared_memory or nbytes > LARGEST_PART:
             return None
         # First: in a forked child the block is its parent's.

@@ -241,3 +241,28 @@ def test_an_error_keeps_no_hold_of_the_rest_of_a_message() -> None:
     with pytest.raises(shmreduce.StaleHandleError):
         loads(data)
     assert process_state().unread == before - 2
+
+
+@pytest.mark.parametrize("nbytes", [-3, 3.5, "3", None])
+def test_an_impossible_number_of_bytes(nbytes: Any) -> None:
+    """It is refused by name, wherever a reducer asks for memory, and nothing is held."""
+    before = process_state()
+    message = shmreduce.Message()
+    for ask in (message.allocate, message.allocate_part, shmreduce.allocate):
+        with pytest.raises(shmreduce.ConfigurationError, match="nbytes"):
+            ask(nbytes)
+    assert message.is_empty
+    assert process_state().reserved == before.reserved
+
+
+def test_numbers_of_bytes_may_be_of_numpy() -> None:
+    """What NumPy says of shapes and sizes is an integer as well."""
+    nbytes: Any = np.prod((100, 10))
+    message = shmreduce.Message()
+    taken = message.allocate(nbytes)
+    assert taken is not None
+    view, handle = taken
+    view[:] = bytes(1000)
+    message.commit()
+    assert shmreduce.import_block(handle).nbytes == 1000
+    assert shmreduce.allocate(nbytes).nbytes == 1000
