@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
@@ -322,7 +323,7 @@ def _checked_types(reducer: Reducer) -> tuple[type | str, ...]:
             type_name=None,
             reason="not a Reducer",
         )
-    if isinstance(reducer.types, str | type):
+    if isinstance(reducer.types, str | type) or not isinstance(reducer.types, Iterable):
         raise ReducerError(
             f"reducer {describe(reducer)}: types={reducer.types!r} must be a sequence of "
             "classes and qualified names: put it into a tuple",

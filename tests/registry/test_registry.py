@@ -222,6 +222,7 @@ def test_looked_up_classes_are_not_kept_alive() -> None:
         ((), "there is none"),
         ("numpy.ndarray", "must be a sequence"),
         (Base, "must be a sequence"),
+        (None, "must be a sequence"),
         ((3,), "3 is neither"),
         (("ndarray",), "'ndarray' is neither"),
         (("a b.c",), "neither"),
