@@ -18,6 +18,24 @@ from __future__ import annotations
 TYPE_CHECKING = False  # as typing's; importing typing takes longer than all of this module
 
 if TYPE_CHECKING:
+    # With `as`, which tells type checkers that users may import them from here.
+    from multiprocessing import dummy as dummy
+    from multiprocessing import forkserver as forkserver
+    from multiprocessing import heap as heap
+    from multiprocessing import process as process
+    from multiprocessing import reduction as reduction
+    from multiprocessing import resource_sharer as resource_sharer
+    from multiprocessing import resource_tracker as resource_tracker
+    from multiprocessing import shared_memory as shared_memory
+    from multiprocessing import sharedctypes as sharedctypes
+    from multiprocessing import synchronize as synchronize
+    from multiprocessing import util as util
+
+    from shmreduce import connection as connection
+    from shmreduce import context as context
+    from shmreduce import managers as managers
+    from shmreduce import pool as pool
+    from shmreduce import queues as queues
     from shmreduce.arrays import (
         array,
         empty,

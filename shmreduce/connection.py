@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from shmreduce.packets import Packet
 
-__all__ = ["Connection", "Pipe", "give_buffer", "supported"]
+__all__ = ["Client", "Connection", "Listener", "Pipe", "give_buffer", "supported", "wait"]
 
 _BUFFER = 4 << 20
 """Bytes asked for, of which the kernel makes twice as many: it counts 768 for each small message.
@@ -443,5 +443,7 @@ def give_buffer(buffer: bytearray) -> None:
         _spare.append(buffer)
 
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    from multiprocessing.connection import Client, Listener, wait
+else:
     __getattr__ = names_of("connection")

@@ -486,6 +486,7 @@ _default = DefaultContext(_standard)
 # The names of multiprocessing
 
 AuthenticationError = context.AuthenticationError
+BaseContext = context.BaseContext
 BufferTooShort = context.BufferTooShort
 ProcessError = context.ProcessError
 TimeoutError = context.TimeoutError  # noqa: A001

@@ -20,7 +20,17 @@ from shmreduce.pickling import dumps, loads
 from shmreduce.remote import crosses_hosts
 from shmreduce.standard_names import names_of
 
-__all__ = ["SyncManager"]
+__all__ = [
+    "BaseManager",
+    "BaseProxy",
+    "DictProxy",
+    "ListProxy",
+    "Namespace",
+    "SharedMemoryManager",
+    "SyncManager",
+    "Token",
+    "ValueProxy",
+]
 
 
 class _Connection(connection.Connection):
@@ -104,5 +114,16 @@ class SyncManager(managers.SyncManager):
         super().__init__(address, authkey, **named)
 
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    from multiprocessing.managers import (
+        BaseManager,
+        BaseProxy,
+        DictProxy,
+        ListProxy,
+        Namespace,
+        SharedMemoryManager,
+        Token,
+        ValueProxy,
+    )
+else:
     __getattr__ = names_of("managers")

@@ -36,7 +36,18 @@ if TYPE_CHECKING:
 
     from shmreduce.pool_tasks import Call
 
-__all__ = ["AsyncResult", "Pool", "checked_retries", "chunks_of", "processors"]
+__all__ = [
+    "ApplyResult",
+    "AsyncResult",
+    "IMapIterator",
+    "IMapUnorderedIterator",
+    "MapResult",
+    "Pool",
+    "ThreadPool",
+    "checked_retries",
+    "chunks_of",
+    "processors",
+]
 
 # Named as in multiprocessing.pool.
 RUN, CLOSE, TERMINATE = "RUN", "CLOSE", "TERMINATE"
@@ -590,5 +601,7 @@ def processors() -> int:
     return count() or 1
 
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    from multiprocessing.pool import ThreadPool
+else:
     __getattr__ = names_of("pool")

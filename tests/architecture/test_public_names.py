@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import inspect
 import multiprocessing
 import subprocess
@@ -95,7 +96,20 @@ def test_type_checkers_see_the_same_names() -> None:
         for alias in node.names
     }
     lazy = dict.fromkeys(errors.__all__, "shmreduce.errors") | shmreduce._MODULE_OF
-    assert declared == lazy
+    modules = dict.fromkeys(shmreduce._OTHER_MODULES, "multiprocessing") | dict.fromkeys(
+        shmreduce._SHARED_MODULES, "shmreduce"
+    )
+    assert declared == lazy | modules
+
+
+@pytest.mark.parametrize("name", sorted(shmreduce._SHARED_MODULES))
+def test_modules_export_what_the_standard_ones_do(name: str) -> None:
+    """Type checkers and ``import *`` find the names of the standard module in ours."""
+    ours = importlib.import_module(f"shmreduce.{name}")
+    standard = importlib.import_module(f"multiprocessing.{name}")
+    assert set(standard.__all__) <= set(getattr(ours, "__all__", ()))
+    for exported in getattr(ours, "__all__", ()):
+        assert getattr(ours, exported) is not None
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
