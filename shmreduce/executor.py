@@ -148,6 +148,7 @@ class ProcessPoolExecutor(Executor):
         if shared_allocations:
             check_allocator()
         self._max_workers = max_workers
+        self._mp_context = mp_context
         orders = Orders(
             initializer,
             tuple(initargs),
@@ -171,9 +172,14 @@ class ProcessPoolExecutor(Executor):
         # Dropped without shutdown: what was submitted is done, then the workers leave.
         weakref.finalize(self, self._crew.close).atexit = False
 
+    # The names that programs know.
+
+    @property
+    def _broken(self) -> bool:
+        return self._crew.broken_by is not None
+
     @property
     def _processes(self) -> dict[int | None, Any]:
-        # The name that programs know.
         return {worker.process.pid: worker.process for worker in self._crew.workers}
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -151,6 +151,7 @@ def test_workers_that_cannot_be_started() -> None:
         assert isinstance(error.__cause__, ValueError)
         with pytest.raises(BrokenProcessPool):
             executor.submit(square, 1)
+        assert executor._broken
 
 
 def log_to_and_fail(queue: Any) -> None:
@@ -226,7 +227,7 @@ def test_workers_leave_after_so_many_tasks() -> None:
     with pytest.raises(ValueError, match="fork"):
         ProcessPoolExecutor(1, FORK, max_tasks_per_child=2)
     with ProcessPoolExecutor(1, max_tasks_per_child=2) as executor:
-        assert not executor._forks
+        assert executor._mp_context.get_start_method() == "spawn"
 
 
 @pytest.mark.parametrize(
