@@ -22,7 +22,7 @@ from shmreduce.errors import (
     ProcessTimeoutError,
 )
 from shmreduce.interrupts import Interrupts
-from shmreduce.process_ends import open_pidfd, signal_name
+from shmreduce.process_ends import Sentinel, signal_name
 from shmreduce.spawn_child import Raised, Returned
 
 if TYPE_CHECKING:
@@ -52,16 +52,15 @@ class Child:
         self.way = way
         self.report = report
         self.lifeline = lifeline
-        self._pidfd = open_pidfd(process)
-        self.sentinel = process.sentinel if self._pidfd is None else self._pidfd.fileno()
+        self._end = Sentinel(process)
+        self.sentinel = self._end.fileno()
 
     def reap(self) -> None:
         """Collect the exit code of the process, whose sentinel is ready."""
         # Does not wait for the sentinel of multiprocessing, for want of a timeout.
         self.process.join()
         self.lifeline.cut()
-        if self._pidfd is not None:
-            self._pidfd.close()
+        self._end.close()
 
     @property
     def exit_code(self) -> int:

@@ -14,7 +14,30 @@ from shmreduce.descriptor import Descriptor
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-__all__ = ["open_pidfd", "signal_name"]
+__all__ = ["Sentinel", "open_pidfd", "signal_name"]
+
+
+class Sentinel:
+    """What is ready when a child process itself has ended.
+
+    Parameters
+    ----------
+    process : multiprocessing.Process
+        Which has been started.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self._pidfd = open_pidfd(process)
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for, until this is closed."""
+        return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
+
+    def close(self) -> None:
+        """Close what was opened for it; the sentinel of multiprocessing stays open."""
+        if self._pidfd is not None:
+            self._pidfd.close()
 
 
 def open_pidfd(process: BaseProcess) -> Descriptor | None:
