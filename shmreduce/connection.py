@@ -21,7 +21,6 @@ import multiprocessing.connection
 import os
 import select
 import socket
-import stat
 import sys
 import termios
 import time
@@ -29,6 +28,7 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born import moving
+from shmreduce.borrowed_socket import ask_socket
 from shmreduce.errors import ConfigurationError
 from shmreduce.memory import locks
 from shmreduce.memory.standard_streams import (
@@ -354,13 +354,8 @@ class Connection(multiprocessing.connection.Connection):
 
 def _check_kind(handle: int) -> None:
     """Refuse what has no packets: a stream would give parts of messages, or several as one."""
-    if stat.S_ISSOCK(os.fstat(handle).st_mode):
-        borrowed = socket.socket(fileno=handle)
-        try:
-            if borrowed.type == socket.SOCK_SEQPACKET:
-                return
-        finally:
-            borrowed.detach()
+    if ask_socket(handle, lambda borrowed: borrowed.type) == socket.SOCK_SEQPACKET:
+        return
     raise ConfigurationError(
         f"handle={handle!r}: must be a socket of type SOCK_SEQPACKET, as Pipe() makes them; for "
         "any other descriptor use multiprocessing.connection.Connection",

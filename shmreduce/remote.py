@@ -1,6 +1,6 @@
 """Connections to other hosts, where shared memory leads nowhere.
 
-May import :mod:`multiprocessing.connection`; nothing of shmreduce.
+May import ``borrowed_socket`` and :mod:`multiprocessing.connection`.
 :mod:`shmreduce.forking` and :mod:`shmreduce.managers` use it.
 
 A :class:`multiprocessing.connection.Connection` may be a pipe, a Unix socket
@@ -12,12 +12,12 @@ method.
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
+
+from shmreduce.borrowed_socket import ask_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,21 +63,10 @@ def crosses_hosts(connection: Connection) -> bool:
     """
     answer = connection.__dict__.get(_REMEMBERED)
     if answer is None:
-        answer = _socket_family(connection.fileno()) not in (None, socket.AF_UNIX)
+        family = ask_socket(connection.fileno(), lambda borrowed: borrowed.family)
+        answer = family not in (None, socket.AF_UNIX)
         connection.__dict__[_REMEMBERED] = answer
     return bool(answer)
-
-
-def _socket_family(fd: int) -> int | None:
-    """Return the address family of a socket, None for a pipe."""
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        return None
-    # The socket object borrows the descriptor only for as long as it is asked.
-    borrowed = socket.socket(fileno=fd)
-    try:
-        return borrowed.family
-    finally:
-        borrowed.detach()
 
 
 def make_send(

@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"compiled", "errors", "signals", "standard_names"},
+    {"borrowed_socket", "compiled", "errors", "signals", "standard_names"},
     {"contracts"},
     {"settings"},
     {"hookspecs", "registry"},

@@ -1,0 +1,46 @@
+"""Asks a file descriptor that is somebody else's what kind of socket it is.
+
+Imports nothing of shmreduce.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ask_socket"]
+
+_Answer = TypeVar("_Answer")
+
+
+def ask_socket(fd: int, question: Callable[[socket.socket], _Answer]) -> _Answer | None:
+    """Return what ``question`` finds of the socket behind a descriptor; None for another file.
+
+    The descriptor stays its owner's.
+
+    Raises
+    ------
+    OSError
+        If it is closed.
+
+    Examples
+    --------
+    >>> reader, writer = os.pipe()
+    >>> ask_socket(reader, lambda borrowed: borrowed.family) is None
+    True
+    >>> os.close(reader), os.close(writer)
+    (None, None)
+    """
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return None
+    borrowed = socket.socket(fileno=fd)
+    try:
+        return question(borrowed)
+    finally:
+        # Else it would close the descriptor when it is dropped.
+        borrowed.detach()
