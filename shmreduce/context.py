@@ -14,10 +14,6 @@ from __future__ import annotations
 from multiprocessing import context
 from typing import TYPE_CHECKING, Any, cast
 
-# The reducers of the standard library import it when they need it; a child that
-# is forked in the middle of that waits for the import lock for ever.
-from multiprocessing import resource_sharer  # noqa: F401 isort: skip
-
 from shmreduce import connection
 from shmreduce.errors import PlatformError
 from shmreduce.memory import runtime

@@ -31,10 +31,6 @@ from __future__ import annotations
 
 import os
 import threading
-
-# The reducers of the standard library import it when they need it; a child that
-# is forked in the middle of that waits for the import lock for ever.
-from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.process import BaseProcess

@@ -17,6 +17,10 @@ import io
 import os
 import pickle
 from contextlib import suppress
+
+# The reducers of the standard library import it when they need it; a child that
+# is forked in the middle of that waits for the import lock for ever.
+from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
