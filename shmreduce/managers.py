@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import dumps, loads
-from shmreduce.remote import crosses_hosts
+from shmreduce.remote import crosses_hosts, send_or_discard
 from shmreduce.standard_names import names_of
 
 __all__ = [
@@ -43,15 +43,11 @@ class _Connection(connection.Connection):
             super().send(obj)
             return
         data, message = dumps(obj)
-        if message is not None:
-            message.commit()
-        try:
+        if message is None:
             self.send_bytes(data)
-        except Exception:
-            # The peer cannot have got a whole message, so nobody will claim it.
-            if message is not None:
-                discard_message(data)
-            raise
+            return
+        message.commit()
+        send_or_discard(self, data, discard_message)
 
     def recv(self) -> Any:
         """Return the next object; wait for it."""

@@ -22,7 +22,7 @@ from shmreduce.borrowed_socket import ask_socket
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["crosses_hosts", "make_send", "shared_memory_allowed"]
+__all__ = ["crosses_hosts", "make_send", "send_or_discard", "shared_memory_allowed"]
 
 _REMEMBERED = "_shmreduce_crosses_hosts"
 
@@ -106,11 +106,16 @@ def make_send(
             data = dumps(obj)
         finally:
             _thread.crosses_hosts = before
-        try:
-            self.send_bytes(data)
-        except Exception:
-            # The peer cannot have got a whole message, so nobody will claim it.
-            discard(data)
-            raise
+        send_or_discard(self, data, discard)
 
     return send
+
+
+def send_or_discard(connection: Connection, data: Any, discard: Callable[[Any], None]) -> None:
+    """Send the bytes of a message; if that fails, ``discard`` gives back what they hold."""
+    try:
+        connection.send_bytes(data)
+    except Exception:
+        # The peer cannot have got a whole message, so nobody will claim it.
+        discard(data)
+        raise
