@@ -1,6 +1,7 @@
 """Runs the workloads and collects one report.
 
-May import every module of this package, errors and ``compiled``.
+May import every module of this package, errors, ``compiled`` and
+``processors``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, Echo
 from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
 from shmreduce.compiled import reason_against
 from shmreduce.errors import ConfigurationError, ShmreduceError
+from shmreduce.processors import usable_processors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -298,7 +300,7 @@ def machine() -> dict[str, str]:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "processor": _processor(),
-        "processors": str(os.cpu_count()),
+        "processors": str(usable_processors()),
         "memory": f"{total / (1 << 30):.1f} GiB",
         # What follows a dash names a build.
         "system": " ".join((platform.system(), platform.release().partition("-")[0])),

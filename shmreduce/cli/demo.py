@@ -1,6 +1,6 @@
 """``shmreduce demo``: a pool filters images; a table compares and says what is left.
 
-May import ``text`` of this package, errors, extras, :mod:`shmreduce.demo`,
+May import ``text`` of this package, errors, extras, ``processors``, :mod:`shmreduce.demo`,
 :mod:`shmreduce.fresh_process` and :mod:`shmreduce.memory.inspection`.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.cli.text import Table, print_json, size_text, time_text
 from shmreduce.errors import ConfigurationError
+from shmreduce.processors import usable_processors
 
 if TYPE_CHECKING:
     from shmreduce.demo.comparison import Finished, Outcome, Plan, Started
@@ -56,7 +56,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="PIXELS",
         help="size to which scikit-image's images are enlarged (default: %(default)s)",
     )
-    parser.add_argument("--workers", type=_positive, default=_cpus(), help="default: %(default)s")
+    parser.add_argument(
+        "--workers", type=_positive, default=usable_processors(), help="default: %(default)s"
+    )
     parser.add_argument(
         "--repeat", type=_positive, default=3, help="rounds of each (default: %(default)s)"
     )
@@ -160,7 +162,7 @@ def _print(outcomes: list[Outcome], left: dict[str, int]) -> None:
 
 def _transport_seconds(outcome: Outcome) -> float:
     """Median time of a round beyond what the filter alone takes on all processors."""
-    parallel = min(outcome.workers, _cpus())
+    parallel = min(outcome.workers, usable_processors())
     return median(
         max(0.0, whole - filtering / parallel)
         for whole, filtering in zip(outcome.seconds, outcome.filter_seconds, strict=True)
@@ -187,12 +189,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
-
-
-def _cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _existing(path: Path | None) -> Path | None:

@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"borrowed_socket", "compiled", "errors", "signals", "standard_names"},
+    {"borrowed_socket", "compiled", "errors", "processors", "signals", "standard_names"},
     {"contracts"},
     {"settings"},
     {"hookspecs", "registry"},
