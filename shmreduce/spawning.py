@@ -94,9 +94,8 @@ def start_processes(
     ProcessRaisedException, ProcessExitedException
         With ``join``, as :meth:`ProcessContext.join`; no process is left then.
     ConfigurationError
-        If ``nprocs`` is negative.
-    ValueError
-        If there is no such start method.
+        If ``nprocs`` is negative, or there is no such start method here. It is a
+        ValueError, too.
 
     Notes
     -----
@@ -120,7 +119,7 @@ def start_processes(
             value=nprocs,
         )
     if ctx is None:
-        ctx = context.get_context(start_method)
+        ctx = _context_of(start_method)
     signal_number = signal.SIGINT if death_signal is None else death_signal
     starter = _Starter(ctx, fn, tuple(args), daemon, results, signal_number)
     try:
@@ -184,6 +183,19 @@ def spawn(
         results=results,
         death_signal=death_signal,
     )
+
+
+def _context_of(start_method: str) -> Any:
+    try:
+        return context.get_context(start_method)
+    except ValueError as error:
+        # get_context() promises what the standard library raises; this is a parameter of ours.
+        raise ConfigurationError(
+            f"start_method={start_method!r}: there is no such start method here; there are "
+            f"{', '.join(context.get_all_start_methods())}",
+            setting="start_method",
+            value=start_method,
+        ) from error
 
 
 def _starts_in_parallel(ctx: Any) -> bool:

@@ -50,6 +50,11 @@ class SharedAllocations:
         Of the array library.
     handler : object
         The one of them that allocates from shared memory.
+
+    Raises
+    ------
+    RuntimeError
+        From entering it while it is open, as that of :func:`asyncio.timeout`.
     """
 
     # Here, since __init__ may be interrupted, and __del__ comes all the same.
@@ -115,8 +120,8 @@ def shared_allocations() -> SharedAllocations:
     Returns
     -------
     context manager
-        To be entered in the thread that makes the arrays, again if need be.
-        Arrays outlive it.
+        To be entered in the thread that makes the arrays, again if need be; a
+        RuntimeError while it is open. Arrays outlive it.
 
     Raises
     ------

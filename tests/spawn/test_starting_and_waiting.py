@@ -49,9 +49,11 @@ def test_negative_number_of_processes() -> None:
 
 
 def test_unknown_start_method() -> None:
-    """An unknown start method is a ValueError, as in multiprocessing."""
-    with pytest.raises(ValueError, match="spork"):
+    """An unknown start method is an error of ours, and a ValueError as in multiprocessing."""
+    with pytest.raises(ConfigurationError, match="there are fork") as caught:
         start_processes(functions.succeed, start_method="spork")
+    assert isinstance(caught.value, ValueError)
+    assert (caught.value.setting, caught.value.value) == ("start_method", "spork")
 
 
 class FailsSecond:
