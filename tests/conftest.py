@@ -163,6 +163,18 @@ def children(request: pytest.FixtureRequest, shmreduce_no_leaks: None) -> Iterat
             helper.close()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the examples in docstrings that need the allocator, where it was not built."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and any(
+            "shared_allocations()" in example.source for example in item.dtest.examples
+        ):
+            from tests.born.allocator import reason_without_allocator
+
+            reason = reason_without_allocator()
+            item.add_marker(pytest.mark.skipif(reason is not None, reason=str(reason)))
+
+
 def pytest_collection_finish() -> None:
     """Leave out of later collections what is there when the tests begin.
 

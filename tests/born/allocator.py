@@ -31,6 +31,7 @@ __all__ = [
     "is_born",
     "live_arrays",
     "needs_allocator",
+    "reason_without_allocator",
     "received_in_place",
 ]
 
@@ -39,12 +40,20 @@ LARGE = 1 << 20
 PATIENCE = 60
 
 
-def needs_allocator() -> None:
-    """Skip the test where the allocator was not built."""
+def reason_without_allocator() -> str | None:
+    """Return why the allocator cannot be used here, None if it can."""
     try:
         load()
     except AllocatorUnavailableError as error:
-        pytest.skip(f"no compiled allocator here: {error.reason}")
+        return f"no compiled allocator here: {error.reason}"
+    return None
+
+
+def needs_allocator() -> None:
+    """Skip the test where the allocator was not built."""
+    reason = reason_without_allocator()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def handler_name() -> str:

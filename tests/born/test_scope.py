@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import doctest
 import gc
 import os
 import sys
@@ -34,15 +33,6 @@ pytestmark = pytest.mark.usefixtures("allocator")
 
 def born_now() -> bool:
     return is_born(np.empty(LARGE, np.uint8))
-
-
-def test_the_example_in_the_docstring_is_true() -> None:
-    """Where the allocator is built, the documented example does what it says."""
-    [test] = doctest.DocTestFinder(recurse=False).find(allocations.shared_allocations, globs={})
-    for example in test.examples:
-        # It is skipped elsewhere, since not everybody has a compiler.
-        example.options.pop(doctest.SKIP, None)
-    assert doctest.DocTestRunner(verbose=False).run(test) == (0, len(test.examples))
 
 
 def test_blocks_may_be_nested() -> None:
