@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from shmreduce.contracts import Reducer
 
-__all__ = ["Call", "Child"]
+__all__ = ["CallOnLoad", "PreparedProcess"]
 
 
-class Call:
+class CallOnLoad:
     """Pickles as a call, made at the point of the stream where it stands."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -42,7 +42,11 @@ class Call:
         return self._function, self._arguments
 
 
-class Child:
+Call = CallOnLoad
+"""The name that ``pool_errors`` has for it."""
+
+
+class PreparedProcess:
     """Pickles as a process object, with what the child must do before it.
 
     In the child it is the process object alone that comes out.
@@ -51,11 +55,11 @@ class Child:
     ----------
     process : object
         What is being started, a process object or what pickles as one.
-    *calls : Call
+    *calls : CallOnLoad
         What else the child does, after it has settings, family and reducers.
     """
 
-    def __init__(self, process: object, *calls: Call) -> None:
+    def __init__(self, process: object, *calls: CallOnLoad) -> None:
         self._process = process
         self._calls = calls
 
@@ -66,9 +70,9 @@ class Child:
         for reducer in reducers:
             _check_picklable(reducer)
         return _last, (
-            Call(set_settings, settings),
+            CallOnLoad(set_settings, settings),
             inheritance(),
-            Call(_take_over, reducers, warned_plugins()),
+            CallOnLoad(_take_over, reducers, warned_plugins()),
             *self._calls,
             self._process,
         )

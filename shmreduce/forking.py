@@ -2,7 +2,7 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``pickling``, ``remote`` and ``stock_pools``.
+``children``, ``pickling``, ``remote`` and ``standard_pools``.
 
 What is installed
 -----------------
@@ -38,7 +38,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce import remote
-from shmreduce.children import Call, Child
+from shmreduce.children import CallOnLoad, PreparedProcess
 from shmreduce.errors import ReducerConflictError, ShmreduceError
 from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
@@ -46,7 +46,7 @@ from shmreduce.pickling import PASSES_ON, ask_reducer, dump_message, load_messag
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
-from shmreduce.stock_pools import instead_of_message
+from shmreduce.standard_pools import instead_of_message
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
@@ -434,7 +434,7 @@ class _Patch:
 # Children
 
 
-def as_child(process: object) -> Child:
+def as_child(process: object) -> PreparedProcess:
     """Return what to pickle for a child: installed if this process is.
 
     Parameters
@@ -443,9 +443,9 @@ def as_child(process: object) -> Child:
         What is being started, a process object or what pickles as one.
     """
     if not _state.installations:
-        return Child(process)
+        return PreparedProcess(process)
     override = any(installation._override for installation in _state.installations)
-    return Child(process, Call(_install_in_child, override))
+    return PreparedProcess(process, CallOnLoad(_install_in_child, override))
 
 
 def _install_in_child(override: bool) -> None:

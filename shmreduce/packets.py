@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shmreduce.born import moving
-from shmreduce.children import Call
+from shmreduce.children import CallOnLoad
 from shmreduce.errors import (
     AttachError,
     InvalidHandleError,
@@ -390,7 +390,7 @@ class Arrival:
         try:
             return import_block(handle).buffer
         except (AttachError, SegmentError, LeaseTimeoutError) as error:
-            error.message_bytes = loads_again(pickle.dumps(Call(again, handle), _PROTOCOL))
+            error.message_bytes = loads_again(pickle.dumps(CallOnLoad(again, handle), _PROTOCOL))
             raise
         finally:
             loading.close()

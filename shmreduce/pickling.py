@@ -1,7 +1,7 @@
 """One run of a pickler: reducers by type, and what becomes of the message.
 
 May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
-``bodies`` and ``children``.
+``children`` and ``presized_pickle``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
 
@@ -24,8 +24,7 @@ from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from shmreduce.bodies import Body, expected_size, remember_size
-from shmreduce.children import Call
+from shmreduce.children import CallOnLoad
 from shmreduce.errors import (
     AlreadyLoadedError,
     AttachError,
@@ -43,6 +42,7 @@ from shmreduce.memory.attachments import EXHAUSTED
 from shmreduce.memory.loading import Loading, discard_message, import_block
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message, take_mover
+from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import get_settings
@@ -220,7 +220,7 @@ def loads_again(data: bytes) -> bytes:
 
     What a try that fails has claimed is given back, as by :func:`load_message`.
     """
-    return pickle.dumps(Call(_load_again, data), _PROTOCOL)
+    return pickle.dumps(CallOnLoad(_load_again, data), _PROTOCOL)
 
 
 def _load_again(data: bytes) -> Any:
@@ -336,7 +336,7 @@ class Pickler(ForkingPickler):
 
     def __init__(
         self,
-        file: io.BytesIO | Body,
+        file: io.BytesIO | PresizedBuffer,
         keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
         begun: Begun | None = None,
         message: Message | None = None,
@@ -457,7 +457,7 @@ def dumps(obj: Any, block_from: int | None = None) -> Pickled:
         reduced = claim.reducer.reduce(obj, message)
         if type(reduced) is tuple and len(reduced) == 2 and _says_all(reduced[1]):
             # Nobody has to be asked about any part of it: the quick pickler will do.
-            whole = Call(reduced[0], *reduced[1])
+            whole = CallOnLoad(reduced[0], *reduced[1])
             return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
     except BaseException:
         message.rollback()
@@ -484,11 +484,11 @@ def _dump_whole(
     obj: Any, mover: Mover | None, begun: Begun | None = None, block_from: int | None = None
 ) -> Pickled:
     message = None if begun is None else begun.message
-    file: io.BytesIO | Body = io.BytesIO()
+    file: io.BytesIO | PresizedBuffer = io.BytesIO()
     expected = 0 if block_from is None else expected_size(obj)
     if block_from is not None and expected:
         message = message or Message(mover=mover)
-        file = Body(message, expected, block_from)
+        file = PresizedBuffer(message, expected, block_from)
     buffers = _Buffers()
     message = Pickler(file, buffers.keep, begun, message, mover).dump(obj)
     try:
@@ -497,7 +497,7 @@ def _dump_whole(
             copied = buffers.copy(message)
             if copied is not None:
                 handle, places = copied
-                whole = Call(_load_with_buffers, handle, places, file.getvalue())
+                whole = CallOnLoad(_load_with_buffers, handle, places, file.getvalue())
                 return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
         else:
             data = file.getbuffer()

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from shmreduce.parent_death import Lifeline
-    from shmreduce.spawn_child import ReportFile, Way
+    from shmreduce.spawn_child import PicklerChoice, ReportFile
 
-__all__ = ["Child", "ProcessContext", "SpawnContext", "stop"]
+__all__ = ["ProcessContext", "SpawnContext", "StartedProcess", "stop"]
 
 _TERMINATION_SECONDS = 30.0
 """How long a process has after SIGTERM where no grace period was given, as in torch."""
@@ -42,14 +42,14 @@ _TURN_SECONDS = 0.1
 """How long a thread waits for its turn before it looks whether it was interrupted."""
 
 
-class Child:
+class StartedProcess:
     """A process with what its parent keeps for it."""
 
     def __init__(
-        self, process: BaseProcess, way: Way, report: ReportFile, lifeline: Lifeline
+        self, process: BaseProcess, pickler: PicklerChoice, report: ReportFile, lifeline: Lifeline
     ) -> None:
         self.process = process
-        self.way = way
+        self.pickler = pickler
         self.report = report
         self.lifeline = lifeline
         self._end = Sentinel(process)
@@ -100,7 +100,7 @@ class ProcessContext:
     [0, 10]
     """
 
-    def __init__(self, children: Iterable[Child], *, results: bool = False) -> None:
+    def __init__(self, children: Iterable[StartedProcess], *, results: bool = False) -> None:
         self._children = list(children)
         self.processes = [child.process for child in self._children]
         self.sentinels = {child.sentinel: index for index, child in enumerate(self._children)}
@@ -213,7 +213,7 @@ class ProcessContext:
         self._stop = None
         # Results of the others, and their exceptions, are for nobody.
         for child in self._children:
-            child.report.give_up(child.way)
+            child.report.give_up(child.pickler)
         # A copy: what is raised refers to this context by its traceback.
         raise copy(self._failure)
 
@@ -300,7 +300,7 @@ class ProcessContext:
         pid = self.processes[first].pid or 0
         outcome = outcomes[first]
         if isinstance(outcome, Raised):
-            return _raised(outcome, self._children[first].way, first, pid)
+            return _raised(outcome, self._children[first].pickler, first, pid)
         return _exited(self._children[first].exit_code, first, pid)
 
     def _load_result(self, index: int) -> Any:
@@ -316,7 +316,7 @@ class ProcessContext:
                     0,
                 )
             try:
-                self._results[index] = child.way.loads(outcome.result)
+                self._results[index] = child.pickler.loads(outcome.result)
             except Exception as error:
                 error.add_note(f"while the result of process {index} was loaded")
                 raise
@@ -375,7 +375,7 @@ class _Stop:
         return not sentinels or not self._steps
 
 
-def stop(children: Iterable[Child], grace_period: float) -> None:
+def stop(children: Iterable[StartedProcess], grace_period: float) -> None:
     """Stop processes that nobody can join any more, however often one is interrupted."""
     with Interrupts(every=True):
         _Stop(ProcessContext(children), grace_period).advance(math.inf)
@@ -404,7 +404,9 @@ def _remaining(deadline: float) -> float | None:
     return None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
 
 
-def _raised(outcome: Raised, way: Way, index: int, pid: int) -> ProcessRaisedException:
+def _raised(
+    outcome: Raised, pickler: PicklerChoice, index: int, pid: int
+) -> ProcessRaisedException:
     """Return the error for an exception, with that as its cause if it can be loaded."""
     error = ProcessRaisedException(
         f"\n\n-- Process {index} terminated with the following error:\n{outcome.text}", index, pid
@@ -412,7 +414,7 @@ def _raised(outcome: Raised, way: Way, index: int, pid: int) -> ProcessRaisedExc
     reason = outcome.reason
     if outcome.error is not None:
         try:
-            cause = way.loads(outcome.error)
+            cause = pickler.loads(outcome.error)
         # Whatever the constructor of somebody's exception raises.
         except Exception as failure:
             reason = f"{type(failure).__name__}: {failure}"

@@ -33,14 +33,14 @@ from shmreduce.prctl import set_thread_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Call", "Raised", "ReportFile", "Returned", "Way", "run_call"]
+__all__ = ["PicklerChoice", "Raised", "ReportFile", "Returned", "SpawnCall", "run_call"]
 
 _EMPTY, _COMPLETE = b"\0", b"\1"
 _NAME_BYTES = 15
 """What the kernel keeps of a thread's name."""
 
 
-class Way(enum.Enum):
+class PicklerChoice(enum.Enum):
     """How results and exceptions are pickled: as the context pickles arguments."""
 
     STANDARD = "by the standard library's pickler, which shmreduce.install() may have taught"
@@ -48,7 +48,7 @@ class Way(enum.Enum):
 
     def dumps(self, obj: object) -> bytes:
         """Return an object as bytes for the parent."""
-        if self is Way.STANDARD:
+        if self is PicklerChoice.STANDARD:
             return bytes(ForkingPickler.dumps(obj))
         # Not needed in each process, and not quick to import.
         from shmreduce import pickling
@@ -60,7 +60,7 @@ class Way(enum.Enum):
 
     def loads(self, data: bytes) -> Any:
         """Return the object that a child has pickled."""
-        if self is Way.STANDARD:
+        if self is PicklerChoice.STANDARD:
             return ForkingPickler.loads(data)
         from shmreduce import pickling
 
@@ -123,17 +123,17 @@ class ReportFile:
         """Give the file up; its memory is freed with the last process that has it."""
         self._file.close()
 
-    def give_up(self, way: Way) -> None:
+    def give_up(self, pickler: PicklerChoice) -> None:
         """Close the file; what the outcome holds and nobody has loaded is given back.
 
         To be called by the parent, once the child has ended. Nothing happens if
         the file is closed.
         """
-        _give_up(self._file, way)
+        _give_up(self._file, pickler)
 
-    def give_up_when_dropped(self, way: Way) -> None:
+    def give_up_when_dropped(self, pickler: PicklerChoice) -> None:
         """See to it that the file, when it is dropped in this process, is given up first."""
-        weakref.finalize(self, _give_up_elsewhere, self._file, way, os.getpid()).atexit = False
+        weakref.finalize(self, _give_up_elsewhere, self._file, pickler, os.getpid()).atexit = False
 
 
 def _outcome_in(file: Descriptor) -> Returned | Raised | None:
@@ -146,7 +146,7 @@ def _outcome_in(file: Descriptor) -> Returned | Raised | None:
     return outcome
 
 
-def _give_up_elsewhere(file: Descriptor, way: Way, owner: int) -> None:
+def _give_up_elsewhere(file: Descriptor, pickler: PicklerChoice, owner: int) -> None:
     # A forked child drops what it inherited, and what it inherited is its parent's.
     if os.getpid() != owner:
         return
@@ -155,13 +155,13 @@ def _give_up_elsewhere(file: Descriptor, way: Way, owner: int) -> None:
         # The collector may come while this very thread holds a lock that is needed for it.
         # Where no thread can be had, what is left goes with the last process that has it.
         with contextlib.suppress(RuntimeError):
-            _thread.start_new_thread(way.discard, (data,))
+            _thread.start_new_thread(pickler.discard, (data,))
 
 
-def _give_up(file: Descriptor, way: Way) -> None:
+def _give_up(file: Descriptor, pickler: PicklerChoice) -> None:
     data = _last_taken_from(file)
     if data is not None:
-        way.discard(data)
+        pickler.discard(data)
 
 
 def _last_taken_from(file: Descriptor) -> bytes | None:
@@ -180,7 +180,7 @@ def _last_taken_from(file: Descriptor) -> bytes | None:
 
 
 @dataclass(frozen=True)
-class Call:
+class SpawnCall:
     """One child's work, made by the parent; pickled where the start method pickles.
 
     ``starting`` is None or a pipe with one byte for each child, written when
@@ -191,7 +191,7 @@ class Call:
     index: int
     arguments: tuple[Any, ...]
     wants_result: bool
-    way: Way
+    pickler: PicklerChoice
     report: ReportFile
     parent: int
     lifeline: Descriptor
@@ -199,7 +199,7 @@ class Call:
     starting: Descriptor | None
 
 
-def run_call(call: Call) -> None:
+def run_call(call: SpawnCall) -> None:
     """Call the function in this process, tell the outcome, and let the process end.
 
     Raises
@@ -216,17 +216,17 @@ def run_call(call: Call) -> None:
         if call.starting is not None:
             _wait_for_others(call.starting)
         result = call.function(call.index, *call.arguments)
-        data = call.way.dumps(result) if call.wants_result else None
+        data = call.pickler.dumps(result) if call.wants_result else None
         call.report.write(Returned(data))
     except SystemExit as error:
         # As Python takes it: anything else is printed, and is a failure.
         if error.code is None or (isinstance(error.code, int) and error.code == 0):
-            call.report.write(Returned(call.way.dumps(None)))
+            call.report.write(Returned(call.pickler.dumps(None)))
         raise
     # KeyboardInterrupt too: a function that was interrupted has not succeeded.
     except BaseException as error:
         with Interrupts(every=True):
-            call.report.write(_describe(error, call.way))
+            call.report.write(_describe(error, call.pickler))
         sys.exit(1)
     finally:
         if parent_is_gone():
@@ -240,18 +240,18 @@ def _wait_for_others(starting: Descriptor) -> None:
         raise SystemExit(1)
 
 
-def _describe(error: BaseException, way: Way) -> Raised:
+def _describe(error: BaseException, pickler: PicklerChoice) -> Raised:
     at = time.monotonic()
     # Without the frame of run_call.
     trace = error.__traceback__ and error.__traceback__.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
     try:
-        return Raised(at, text, way.dumps(error), "")
+        return Raised(at, text, pickler.dumps(error), "")
     except Exception as failure:
         return Raised(at, text, None, f"{type(failure).__name__}: {failure}")
 
 
-def _name_process(call: Call) -> None:
+def _name_process(call: SpawnCall) -> None:
     """Show function and index in ``ps`` and ``top``; the index is what must be told."""
     if sys.platform != "linux":
         return

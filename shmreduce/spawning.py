@@ -22,8 +22,8 @@ from shmreduce.descriptor import Descriptor
 from shmreduce.errors import ConfigurationError, ProcessException
 from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import Lifeline
-from shmreduce.process_context import Child, ProcessContext, SpawnContext, stop
-from shmreduce.spawn_child import Call, ReportFile, Way, run_call
+from shmreduce.process_context import ProcessContext, SpawnContext, StartedProcess, stop
+from shmreduce.spawn_child import PicklerChoice, ReportFile, SpawnCall, run_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -206,14 +206,14 @@ def _starts_in_parallel(ctx: Any) -> bool:
     )
 
 
-def _way_of(ctx: Any) -> Way:
+def _pickler_of(ctx: Any) -> PicklerChoice:
     """Return how a context pickles: its children know how to read it."""
     kind = ctx.Process
     ours = isinstance(kind, type) and issubclass(
         kind,
         context.Process | context.ForkProcess | context.SpawnProcess | context.ForkServerProcess,
     )
-    return Way.OWN if ours and connection.supported() else Way.STANDARD
+    return PicklerChoice.OWN if ours and connection.supported() else PicklerChoice.STANDARD
 
 
 class _Starter:
@@ -229,13 +229,13 @@ class _Starter:
         death_signal: int,
     ) -> None:
         self._ctx = ctx
-        self._way = _way_of(ctx)
+        self._pickler = _pickler_of(ctx)
         self._function = function
         self._arguments = arguments
         self._daemon = daemon
         self._wants_result = wants_result
         self._death_signal = death_signal
-        self.children: list[Child] = []
+        self.children: list[StartedProcess] = []
         """Those that were started, as far as is known."""
         self.done = False
         """Whether all were started."""
@@ -266,14 +266,14 @@ class _Starter:
             future.result()
         os.write(writer.fileno(), bytes(count))
 
-    def _start(self, index: int, starting: Descriptor | None = None) -> Child:
+    def _start(self, index: int, starting: Descriptor | None = None) -> StartedProcess:
         report, lifeline = ReportFile(), Lifeline()
-        call = Call(
+        call = SpawnCall(
             self._function,
             index,
             self._arguments,
             self._wants_result,
-            self._way,
+            self._pickler,
             report,
             os.getpid(),
             lifeline.reader,
@@ -293,5 +293,5 @@ class _Starter:
         # until it is known to have ended.
         process._shmreduce_lifeline = lifeline
         process._shmreduce_report = report
-        report.give_up_when_dropped(self._way)
-        return Child(process, self._way, report, lifeline)
+        report.give_up_when_dropped(self._pickler)
+        return StartedProcess(process, self._pickler, report, lifeline)

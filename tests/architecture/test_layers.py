@@ -37,7 +37,7 @@ LAYERS = [
     {"strategies"},
     {"memory"},
     {"born"},
-    {"children", "remote", "arrays", "bodies", "stock_pools"},
+    {"children", "remote", "arrays", "presized_pickle", "standard_pools"},
     {"pickling"},
     {"forking"},
     {"descriptor", "extras", "launching", "managers", "packet_socket"},

@@ -21,7 +21,7 @@ from shmreduce import (
     ProcessTimeoutError,
     start_processes,
 )
-from shmreduce.spawn_child import Way
+from shmreduce.spawn_child import PicklerChoice
 from tests.conftest import PATIENCE, Children, letters
 from tests.memory.waiting import eventually
 from tests.spawn import functions
@@ -188,7 +188,7 @@ def test_dropping_a_context_waits_for_nothing(
         may_go_on.wait(PATIENCE)
         ended.set()
 
-    monkeypatch.setattr(Way.OWN, "discard", wait_and_discard)
+    monkeypatch.setattr(PicklerChoice.OWN, "discard", wait_and_discard)
     context = start_processes(functions.succeed, join=False, start_method=method, results=True)
     assert context.join(PATIENCE)
     del context

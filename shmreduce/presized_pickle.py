@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shmreduce.memory.message import Message
 
-__all__ = ["Body", "expected_size", "remember_size"]
+__all__ = ["PresizedBuffer", "expected_size", "remember_size"]
 
 _SPARE = 16
 """A block is larger by this part of what is expected."""
@@ -65,7 +65,7 @@ def remember_size(obj: object, nbytes: int) -> None:
     _sizes[_kind_of(obj)] = nbytes
 
 
-class Body:
+class PresizedBuffer:
     """What a pickler writes to: a block, and ordinary memory for what it has no room for.
 
     Parameters

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import bodies, packets
+from shmreduce import packets, presized_pickle
 from shmreduce.memory import runtime
 from shmreduce.memory.layout import BY_VALUE
 from tests.born.allocator import needs_allocator
@@ -19,7 +19,7 @@ from tests.memory.forks import Forks
 
 @pytest.fixture(autouse=True)
 def _nothing_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_sizes", {})
+    monkeypatch.setattr(presized_pickle, "_sizes", {})
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_one_that_needs_no_block_gets_none(ends: tuple[Any, Any]) -> None:
         writer.send(texts(2, 10))
         assert blocks_out() == 0
         assert reader.recv() == texts(2, 10)
-    assert bodies.expected_size(texts(3, 10)) == 0
+    assert presized_pickle.expected_size(texts(3, 10)) == 0
 
 
 class Buffers:
@@ -190,7 +190,7 @@ def test_without_room_for_what_is_expected_there_may_be_for_what_is_needed(
     """The budget refuses the block that is expected, and grants a smaller one."""
     # Other tests may have left memory idle.
     with shmreduce.install(budget=runtime.current().family.reserved + (8 << 20)):
-        bodies.remember_size(texts(1, 5_000), 100 << 20)
+        presized_pickle.remember_size(texts(1, 5_000), 100 << 20)
         sent = texts(1, 5_000)
         assert exchange(ends, sent) == sent
     assert len(copied) == 1
