@@ -142,7 +142,8 @@ def _known_systems(text: str) -> tuple[str, ...]:
     for name in chosen:
         if name not in known:
             raise ConfigurationError(
-                f"there is no system {name!r}; there are {', '.join(known)}",
+                f"there is no system {name!r}; there are {', '.join(known)} (--list says which "
+                "of them can be used here)",
                 setting="--systems",
                 value=name,
             )

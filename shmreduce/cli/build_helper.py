@@ -1,12 +1,15 @@
 """``shmreduce build-helper``: compiles the parts of shmreduce that are written in C.
 
-May import :mod:`shmreduce.building`, :mod:`shmreduce.compiled` and errors.
+May import ``text`` of this package, :mod:`shmreduce.building`, :mod:`shmreduce.compiled`
+and errors.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.cli.text import print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -26,19 +29,29 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             "folder that this user may write to. Exit status 1 if any could not be made."
         ),
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
-def _run(_options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     from shmreduce.building import build
     from shmreduce.compiled import PARTS
     from shmreduce.errors import CompilationError
 
-    failed = False
+    found: list[dict[str, Any]] = []
     for part in PARTS:
+        reason = None
         try:
-            print(f"built {build(part)}")
+            path = build(part)
         except CompilationError as error:
+            path, reason = part.library, error.reason
             print(f"shmreduce build-helper: {error}", file=sys.stderr)
-            failed = True
-    return int(failed)
+        else:
+            if not options.json:
+                print(f"built {path}")
+        found.append(
+            {"part": part.title, "path": str(path), "built": reason is None, "reason": reason}
+        )
+    if options.json:
+        print_json(found)
+    return 0 if all(each["built"] for each in found) else 1

@@ -47,7 +47,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="a stack of images, or one image (default: photographs in scikit-image)",
     )
     parser.add_argument(
-        "--filter", choices=("gaussian", "median", "sobel"), default="gaussian", help="the work"
+        "--filter",
+        choices=("gaussian", "median", "sobel"),
+        default="gaussian",
+        help="the filter, of SciPy (default: %(default)s)",
     )
     parser.add_argument(
         "--side",
@@ -68,7 +71,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="spawn",
         help="default: %(default)s",
     )
-    parser.add_argument("--strategy", help="sharing strategy (default: the usual choice)")
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help=(
+            "sharing strategy: file_descriptor, file_system or that of a plugin (default: "
+            "SHMREDUCE_STRATEGY, else the first of these two that works here)"
+        ),
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 

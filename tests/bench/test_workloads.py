@@ -442,6 +442,7 @@ def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--only", "fresh,stale"], "there is no workload 'stale'; there are fresh, shared"),
         (["--systems", "abacus"], "there is no system 'abacus'; there are shmreduce"),
+        (["--systems", "abacus"], "--list says which of them"),
     ],
 )
 def test_the_command_refuses_unknown_names(

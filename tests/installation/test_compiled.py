@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -58,8 +59,8 @@ def test_the_command_builds_them(
 def test_the_command_makes_what_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without Python's headers there is the allocator, and the status and the text say what is
-    not.
+    """Without Python's headers there is the allocator, and the status, the text and the JSON
+    say what is not.
     """
     needs_compiler()
     elsewhere = [part._replace(library=tmp_path / part.library.name) for part in PARTS]
@@ -70,6 +71,16 @@ def test_the_command_makes_what_it_can(
     assert told.out == f"built {elsewhere[0].library}\n"
     assert told.err.count("there is no Python.h") == len(MODULES)
     assert [path.name for path in tmp_path.iterdir()] == [ALLOCATOR.library.name]
+    assert main(["build-helper", "--json"]) == 1
+    allocator, *modules = json.loads(capsys.readouterr().out)
+    assert allocator == {
+        "part": ALLOCATOR.title,
+        "path": str(elsewhere[0].library),
+        "built": True,
+        "reason": None,
+    }
+    assert [each["built"] for each in modules] == [False] * len(MODULES)
+    assert all("there is no Python.h" in each["reason"] for each in modules)
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "cc -no-such-option"])
