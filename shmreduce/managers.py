@@ -93,8 +93,11 @@ class SyncManager(managers.SyncManager):
 
     Parameters
     ----------
-    *arguments, **named
-        Those of the standard class, but ``serializer``.
+    address, authkey, **named
+        Those of the standard class.
+    serializer : str
+        Taken as the standard class takes it, and not used: arrays would not be
+        shared by either of the two that there are.
 
     Examples
     --------
@@ -105,9 +108,15 @@ class SyncManager(managers.SyncManager):
     np.float64(0.0)
     """
 
-    def __init__(self, address: Any = None, authkey: bytes | None = None, **named: Any) -> None:
-        named["serializer"] = _SERIALIZER
-        super().__init__(address, authkey, **named)
+    def __init__(
+        self,
+        address: Any = None,
+        authkey: bytes | None = None,
+        serializer: str = "pickle",  # noqa: ARG002 - may be given by its place
+        ctx: Any = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(address, authkey, _SERIALIZER, ctx, **named)
 
 
 if TYPE_CHECKING:

@@ -112,6 +112,29 @@ def test_modules_export_what_the_standard_ones_do(name: str) -> None:
         assert getattr(ours, exported) is not None
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "connection",
+        "context",
+        "dummy",
+        "managers",
+        "pool",
+        "queues",
+        "shared_memory",
+        "sharedctypes",
+        "synchronize",
+    ],
+)
+def test_documented_modules_can_be_imported(name: str) -> None:
+    """Import lines can be changed by replacing one word, and the attribute stays what it was."""
+    before = getattr(shmreduce, name)
+    imported = importlib.import_module(f"shmreduce.{name}")
+    assert imported is before is getattr(shmreduce, name)
+    if name in shmreduce._OTHER_MODULES:
+        assert imported is importlib.import_module(f"multiprocessing.{name}")
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     """A name that does not exist is an AttributeError, as for any module."""
     with pytest.raises(AttributeError, match="has no attribute 'instal'"):

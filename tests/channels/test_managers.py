@@ -66,6 +66,12 @@ def manager() -> Iterator[Any]:
         yield manager
 
 
+def test_arguments_may_be_given_by_their_places() -> None:
+    """As the standard class takes them; arrays are shared all the same."""
+    with TrayManager(None, b"key", "pickle", shmreduce.get_context("fork")) as manager:
+        assert manager.Tray().put(np.zeros(SIZE)) == manager._process.pid
+
+
 def test_arrays_go_there_and_back_by_shared_memory(manager: Any) -> None:
     """A manager's process and its users see blocks, not copies in pickles."""
     tray = manager.Tray()

@@ -1,0 +1,16 @@
+"""The module :mod:`multiprocessing.sharedctypes`, to be imported from this package.
+
+May import the standard library only.
+
+It is that module itself, not a copy of its names: who changes an attribute of
+the one changes the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing import sharedctypes
+from multiprocessing.sharedctypes import *  # noqa: F403 - for type checkers
+
+# The import system takes what stands here when the import ends.
+sys.modules[__name__] = sharedctypes
