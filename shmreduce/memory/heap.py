@@ -1,15 +1,14 @@
 """The allocator over the segments that this process made.
 
 May import errors, signals, contracts, ``standard_streams``, ``locks``, ``block_locks``,
-``mapping``, ``layout``, ``segment``, ``segment_file``, ``owned_segment``, ``headroom`` and
-``family``.
+``mapping``, ``layout``, ``size_classes``, ``segment``, ``segment_file``, ``owned_segment``,
+``headroom`` and ``family``.
 
-Blocks come in size classes, eight to a doubling, so at most an eighth of a
-block is unused. A freed block stays *warm*, its pages allocated and mapped, on
-its class's stack and is the first to be used again: a copy into warm memory is
-ten times faster than into fresh pages. What is not warm is *cold*: address
-space of the sparse file without pages. Idle blocks are cooled by punching
-holes (fallocate(2)); cold runs merge and are carved again at any size.
+A freed block stays *warm*, its pages allocated and mapped, on the stack of its
+size and is the first to be used again: a copy into warm memory is ten times
+faster than into fresh pages. What is not warm is *cold*: address space of the
+sparse file without pages. Idle blocks are cooled by punching holes
+(fallocate(2)); cold runs merge and are carved again at any size.
 
 The fast path takes a block off a stack, one atomic list operation, without a
 lock. Carving, cooling and growing hold ``Heap.lock``; a call that re-enters in
@@ -32,15 +31,21 @@ from shmreduce.memory import locks
 from shmreduce.memory.headroom import Machine, headroom
 from shmreduce.memory.layout import (
     BY_VALUE,
-    CHUNK_SLOTS,
     LOCK_OWNER,
     SHARED,
     Layout,
     SegmentHeader,
 )
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil, punch_hole
-from shmreduce.memory.owned_segment import SMALLEST_BLOCK, OwnedSegment
+from shmreduce.memory.owned_segment import OwnedSegment
 from shmreduce.memory.segment_file import reserve_pages, room_left
+from shmreduce.memory.size_classes import (
+    FIRST_SEGMENT,
+    SLAB,
+    next_segment_size,
+    size_class,
+    table_sizes,
+)
 from shmreduce.memory.standard_streams import clear_of_streams
 from shmreduce.signals import is_from_system
 
@@ -52,17 +57,10 @@ if TYPE_CHECKING:
     from shmreduce.memory.mapping import Mapping
     from shmreduce.memory.segment import Segment
 
-__all__ = ["Heap", "HeapBusyError", "HeapHost", "size_class"]
+__all__ = ["Heap", "HeapBusyError", "HeapHost"]
 
-# Bytes. Segments are sparse, so large ones cost addresses only; few of them keep
-# descriptors and mappings few. Each has so many times the last one's, up to a limit.
-_FIRST_SEGMENT = 16 << 20
-_GROWTH = 8
-_LARGEST_STEP = 1 << 30
 _POPULATE_FROM = 256 << 10
 """Bytes from which new pages are mapped by one call, not by a fault for each."""
-_SLAB = 256 << 10
-"""Bytes of small blocks that are carved, booked and reserved together."""
 _USES_BETWEEN_TRIES = 8
 """How often a block is used before the kernel is asked again for huge pages it had not at hand."""
 _BYTES_FOR_A_WAIT = 64 << 20
@@ -75,21 +73,6 @@ _MACHINE = Machine()
 
 class HeapBusyError(Exception):
     """The calling thread is inside the heap already."""
-
-
-def size_class(nbytes: int, *, whole_pages: bool) -> int:
-    """Round up to the size that a block of ``nbytes`` really takes.
-
-    Examples
-    --------
-    >>> size_class(100, whole_pages=False), size_class(100, whole_pages=True)
-    (128, 4096)
-    >>> size_class(9 << 20, whole_pages=True) == 9 << 20
-    True
-    """
-    unit = PAGE_SIZE if whole_pages else SMALLEST_BLOCK
-    step = max(unit, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
-    return max(-(-nbytes // step) * step, unit)
 
 
 class HeapHost(Protocol):
@@ -147,7 +130,7 @@ class Heap:
         self._busy = False
         self._host = host
         self._whole_pages = kind == BY_VALUE
-        self._next_segment = _FIRST_SEGMENT
+        self._next_segment = FIRST_SEGMENT
         self._reaped = self.last_used = time.monotonic()
 
     # Allocation
@@ -287,7 +270,7 @@ class Heap:
     def _carve_or_grow(self, size: int) -> tuple[OwnedSegment, int]:
         # Small blocks are carved many at a time: booking and reserving cost
         # system calls.
-        count = max(1, _SLAB // size)
+        count = max(1, SLAB // size)
         for segment in reversed(self.segments):
             blocks = segment.carve(size, count)
             if blocks:
@@ -394,14 +377,14 @@ class Heap:
         except SegmentError:
             # Address space or file size may be limited: ask for just enough.
             segment = self._create(size, size)
-        self._next_segment = min(max(_GROWTH * wanted, _FIRST_SEGMENT), _LARGEST_STEP)
+        self._next_segment = next_segment_size(wanted)
         self._host.directory[segment.token] = segment
         self.segments.append(segment)
         return segment
 
     def _create(self, data: int, needed: int) -> OwnedSegment:
         """Make a segment with room for ``data`` bytes, of which ``needed`` are asked for now."""
-        blocks, slots = _table_sizes(self.kind, data)
+        blocks, slots = table_sizes(self.kind, data)
         layout = Layout.plan(blocks, slots)
         self._check_room(layout.slot_words + needed)
         token = os.urandom(16)
@@ -522,7 +505,7 @@ class Heap:
                 segment.close()
                 self._unlink(segment)
         if not self.segments:
-            self._next_segment = _FIRST_SEGMENT
+            self._next_segment = FIRST_SEGMENT
 
     def leave(self) -> None:
         """Give back what nobody needs any more, at the process's end.
@@ -573,14 +556,6 @@ class Heap:
     def reserved_bytes(self) -> int:
         """Bytes of shared memory that the heap's segments have pages for."""
         return sum(segment.reserved for segment in list(self.segments))
-
-
-def _table_sizes(kind: int, data: int) -> tuple[int, int]:
-    """Choose how many blocks and lease slots a segment of ``data`` bytes gets."""
-    blocks = 256 + data // (16 * PAGE_SIZE) if kind == BY_VALUE else 4096 + data // PAGE_SIZE
-    slots = -(-max(4 * blocks, 128 * CHUNK_SLOTS) // CHUNK_SLOTS) * CHUNK_SLOTS
-    # Whole pages of links: chunks are reserved by the page.
-    return (blocks + 7) & -8, slots
 
 
 def _clear_of_streams(strategy: SharingStrategy, file: SegmentFile) -> SegmentFile:

@@ -1,6 +1,7 @@
 """A segment that this process made: which of its blocks are free, and which runs are cold.
 
-May import errors, contracts, ``block_locks``, ``mapping``, ``layout`` and ``segment``.
+May import errors, contracts, ``block_locks``, ``mapping``, ``layout``, ``size_classes`` and
+``segment``.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from shmreduce.memory.block_locks import if_unlocked
 from shmreduce.memory.layout import BY_VALUE, SHARED, SegmentHeader
 from shmreduce.memory.mapping import HUGE_PAGE, PAGE_SIZE, Mapping
 from shmreduce.memory.segment import Segment
+from shmreduce.memory.size_classes import SMALLEST_BLOCK
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SegmentFile, SharingStrategy
 
-__all__ = ["SMALLEST_BLOCK", "OwnedSegment"]
+__all__ = ["OwnedSegment"]
 
-SMALLEST_BLOCK = 64
-"""Bytes."""
 _ALIGNMENTS = (HUGE_PAGE, PAGE_SIZE, SMALLEST_BLOCK)
 """Of blocks of that size or more. What is left between them is but addresses."""
 

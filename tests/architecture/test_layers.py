@@ -58,7 +58,7 @@ MEMORY_LAYERS = [
     {"standard_streams"},
     {"anonymous", "locks", "mapping", "handle", "processes"},
     {"layout"},
-    {"block_locks", "quick_slots", "segment_file"},
+    {"block_locks", "quick_slots", "segment_file", "size_classes"},
     {"lease_slots"},
     {"segment"},
     {"owned_segment"},

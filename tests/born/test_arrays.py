@@ -8,8 +8,8 @@ import pytest
 import shmreduce
 from shmreduce.born.heap import get_heap
 from shmreduce.born.library import load
-from shmreduce.memory.heap import size_class
 from shmreduce.memory.mapping import HUGE_PAGE
+from shmreduce.memory.size_classes import size_class
 from tests.born.allocator import LARGE, address_of, counters, entry_of, filled, is_born
 
 pytestmark = pytest.mark.usefixtures("allocator")

@@ -15,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import shmreduce
 from shmreduce.memory import runtime
-from shmreduce.memory.heap import Heap, HeapBusyError, size_class
+from shmreduce.memory.heap import Heap, HeapBusyError
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import PAGE_SIZE
+from shmreduce.memory.size_classes import size_class
 
 if TYPE_CHECKING:
     from shmreduce.memory.owned_segment import OwnedSegment

@@ -1,0 +1,67 @@
+"""Which sizes blocks and segments are made in.
+
+May import ``mapping`` (for the page size) and ``layout``.
+
+Blocks come in size classes, eight to a doubling, so at most an eighth of a
+block is unused. Segments are sparse, so large ones cost addresses only; few of
+them keep descriptors and mappings few.
+"""
+
+from __future__ import annotations
+
+from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS
+from shmreduce.memory.mapping import PAGE_SIZE
+
+__all__ = [
+    "FIRST_SEGMENT",
+    "SLAB",
+    "SMALLEST_BLOCK",
+    "next_segment_size",
+    "size_class",
+    "table_sizes",
+]
+
+SMALLEST_BLOCK = 64
+"""Bytes."""
+SLAB = 256 << 10
+"""Bytes of small blocks that are carved, booked and reserved together."""
+FIRST_SEGMENT = 16 << 20
+"""Bytes."""
+_GROWTH = 8
+"""How many times the last segment's bytes the next one has, up to a limit."""
+_LARGEST_STEP = 1 << 30
+"""Bytes, which is that limit. What one block needs may be more."""
+
+
+def size_class(nbytes: int, *, whole_pages: bool) -> int:
+    """Round up to the size that a block of ``nbytes`` really takes.
+
+    Examples
+    --------
+    >>> size_class(100, whole_pages=False), size_class(100, whole_pages=True)
+    (128, 4096)
+    >>> size_class(9 << 20, whole_pages=True) == 9 << 20
+    True
+    """
+    unit = PAGE_SIZE if whole_pages else SMALLEST_BLOCK
+    step = max(unit, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
+    return max(-(-nbytes // step) * step, unit)
+
+
+def next_segment_size(last: int) -> int:
+    """Return how many bytes of data the segment after one of ``last`` bytes gets.
+
+    Examples
+    --------
+    >>> next_segment_size(FIRST_SEGMENT) >> 20, next_segment_size(1 << 40) >> 20
+    (128, 1024)
+    """
+    return min(max(_GROWTH * last, FIRST_SEGMENT), _LARGEST_STEP)
+
+
+def table_sizes(kind: int, data: int) -> tuple[int, int]:
+    """Choose how many blocks and lease slots a segment of ``data`` bytes gets."""
+    blocks = 256 + data // (16 * PAGE_SIZE) if kind == BY_VALUE else 4096 + data // PAGE_SIZE
+    slots = -(-max(4 * blocks, 128 * CHUNK_SLOTS) // CHUNK_SLOTS) * CHUNK_SLOTS
+    # Whole pages of links: chunks are reserved by the page.
+    return (blocks + 7) & -8, slots
