@@ -2,7 +2,7 @@
 
 May import errors, signals, contracts, ``standard_streams``, ``locks``, ``block_locks``,
 ``mapping``, ``layout``, ``size_classes``, ``segment``, ``segment_file``, ``owned_segment``,
-``headroom`` and ``family``.
+``reservation`` and ``family``.
 
 A freed block stays *warm*, its pages allocated and mapped, on the stack of its
 size and is the first to be used again: a copy into warm memory is ten times
@@ -28,17 +28,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shmreduce.contracts import SegmentFile
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
 from shmreduce.memory import locks
-from shmreduce.memory.headroom import Machine, headroom
 from shmreduce.memory.layout import (
     BY_VALUE,
     LOCK_OWNER,
-    SHARED,
     Layout,
     SegmentHeader,
 )
-from shmreduce.memory.mapping import PAGE_SIZE, page_ceil, punch_hole
+from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 from shmreduce.memory.owned_segment import OwnedSegment
-from shmreduce.memory.segment_file import reserve_pages, room_left
+from shmreduce.memory.reservation import (
+    check_headroom,
+    free_whole_pages,
+    go_on_making_huge,
+    no_room,
+    reserve_run,
+)
+from shmreduce.memory.segment_file import reserve_pages
 from shmreduce.memory.size_classes import (
     FIRST_SEGMENT,
     SLAB,
@@ -61,14 +66,8 @@ __all__ = ["Heap", "HeapBusyError", "HeapHost"]
 
 _POPULATE_FROM = 256 << 10
 """Bytes from which new pages are mapped by one call, not by a fault for each."""
-_USES_BETWEEN_TRIES = 8
-"""How often a block is used before the kernel is asked again for huge pages it had not at hand."""
-_BYTES_FOR_A_WAIT = 64 << 20
-"""Of a block, for each huge page that is waited for: so waiting takes less than copying."""
 _REAP_SECONDS = 1.0
 """How often at most a heap that needs room looks for killed processes, if there is some left."""
-
-_MACHINE = Machine()
 
 
 class HeapBusyError(Exception):
@@ -161,7 +160,7 @@ class Heap:
         segment.out[block] = self.last_used = time.monotonic()
         if warm is not None and block in segment.small:
             try:
-                self._make_huge(segment, block)
+                go_on_making_huge(segment, block)
             except BaseException:
                 # Ctrl-C: nobody has seen the block.
                 del segment.records[block]
@@ -295,7 +294,7 @@ class Heap:
         try:
             self._book(segment, length)
             booked = True
-            huge = self._reserve(segment, offset, length)
+            huge = reserve_run(segment, offset, length)
         except BaseException:
             if booked:
                 self._book(segment, -length)
@@ -314,61 +313,10 @@ class Heap:
         self._host.family.reserve(nbytes, self._host.budget())
         segment.reserved += nbytes
 
-    def _reserve(self, segment: OwnedSegment, offset: int, size: int) -> int:
-        """Allocate pages; return from where on they may be huge ones some day."""
-        self._check_headroom(size)
-        try:
-            # One that is not at hand takes longer than small ones for all of a short block.
-            # A shared block is not used again, so it is now or never.
-            patience = 1 if self.kind == SHARED else min(1, size // _BYTES_FOR_A_WAIT)
-            huge = segment.data.make_huge(segment.fd, offset, size, patience=patience)
-            reserve_pages(segment.fd, offset, size)
-        except OSError as error:
-            punch_hole(segment.fd, offset, size)
-            if not is_from_system(error):
-                raise
-            raise self._no_room(size, room_left(segment.fd), error.errno or 0) from error
-        return huge
-
-    def _make_huge(self, segment: OwnedSegment, block: int) -> None:
-        """Go on with the huge pages of a block that is used again: it is worth while now."""
-        place, uses = segment.small[block]
-        if uses % _USES_BETWEEN_TRIES:
-            segment.small[block] = place, uses + 1
-            return
-        size = segment.capacities[block]
-        end = segment.offsets[block] + size
-        patience = -(-size // _BYTES_FOR_A_WAIT)
-        fd = segment.checked_fd
-        place = segment.data.make_huge(fd, place, end - place, patience=patience)
-        if place < end:
-            segment.small[block] = place, uses + 1
-        else:
-            del segment.small[block]
-
     def _check_room(self, size: int) -> None:
         """Refuse what there is no room for, before a part of it fills the memory."""
         self._host.family.check(size, self._host.budget())
-        self._check_headroom(size)
-
-    def _check_headroom(self, size: int) -> None:
-        available = headroom(_MACHINE)
-        if available is not None and size > available:
-            # The kernel would not refuse, it would kill somebody.
-            raise self._no_room(size, available, errno.ENOMEM)
-
-    def _no_room(self, size: int, available: int | None, number: int) -> OutOfSharedMemoryError:
-        left = "" if available is None else f", {available} bytes are available"
-        return OutOfSharedMemoryError(
-            f"no room for {size} bytes of shared memory ({os.strerror(number)}{left}). Read or "
-            f"drop arrays, or give strategy {self.strategy.name!r} more room: 'shmreduce doctor' "
-            "lists the limits",
-            operation="fallocate",
-            errno=number,
-            requested=size,
-            available=available,
-            strategy=self.strategy.name,
-        )
+        check_headroom(size, self.strategy)
 
     def _grow(self, size: int) -> OwnedSegment:
         wanted = max(self._next_segment, 2 * size)
@@ -430,7 +378,7 @@ class Heap:
             _discard_file(self.strategy, file)
             # Not a TimeoutError: of a lock that stays taken, or of a signal handler.
             if isinstance(error, OSError) and is_from_system(error):
-                raise self._no_room(layout.slot_words, None, error.errno or 0) from error
+                raise no_room(layout.slot_words, None, error.errno or 0, self.strategy) from error
             raise
         return segment
 
@@ -484,10 +432,8 @@ class Heap:
         segment.uncarve(block)
         # Whole pages of the merged run: a page may have held several blocks.
         start, length = next(run for run in segment.cold if run[0] <= offset < run[0] + run[1])
-        first = max(page_ceil(start), offset & -PAGE_SIZE)
-        last = min((start + length) & -PAGE_SIZE, page_ceil(offset + size))
-        if last > first and segment.is_open:
-            punch_hole(segment.fd, first, last - first)
+        first, last = offset & -PAGE_SIZE, page_ceil(offset + size)
+        free_whole_pages(segment, max(start, first), min(start + length, last))
         self._book(segment, -size)
 
     def _drop_empty(self) -> None:
@@ -525,11 +471,8 @@ class Heap:
         for stack in list(self.warm.values()):
             while stack:
                 segment, block = stack.pop()
-                first = page_ceil(segment.offsets[block])
-                last = (segment.offsets[block] + segment.capacities[block]) & -PAGE_SIZE
-                if last > first and segment.is_open:
-                    punch_hole(segment.fd, first, last - first)
-                    freed += last - first
+                offset = segment.offsets[block]
+                freed += free_whole_pages(segment, offset, offset + segment.capacities[block])
         if freed:
             self._host.family.lower(freed)
 

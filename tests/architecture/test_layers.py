@@ -65,6 +65,7 @@ MEMORY_LAYERS = [
     {"ledger", "sweep"},
     {"family"},
     {"headroom"},
+    {"reservation"},
     {"heap"},
     {"attachments"},
     {"record"},
