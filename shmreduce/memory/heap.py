@@ -1,8 +1,7 @@
 """The allocator over the segments that this process made.
 
-May import errors, signals, contracts, ``standard_streams``, ``locks``, ``block_locks``,
-``mapping``, ``layout``, ``size_classes``, ``segment``, ``segment_file``, ``owned_segment``,
-``reservation`` and ``family``.
+May import errors, contracts, ``mapping``, ``layout``, ``size_classes``, ``segment``,
+``owned_segment``, ``reservation`` and ``segment_creation``.
 
 A freed block stays *warm*, its pages allocated and mapped, on the stack of its
 size and is the first to be used again: a copy into warm memory is ten times
@@ -18,48 +17,24 @@ the thread that holds it (from a signal handler or a finalizer) gets
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shmreduce.contracts import SegmentFile
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
-from shmreduce.memory import locks
-from shmreduce.memory.layout import (
-    BY_VALUE,
-    LOCK_OWNER,
-    Layout,
-    SegmentHeader,
-)
+from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
-from shmreduce.memory.owned_segment import OwnedSegment
-from shmreduce.memory.reservation import (
-    check_headroom,
-    free_whole_pages,
-    go_on_making_huge,
-    no_room,
-    reserve_run,
-)
-from shmreduce.memory.segment_file import reserve_pages
-from shmreduce.memory.size_classes import (
-    FIRST_SEGMENT,
-    SLAB,
-    next_segment_size,
-    size_class,
-    table_sizes,
-)
-from shmreduce.memory.standard_streams import clear_of_streams
-from shmreduce.signals import is_from_system
+from shmreduce.memory.reservation import free_whole_pages, go_on_making_huge, reserve_run
+from shmreduce.memory.segment_creation import SegmentHost, create_segment
+from shmreduce.memory.size_classes import FIRST_SEGMENT, SLAB, next_segment_size, size_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shmreduce.contracts import SharingStrategy
-    from shmreduce.memory.family import Family
     from shmreduce.memory.mapping import Mapping
+    from shmreduce.memory.owned_segment import OwnedSegment
     from shmreduce.memory.segment import Segment
 
 __all__ = ["Heap", "HeapBusyError", "HeapHost"]
@@ -74,23 +49,12 @@ class HeapBusyError(Exception):
     """The calling thread is inside the heap already."""
 
 
-class HeapHost(Protocol):
+class HeapHost(SegmentHost, Protocol):
     """What a heap needs of the process that it belongs to."""
-
-    @property
-    def family(self) -> Family:
-        """Where reservations are booked."""
-
-    @property
-    def boot(self) -> bytes:
-        """Identity of this boot of this host, 16 bytes."""
 
     @property
     def directory(self) -> dict[bytes, Segment]:
         """Where segments are listed by token while they exist."""
-
-    def budget(self) -> int:
-        """Return how many bytes the family may reserve."""
 
     def cool_others(self, asking: Heap) -> int:
         """Give back what the other heaps have free; return how many bytes."""
@@ -313,73 +277,16 @@ class Heap:
         self._host.family.reserve(nbytes, self._host.budget())
         segment.reserved += nbytes
 
-    def _check_room(self, size: int) -> None:
-        """Refuse what there is no room for, before a part of it fills the memory."""
-        self._host.family.check(size, self._host.budget())
-        check_headroom(size, self.strategy)
-
     def _grow(self, size: int) -> OwnedSegment:
         wanted = max(self._next_segment, 2 * size)
         try:
-            segment = self._create(wanted, size)
+            segment = create_segment(self.kind, wanted, size, self.strategy, self._host)
         except SegmentError:
             # Address space or file size may be limited: ask for just enough.
-            segment = self._create(size, size)
+            segment = create_segment(self.kind, size, size, self.strategy, self._host)
         self._next_segment = next_segment_size(wanted)
         self._host.directory[segment.token] = segment
         self.segments.append(segment)
-        return segment
-
-    def _create(self, data: int, needed: int) -> OwnedSegment:
-        """Make a segment with room for ``data`` bytes, of which ``needed`` are asked for now."""
-        blocks, slots = table_sizes(self.kind, data)
-        layout = Layout.plan(blocks, slots)
-        self._check_room(layout.slot_words + needed)
-        token = os.urandom(16)
-        size = layout.data_offset + page_ceil(data) + PAGE_SIZE
-        header = SegmentHeader(
-            self.kind,
-            token,
-            self._host.boot,
-            self._host.family.identity,
-            os.getpid(),
-            time.time_ns(),
-            size,
-            blocks,
-            slots,
-            self.strategy.name,
-        )
-        try:
-            file = _clear_of_streams(self.strategy, self.strategy.create(size, token.hex()))
-        except OSError as error:
-            if not is_from_system(error):
-                raise
-            raise SegmentError(
-                f"strategy {self.strategy.name!r} could not make a segment of {size} bytes: "
-                f"{error.strerror or error}. 'shmreduce doctor' lists the limits that matter",
-                operation="create",
-                errno=error.errno,
-                segment=token.hex(),
-            ) from error
-        try:
-            reserve_pages(file.fd, 0, layout.slot_words)
-            # Before there is a header: a file with one and without the lock is
-            # a dead owner's, see sweep.
-            locks.try_lock(file.fd, LOCK_OWNER)
-            os.pwrite(file.fd, header.pack(), 0)
-            segment = OwnedSegment(file, header, self.strategy)
-            try:
-                self._host.family.reserve(layout.slot_words, self._host.budget())
-            except BaseException:
-                # The file itself is closed below, once.
-                segment.give_up_locks()
-                raise
-        except BaseException as error:
-            _discard_file(self.strategy, file)
-            # Not a TimeoutError: of a lock that stays taken, or of a signal handler.
-            if isinstance(error, OSError) and is_from_system(error):
-                raise no_room(layout.slot_words, None, error.errno or 0, self.strategy) from error
-            raise
         return segment
 
     # Taking back
@@ -499,22 +406,3 @@ class Heap:
     def reserved_bytes(self) -> int:
         """Bytes of shared memory that the heap's segments have pages for."""
         return sum(segment.reserved for segment in list(self.segments))
-
-
-def _clear_of_streams(strategy: SharingStrategy, file: SegmentFile) -> SegmentFile:
-    try:
-        return SegmentFile(clear_of_streams(file.fd), file.name)
-    except BaseException:
-        if file.name is not None:
-            strategy.unlink(file.name)
-        raise
-
-
-def _discard_file(strategy: SharingStrategy, file: SegmentFile) -> None:
-    try:
-        os.close(file.fd)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-    if file.name is not None:
-        strategy.unlink(file.name)

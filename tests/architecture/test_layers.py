@@ -66,6 +66,7 @@ MEMORY_LAYERS = [
     {"family"},
     {"headroom"},
     {"reservation"},
+    {"segment_creation"},
     {"heap"},
     {"attachments"},
     {"record"},

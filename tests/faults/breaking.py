@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.memory import heap, runtime
+from shmreduce.memory import runtime, segment_creation
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment import Segment
 from shmreduce.packets import Packet
@@ -73,7 +73,7 @@ def _forget_to_roll_back() -> None:
 
 
 def _leave_files_open() -> None:
-    patch: Any = heap
+    patch: Any = segment_creation
     patch._discard_file = lambda _strategy, _file: None
 
 

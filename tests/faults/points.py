@@ -71,7 +71,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "heap": (
         f"{_MEMORY}.heap:Heap.allocate",
         f"{_MEMORY}.heap:Heap._fill",
-        f"{_MEMORY}.heap:Heap._create",
+        f"{_MEMORY}.segment_creation:create_segment",
+        f"{_MEMORY}.segment_creation:_create_file",
+        f"{_MEMORY}.segment_creation:_open_new",
         f"{_MEMORY}.heap:Heap._grow",
         f"{_MEMORY}.heap:Heap._drop_empty",
         f"{_MEMORY}.heap:Heap._cool_block",

@@ -32,6 +32,7 @@ from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE, LOCK_OWNER
 from shmreduce.memory.mapping import PAGE_SIZE
+from shmreduce.memory.segment_creation import create_segment
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 from shmreduce.testing.processes import OtherProcess
@@ -39,6 +40,8 @@ from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive,
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 LENGTH = 300_000
 
@@ -199,12 +202,16 @@ def test_what_the_kernel_has_no_lock_for_is_tried_again(monkeypatch: pytest.Monk
         # The owner's own lock must not be missing.
         places.add(LOCK_OWNER)
         with pytest.raises(shmreduce.OutOfSharedMemoryError) as caught:
-            heap_of_its_own()._create(1 << 20, 1 << 20)
+            segment_for(heap_of_its_own())
         assert caught.value.errno == errno.ENOLCK
 
 
 def heap_of_its_own() -> Heap:
     return Heap(BY_VALUE, runtime.current().heap(BY_VALUE).strategy, runtime.current())
+
+
+def segment_for(heap: Heap) -> OwnedSegment:
+    return create_segment(heap.kind, 1 << 20, 1 << 20, heap.strategy, heap._host)
 
 
 def open_descriptors() -> list[str]:
@@ -231,7 +238,7 @@ def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(
     before = open_descriptors()
     monkeypatch.setattr(mapping, "_mmap", refuse_one)
     try:
-        segment = heap._create(1 << 20, 1 << 20)
+        segment = segment_for(heap)
     except shmreduce.SegmentError:
         assert call < 2
     else:
