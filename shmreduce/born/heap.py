@@ -279,7 +279,7 @@ class BornHeap(Heap):
         for heap in {*_heaps.values()} - {self}:
             with heap.exclusive(wait=False) as got:
                 if not got:
-                    raise HeapBusyError
+                    raise HeapBusyError("another thread is inside another strategy's heap")
                 heap._take_region_back()
         self._take_region_back()
         found = next(

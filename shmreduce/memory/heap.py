@@ -46,7 +46,13 @@ _REAP_SECONDS = 1.0
 
 
 class HeapBusyError(Exception):
-    """The calling thread is inside the heap already."""
+    """The heap is in use where it cannot be waited for, by the calling thread itself mostly.
+
+    No user sees it: whoever enters a heap catches it. ``Message.allocate`` has the
+    bytes pickled in the ordinary way, ``allocation.allocate`` takes a spare heap,
+    ``Runtime.cool_others`` passes the heap over, and those who look after heaps,
+    ``idle`` and ``BornHeap``, leave it until they look again.
+    """
 
 
 class HeapHost(SegmentHost, Protocol):
@@ -193,7 +199,10 @@ class Heap:
     def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
         """Hold the heap's lock; yield whether it was got."""
         if self.lock._is_owned():
-            raise HeapBusyError
+            raise HeapBusyError(
+                "this thread is inside the heap already, where a signal handler or a finalizer "
+                "has interrupted it"
+            )
         if not wait and self._busy:
             yield False
             return
