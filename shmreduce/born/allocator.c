@@ -137,7 +137,7 @@ static void enter(void)
 
 static void leave(void) { atomic_flag_clear(&busy); }
 
-/* Sizes: as shmreduce.memory.heap.size_class(), whole pages. */
+/* Sizes: as shmreduce.memory.size_classes.size_class(), whole pages. */
 
 static unsigned bits(uint64_t number)
 {

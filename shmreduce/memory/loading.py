@@ -169,18 +169,13 @@ def import_block(handle: bytes) -> Block:
     check_handle(handle)
     known = runtime.live.find_shared(key_of(handle))
     if known is not None:
-        slot, nonce = lease_of(handle)
-        if _here.loading is None:
-            _end_known(known, slot, nonce)
-        else:
-            # What comes after it may fail, and the message be loaded again.
-            _here.loading.known(known, slot, nonce)
+        _had_before(known, handle)
         return known
     what = Handle.unpack_checked(handle)
     if what.mode == "cow" and _here.loading is not None:
         known = _here.loading.find_private(key_of(handle))
         if known is not None:
-            _here.loading.known(known, what.slot, what.nonce)
+            _had_before(known, handle)
             return known
     mark = object()
     segment = runtime.attachments.pin(what, mark, _arrived_here())
@@ -203,6 +198,16 @@ def import_block(handle: bytes) -> Block:
     return found
 
 
+def _had_before(known: Block, handle: bytes) -> None:
+    """End a message about a block that this process has had before, now or with its load."""
+    slot, nonce = lease_of(handle)
+    if _here.loading is None:
+        _end_known(known, slot, nonce)
+    else:
+        # What comes after it may fail, and the message be loaded again.
+        _here.loading.known(known, slot, nonce)
+
+
 def _message_ended(runtime: Runtime, segment: Segment) -> None:
     """See to it that the mailbox does not keep a segment of which all messages have ended."""
     if segment.handed_over:
@@ -210,6 +215,7 @@ def _message_ended(runtime: Runtime, segment: Segment) -> None:
 
 
 def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
+    """Make a message this process's hold of a block, and let the block be seen here."""
     if segment.import_mapping is None:
         start = segment.layout.data_offset
         segment.import_mapping = Mapping(segment.checked_fd, start, segment.header.size - start)
@@ -219,31 +225,8 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
     )
     record = None
     try:
-        offset, capacity = segment.offsets[what.block], segment.capacities[what.block]
-        if (
-            offset < segment.layout.data_offset
-            or offset + capacity > segment.header.size
-            or what.nbytes > capacity
-        ):
-            raise InvalidHandleError(
-                f"block {what.block} of segment {segment.token.hex()} has {capacity} bytes at "
-                f"{offset}, the handle says {what.nbytes}; one of them was damaged or made up",
-                reason="block out of bounds",
-            )
         private = what.mode == "cow" or not (what.shared or alone)
-        if private:
-            mapping = Mapping(segment.checked_fd, offset, capacity, private=True)
-        record = Record(
-            runtime.live,
-            segment,
-            what.block,
-            what.nbytes,
-            mapping,
-            shared=what.shared,
-            mode=what.mode,
-            slot=slot,
-            private=private,
-        )
+        record = _record_of(runtime, segment, what, mapping, slot, private)
         found = runtime.live.expose(record)
     except SegmentError:
         # No addresses left (ENOMEM): nothing was looked at, the message stays.
@@ -258,6 +241,39 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
     if _here.loading is not None:
         _here.loading.claimed(found, what)
     return found
+
+
+def _record_of(
+    runtime: Runtime, segment: Segment, what: Handle, mapping: Mapping, slot: int, private: bool
+) -> Record:
+    """Return the record of a block that is held now, after checking where it lies.
+
+    Its memory is the segment's ``mapping``, or a private one.
+    """
+    offset, capacity = segment.offsets[what.block], segment.capacities[what.block]
+    if (
+        offset < segment.layout.data_offset
+        or offset + capacity > segment.header.size
+        or what.nbytes > capacity
+    ):
+        raise InvalidHandleError(
+            f"block {what.block} of segment {segment.token.hex()} has {capacity} bytes at "
+            f"{offset}, the handle says {what.nbytes}; one of them was damaged or made up",
+            reason="block out of bounds",
+        )
+    if private:
+        mapping = Mapping(segment.checked_fd, offset, capacity, private=True)
+    return Record(
+        runtime.live,
+        segment,
+        what.block,
+        what.nbytes,
+        mapping,
+        shared=what.shared,
+        mode=what.mode,
+        slot=slot,
+        private=private,
+    )
 
 
 def _copied(runtime: Runtime, block: Block) -> Block:

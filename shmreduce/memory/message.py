@@ -1,7 +1,7 @@
 """The sender's side of one pickled message: what it gives out.
 
 May import errors, settings, contracts, ``layout``, ``handle``, ``lease_slots``, ``segment``,
-``heap``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
+``heap``, ``record``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from shmreduce.settings import get_settings
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
     from shmreduce.memory.blocks import Block
+    from shmreduce.memory.record import Record
 
 __all__ = ["Lease", "Message", "Mover", "sending", "take_mover"]
 
@@ -289,17 +290,7 @@ class Message:
         runtime = self._current()
         record = block._record
         inherited = record.live is not runtime.live
-        if record.shared:
-            if record.mode == "cow" and record.slot is not None:
-                return None
-        elif (
-            record.slot is None
-            or record.private
-            or inherited
-            or record.segment.capacities[record.block] < _PRIVATE_FROM
-            or 2 * used < record.nbytes
-            or not runtime.live.make_private(record)
-        ):
+        if not _make_ready(runtime, record, used, inherited):
             return None
         segment, mark = record.segment, object()
         if inherited:
@@ -458,6 +449,21 @@ class Message:
             self._parted = None
             self._runtime = runtime
         return runtime
+
+
+def _make_ready(runtime: Runtime, record: Record, used: int, inherited: bool) -> bool:
+    """Return whether a block travels without a copy; one by value is private here from now on."""
+    if record.shared:
+        # The pages of a receiver are its own.
+        return record.mode != "cow" or record.slot is None
+    return not (
+        record.slot is None
+        or record.private
+        or inherited
+        or record.segment.capacities[record.block] < _PRIVATE_FROM
+        or 2 * used < record.nbytes
+        or not runtime.live.make_private(record)
+    )
 
 
 class Lease:

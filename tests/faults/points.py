@@ -61,6 +61,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "shmreduce.pickling:load_message",
         f"{_MEMORY}.loading:import_block",
         f"{_MEMORY}.loading:_claim",
+        f"{_MEMORY}.loading:_record_of",
         f"{_MEMORY}.attachments:Attachments._open",
         f"{_MEMORY}.attachments:Attachments._publish",
         f"{_MEMORY}.segment:Segment.adopt",
