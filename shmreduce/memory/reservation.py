@@ -103,7 +103,7 @@ def go_on_making_huge(segment: OwnedSegment, block: int) -> None:
 def free_whole_pages(segment: OwnedSegment, start: int, end: int) -> int:
     """Free the pages that lie in a range of offsets with all their bytes; return how many bytes.
 
-    None if the segment's descriptor was closed by somebody else: the number may be
+    No page if the segment's descriptor was closed by somebody else: the number may be
     another file's.
     """
     first, last = page_ceil(start), end & -PAGE_SIZE

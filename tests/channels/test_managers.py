@@ -68,7 +68,8 @@ def manager() -> Iterator[Any]:
 
 def test_arguments_may_be_given_by_their_places() -> None:
     """As the standard class takes them; arrays are shared all the same."""
-    with TrayManager(None, b"key", "pickle", shmreduce.get_context("fork")) as manager:
+    started: Any = TrayManager(None, b"key", "pickle", shmreduce.get_context("fork"))
+    with started as manager:
         assert manager.Tray().put(np.zeros(SIZE)) == manager._process.pid
 
 
