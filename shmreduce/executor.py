@@ -1,6 +1,6 @@
 """An executor with the interface of :class:`concurrent.futures.ProcessPoolExecutor`.
 
-May import everything below it; the work is done in :mod:`shmreduce.pool_crew`.
+May import everything below it; the work is done in :mod:`shmreduce.pool_supervisor`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import WorkerDied
 from shmreduce.pool import checked_retries, chunks_of, processors
-from shmreduce.pool_crew import Crew
+from shmreduce.pool_supervisor import Supervisor
 from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
-from shmreduce.pool_worker import Orders
+from shmreduce.pool_worker import WorkerOptions
 from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class ProcessPoolExecutor(Executor):
             check_allocator()
         self._max_workers = max_workers
         self._mp_context = mp_context
-        orders = Orders(
+        options = WorkerOptions(
             initializer,
             tuple(initargs),
             max_tasks_per_child,
@@ -158,29 +158,31 @@ class ProcessPoolExecutor(Executor):
             plain_errors=True,
             shared_allocations=shared_allocations,
         )
-        self._crew = Crew(
-            mp_context, _make_process, max_workers, orders, ExecutorWorkerDied, _broken
+        self._supervisor = Supervisor(
+            mp_context, _make_process, max_workers, options, ExecutorWorkerDied, _broken
         )
-        self._crew.wanted = max_workers if self._forks else 1
+        self._supervisor.wanted = max_workers if self._forks else 1
         self._lock = threading.Lock()
         self._shut = False
         self._pending: set[Future[Any]] = set()
         # At the end of the interpreter what was submitted is done first: before functions
         # of atexit are called, and in a child, before other children are waited for.
-        _end.crews[id(self._crew)] = self._crew
-        util.Finalize(self._crew, _finish, args=(weakref.ref(self._crew),), exitpriority=15)
+        _end.supervisors[id(self._supervisor)] = self._supervisor
+        util.Finalize(
+            self._supervisor, _finish, args=(weakref.ref(self._supervisor),), exitpriority=15
+        )
         # Dropped without shutdown: what was submitted is done, then the workers leave.
-        weakref.finalize(self, self._crew.close).atexit = False
+        weakref.finalize(self, self._supervisor.close).atexit = False
 
     # The names that programs know.
 
     @property
     def _broken(self) -> bool:
-        return self._crew.broken_by is not None
+        return self._supervisor.broken_by is not None
 
     @property
     def _processes(self) -> dict[int | None, Any]:
-        return {worker.process.pid: worker.process for worker in self._crew.workers}
+        return {worker.process.pid: worker.process for worker in self._supervisor.workers}
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Let a worker call ``fn(*args, **kwargs)``; do not wait for it.
@@ -275,16 +277,16 @@ class ProcessPoolExecutor(Executor):
         # Not with the lock: callbacks run, which may shut down as well.
         for future in pending:
             future.cancel()
-        self._crew.close()
+        self._supervisor.close()
         if wait:
-            self._crew.join()
+            self._supervisor.join()
 
     def _submit(self, call: Call, first: int | None) -> Future[Any]:
         self._check_open()
         promise = _Promise(self._pending)
         try:
             task = make_task(
-                promise, 0, first, call, retries=self._retries, dumps=self._crew.dumps
+                promise, 0, first, call, retries=self._retries, dumps=self._supervisor.dumps
             )
         except Exception as error:
             if is_from_handler(error):
@@ -302,11 +304,11 @@ class ProcessPoolExecutor(Executor):
             try:
                 if not self._forks:
                     needed = min(self._max_workers, len(self._pending))
-                    self._crew.wanted = max(self._crew.wanted, needed)
+                    self._supervisor.wanted = max(self._supervisor.wanted, needed)
                 # By its thread: Ctrl-C may come before anything else is noted.
-                if self._crew.thread.ident is None:
-                    self._crew.start()
-                self._crew.submit(task)
+                if self._supervisor.thread.ident is None:
+                    self._supervisor.start()
+                self._supervisor.submit(task)
             except BaseException:
                 self._pending.discard(promise.future)
                 task.discard()
@@ -314,11 +316,11 @@ class ProcessPoolExecutor(Executor):
             return promise.future
 
     def _check_open(self) -> None:
-        if self._crew.broken_by is not None:
-            raise _broken(self._crew.broken_by)
+        if self._supervisor.broken_by is not None:
+            raise _broken(self._supervisor.broken_by)
         if self._shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        if _end.has_come or self._crew.closing:
+        if _end.has_come or self._supervisor.closing:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
 
@@ -336,12 +338,14 @@ class _End:
     def begin_anew(self) -> None:
         """Forget, in a forked child, the executors of its parent."""
         self.has_come = False
-        self.crews: weakref.WeakValueDictionary[int, Crew] = weakref.WeakValueDictionary()
+        self.supervisors: weakref.WeakValueDictionary[int, Supervisor] = (
+            weakref.WeakValueDictionary()
+        )
 
     def come(self) -> None:
         """Let all executors do what was submitted, and leave."""
         self.has_come = True
-        for reference in self.crews.valuerefs():
+        for reference in self.supervisors.valuerefs():
             _finish(reference)
 
 
@@ -349,11 +353,11 @@ _end = _End()
 os.register_at_fork(after_in_child=_end.begin_anew)
 
 
-def _finish(reference: Callable[[], Crew | None]) -> None:
-    crew = reference()
-    if crew is not None:
-        crew.close()
-        crew.join()
+def _finish(reference: Callable[[], Supervisor | None]) -> None:
+    supervisor = reference()
+    if supervisor is not None:
+        supervisor.close()
+        supervisor.join()
 
 
 def _make_process(context: Any, **arguments: Any) -> Any:

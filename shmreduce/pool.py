@@ -1,6 +1,6 @@
 """A pool of worker processes with the interface of :class:`multiprocessing.pool.Pool`.
 
-May import everything below it; the work is done in :mod:`shmreduce.pool_crew`.
+May import everything below it; the work is done in :mod:`shmreduce.pool_supervisor`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import TaskAbandonedError, WorkerDied
-from shmreduce.pool_crew import TERMINATED, Crew
-from shmreduce.pool_progress import make_bar, with_bar
+from shmreduce.pool_progress_bar import make_bar, with_bar
 from shmreduce.pool_results import (
     ApplyResult,
     AsyncResult,
@@ -24,8 +23,9 @@ from shmreduce.pool_results import (
     IMapUnorderedIterator,
     MapResult,
 )
+from shmreduce.pool_supervisor import TERMINATED, Supervisor
 from shmreduce.pool_tasks import EACH, EACH_STARRED, ONCE, make_task
-from shmreduce.pool_worker import Orders
+from shmreduce.pool_worker import WorkerOptions
 from shmreduce.signals import is_from_handler
 from shmreduce.standard_names import names_of
 
@@ -135,11 +135,11 @@ class Pool:
             # Here, and not in each worker.
             check_allocator()
         self._processes = processes
-        self._crew = Crew(
+        self._supervisor = Supervisor(
             context or get_context(),
             self.Process,
             processes,
-            Orders(
+            WorkerOptions(
                 initializer,
                 tuple(initargs),
                 maxtasksperchild,
@@ -151,8 +151,8 @@ class Pool:
             broken=lambda error: error,
         )
         # First: Ctrl-C may come before there is a pool that could be terminated.
-        self._terminate = util.Finalize(self, self._crew.terminate, exitpriority=15)
-        self._crew.start()
+        self._terminate = util.Finalize(self, self._supervisor.terminate, exitpriority=15)
+        self._supervisor.start()
         self._state = RUN
 
     @staticmethod
@@ -195,11 +195,11 @@ class Pool:
     @property
     def _pool(self) -> list[BaseProcess]:
         # The name that programs know.
-        return [worker.process for worker in self._crew.workers]
+        return [worker.process for worker in self._supervisor.workers]
 
     def _repopulate_pool(self) -> None:
         # Done by itself here.
-        self._crew.wake()
+        self._supervisor.wake()
 
     def _check_running(self) -> None:
         if self._state != RUN:
@@ -350,11 +350,11 @@ class Pool:
             update = None if bar is None else bar.update
             result = MapResult(self, chunksize, len(items), progress=update)
             try:
-                self._crew.announce(result)
+                self._supervisor.announce(result)
                 # Waiting for room while it waits anyway: inputs are not copied far ahead.
                 self._send_chunks(result, how, func, items, chunksize, tries, patient=True)
             finally:
-                self._crew.revoke(result)
+                self._supervisor.revoke(result)
             values: list[Any] = result.get()
             return values
         finally:
@@ -462,7 +462,7 @@ class Pool:
         bar = make_bar(progress, _length_of(iterable)) if progress else None
         tries = self._tries(retries)
         try:
-            self._crew.announce(result)
+            self._supervisor.announce(result)
             threading.Thread(
                 target=self._feed,
                 args=(result, func, iterable, chunksize, tries),
@@ -470,7 +470,7 @@ class Pool:
                 daemon=True,
             ).start()
         except BaseException:
-            self._crew.revoke(result)
+            self._supervisor.revoke(result)
             raise
         results: Iterator[Any] = result
         if chunksize > 1:
@@ -499,7 +499,7 @@ class Pool:
             result.answer(index, False, error)
             result.expect(index + 1)
         finally:
-            self._crew.revoke(result)
+            self._supervisor.revoke(result)
 
     # What all of them do
 
@@ -516,9 +516,11 @@ class Pool:
         *,
         patient: bool = False,
     ) -> bool:
-        """Pickle a task and give it to the crew; False if the pool has ended."""
+        """Pickle a task and give it to the workers; False if the pool has ended."""
         try:
-            task = make_task(result, index, first, call, retries=retries, dumps=self._crew.dumps)
+            task = make_task(
+                result, index, first, call, retries=retries, dumps=self._supervisor.dumps
+            )
         except Exception as error:
             if is_from_handler(error):
                 raise
@@ -527,16 +529,16 @@ class Pool:
             return True
         if patient:
             try:
-                wanted = self._crew.room.take(task.weight)
+                wanted = self._supervisor.backpressure.acquire(task.weight)
             except BaseException:
                 task.discard()
                 raise
-            task.wait_in(self._crew.room.give)
+            task.wait_in_queue(self._supervisor.backpressure.release)
             if not wanted:
                 task.discard()
                 result.abandon(TaskAbandonedError(TERMINATED))
                 return False
-        self._crew.submit(task)
+        self._supervisor.submit(task)
         return True
 
     # The end
@@ -546,14 +548,14 @@ class Pool:
         util.debug("closing pool")
         if self._state == RUN:
             self._state = CLOSE
-            self._crew.close()
+            self._supervisor.close()
 
     def terminate(self) -> None:
         """Kill the workers at once. Results that are not there yet fail."""
         util.debug("terminating pool")
         self._state = TERMINATE
         # Not by the finalizer alone, which is used up by a call that Ctrl-C ends.
-        self._crew.terminate()
+        self._supervisor.terminate()
         self._terminate.cancel()
 
     def join(self) -> None:
@@ -563,7 +565,7 @@ class Pool:
             raise ValueError("Pool is still running")
         if self._state not in {CLOSE, TERMINATE}:
             raise ValueError("In unknown state")
-        self._crew.join()
+        self._supervisor.join()
 
 
 def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:

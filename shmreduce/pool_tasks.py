@@ -67,7 +67,7 @@ class Task:
     __slots__ = (
         "_foreign",
         "_handles",
-        "_room",
+        "_release",
         "deaths",
         "first",
         "index",
@@ -101,22 +101,22 @@ class Task:
         """Workers that were killed before they had begun with it, in a row."""
         self.started = False
         """Whether a worker was given it."""
-        self._room: Callable[[int], object] | None = None
+        self._release: Callable[[int], object] | None = None
 
     @property
     def data(self) -> bytes | memoryview:
         """The pickle of the current try."""
         return self.tries[-1]
 
-    def wait_in(self, give_back: Callable[[int], object]) -> None:
-        """Take note of where the weight is given back when it no longer waits."""
-        self._room = give_back
+    def wait_in_queue(self, release: Callable[[int], object]) -> None:
+        """Take note of what takes the weight back when it no longer waits."""
+        self._release = release
 
     def leave_queue(self) -> None:
         """Take note that it no longer waits for a worker."""
-        if self._room is not None:
-            self._room(self.weight)
-            self._room = None
+        if self._release is not None:
+            self._release(self.weight)
+            self._release = None
 
     def next_try(self) -> bool:
         """Go on to the next try, if there is one; the memory of this one is given back."""

@@ -1,8 +1,8 @@
 """What a worker process of a pool does.
 
 May import :mod:`shmreduce.errors`, ``born``, ``pool_tasks``, ``pool_channel``,
-``pool_errors``, ``pool_marks`` and ``parent_death``. The protocol
-is described in :mod:`shmreduce.pool_crew`.
+``pool_errors``, ``pool_worker_progress`` and ``parent_death``. The protocol
+is described in :mod:`shmreduce.pool_supervisor`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from shmreduce.descriptor import Descriptor
     from shmreduce.pool_channel import Channel
-    from shmreduce.pool_marks import Marks
+    from shmreduce.pool_worker_progress import WorkerProgress
 
-__all__ = ["Orders", "work"]
+__all__ = ["WorkerOptions", "work"]
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -59,7 +59,7 @@ class _ProgramFile:
         return import_main_path, (self._path,)
 
 
-class Orders:
+class WorkerOptions:
     """What all workers of a pool are told when they start.
 
     Parameters
@@ -68,7 +68,7 @@ class Orders:
         Called first, with ``initargs``.
     initargs : tuple
         Its arguments.
-    limit : int or None
+    max_tasks : int or None
         How many tasks to do before leaving.
     catch : type
         What is an answer when a task raises it. Anything else ends the worker.
@@ -86,7 +86,7 @@ class Orders:
         self,
         initializer: Callable[..., object] | None,
         initargs: tuple[Any, ...],
-        limit: int | None,
+        max_tasks: int | None,
         catch: type[BaseException],
         parent: int,
         *,
@@ -97,35 +97,37 @@ class Orders:
         self.program_file = _ProgramFile()
         self.initializer = initializer
         self.initargs = initargs
-        self.limit = limit
+        self.max_tasks = max_tasks
         self.catch = catch
         self.parent = parent
         self.plain_errors = plain_errors
         self.shared_allocations = shared_allocations
 
 
-def work(channel: Channel, lifeline: Descriptor, marks: Marks, orders: Orders) -> None:
+def work(
+    channel: Channel, lifeline: Descriptor, progress: WorkerProgress, options: WorkerOptions
+) -> None:
     """Do tasks until there are none, the limit is reached, or the parent is gone."""
     try:
-        die_with_parent(lifeline, signal.SIGTERM, orders.parent)
+        die_with_parent(lifeline, signal.SIGTERM, options.parent)
         close_in_forked_children(channel)
-        if _initialize(channel, orders):
-            _do_tasks(channel, marks, orders)
+        if _initialize(channel, options):
+            _do_tasks(channel, progress, options)
     except KeyboardInterrupt:
         # Ctrl-C reaches all processes of a terminal, and the parent reports it.
         raise SystemExit(_INTERRUPTED) from None
 
 
-def _initialize(channel: Channel, orders: Orders) -> bool:
-    if orders.initializer is not None or orders.shared_allocations:
+def _initialize(channel: Channel, options: WorkerOptions) -> bool:
+    if options.initializer is not None or options.shared_allocations:
         try:
-            if orders.shared_allocations:
+            if options.shared_allocations:
                 check_allocator()
-            if orders.initializer is not None:
-                orders.initializer(*orders.initargs)
+            if options.initializer is not None:
+                options.initializer(*options.initargs)
         except Exception as error:
             # On the worker's stderr too: nobody may ever ask for a result.
-            if orders.plain_errors:
+            if options.plain_errors:
                 # Where concurrent.futures says it; without a handler that is stderr.
                 import logging
 
@@ -137,11 +139,11 @@ def _initialize(channel: Channel, orders: Orders) -> bool:
     return _tell(channel, READY, None)
 
 
-def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
+def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions) -> None:
     done = 0
     data: bytes | Exception
-    around = shared_allocations() if orders.shared_allocations else contextlib.nullcontext()
-    while orders.limit is None or done < orders.limit:
+    around = shared_allocations() if options.shared_allocations else contextlib.nullcontext()
+    while options.max_tasks is None or done < options.max_tasks:
         try:
             data = channel.receive_bytes()
         except (EOFError, OSError):
@@ -153,9 +155,9 @@ def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
         if data == STOP:
             return
         done += 1
-        marks.position = 0
-        marks.begun = done
-        if not _answer(channel, data, marks, orders, around):
+        progress.position = 0
+        progress.begun = done
+        if not _answer(channel, data, progress, options, around):
             return
         # Arrays of this task are not to live until the next one comes.
         del data
@@ -167,21 +169,21 @@ def _do_tasks(channel: Channel, marks: Marks, orders: Orders) -> None:
 def _answer(
     channel: Channel,
     data: bytes | Exception,
-    marks: Marks,
-    orders: Orders,
+    progress: WorkerProgress,
+    options: WorkerOptions,
     around: AbstractContextManager[object],
 ) -> bool:
     """Do one task and send its answer; False if there is nobody to send it to."""
     # In a list, so that there is no reference to it but one that others can drop.
-    held = [_run(channel, data, marks, orders.catch, around)]
+    held = [_run(channel, data, progress, options.catch, around)]
     try:
-        moving = orders.shared_allocations
+        moving = options.shared_allocations
         message = channel.pack_last(held) if moving else channel.pack(held[0])
     except KeyboardInterrupt:
         raise
-    except orders.catch as error:
+    except options.catch as error:
         # Where there is no value any more it was pickled, and not moved: no memory, say.
-        if held and not isinstance(error, ShmreduceError) and not orders.plain_errors:
+        if held and not isinstance(error, ShmreduceError) and not options.plain_errors:
             # Not one that says itself what to do, such as: there is no memory.
             value = held[0][1]
             if isinstance(value, ExceptionWithTraceback):
@@ -195,7 +197,7 @@ def _answer(
 def _run(
     channel: Channel,
     data: bytes | Exception,
-    marks: Marks,
+    progress: WorkerProgress,
     catch: type[BaseException],
     around: AbstractContextManager[object],
 ) -> tuple[bool, Any]:
@@ -207,7 +209,7 @@ def _run(
         with around:
             if how == ONCE:
                 return True, function(*arguments, **keywords)
-            return True, _run_all(how, function, arguments, marks)
+            return True, _run_all(how, function, arguments, progress)
     except KeyboardInterrupt:
         raise
     except catch as error:
@@ -215,11 +217,11 @@ def _run(
 
 
 def _run_all(
-    how: int, function: Callable[..., Any], items: tuple[Any, ...], marks: Marks
+    how: int, function: Callable[..., Any], items: tuple[Any, ...], progress: WorkerProgress
 ) -> list[Any]:
     results = []
     for position, item in enumerate(items):
-        marks.position = position
+        progress.position = position
         results.append(function(item) if how == EACH else function(*item))
     return results
 

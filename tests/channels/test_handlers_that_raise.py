@@ -15,8 +15,8 @@ import shmreduce
 from shmreduce import discovery, process_registry
 from shmreduce.connection import Connection
 from shmreduce.memory import headroom, locks
+from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_results import IMapIterator
-from shmreduce.pool_room import Room
 from tests.channels.channels import PATIENCE, within
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
@@ -237,9 +237,9 @@ def test_a_queue_can_be_used_after_ctrl_c_in_put() -> None:
 
 def test_a_pool_goes_on_after_ctrl_c_in_those_who_wait_for_it() -> None:
     """The pool's own thread gets the locks of those who feed it, and of results."""
-    room = Room(1)
-    struck_where_conditions_are_entered(lambda: room.take(1))
-    in_time(lambda: room.give(1))
+    backpressure = Backpressure(1)
+    struck_where_conditions_are_entered(lambda: backpressure.acquire(1))
+    in_time(lambda: backpressure.release(1))
     results = IMapIterator(None)
     results.expect(1)
     results.answer(0, True, 5)

@@ -197,7 +197,7 @@ def test_shutting_down() -> None:
 def test_a_dropped_executor_finishes() -> None:
     """What was submitted is done when nobody holds the executor any more; no thread is left."""
     executor = ProcessPoolExecutor(1, FORK)
-    thread = executor._crew.thread
+    thread = executor._supervisor.thread
     future = executor.submit(square, 3)
     del executor
     assert future.result(PATIENCE) == 9

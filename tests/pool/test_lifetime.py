@@ -292,9 +292,9 @@ def test_exit_codes_that_the_kernel_does_not_keep(run: Callable[[str], Program])
     """In a program that ignores SIGCHLD nobody waits for the exit codes of workers."""
     program = run(
         "import multiprocessing, signal\n"
-        "from shmreduce import pool_member\n"
+        "from shmreduce import pool_worker_handle\n"
         "from shmreduce.pool import Pool\n"
-        f"pool_member._REAP = {2 * PATIENCE}\n"
+        f"pool_worker_handle._REAP = {2 * PATIENCE}\n"
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
         "pool = Pool(2, maxtasksperchild=2, context=multiprocessing.get_context('fork'))\n"
         "print(*pool.map(abs, range(-6, 0), chunksize=1))\n"

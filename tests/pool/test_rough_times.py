@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import shmreduce
-from shmreduce import OutOfSharedMemoryError, TaskAbandonedError, pool_crew
+from shmreduce import OutOfSharedMemoryError, TaskAbandonedError, pool_supervisor
 from shmreduce.connection import Connection
 from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import Pool
-from shmreduce.pool_crew import Crew
-from shmreduce.pool_room import Room
+from shmreduce.pool_backpressure import Backpressure
+from shmreduce.pool_supervisor import Supervisor
 from tests.conftest import PATIENCE, descendants
 
 if TYPE_CHECKING:
@@ -111,31 +111,31 @@ def test_ctrl_c_while_the_thread_starts_leaves_nothing(monkeypatch: pytest.Monke
         Pool(2, context=FORK)
 
 
-def test_ctrl_c_when_the_crew_is_there_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_when_the_workers_are_there_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that was never returned is terminated when it is dropped."""
-    start = Crew.start
+    start = Supervisor.start
 
-    def interrupted(self: Crew) -> None:
+    def interrupted(self: Supervisor) -> None:
         start(self)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Crew, "start", interrupted)
+        patch.setattr(Supervisor, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Pool(2, context=FORK)
 
 
 def test_an_executor_whose_start_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call does not start its workers again."""
-    start = Crew.start
+    start = Supervisor.start
 
-    def interrupted(self: Crew) -> None:
+    def interrupted(self: Supervisor) -> None:
         start(self)
         raise KeyboardInterrupt
 
     with ProcessPoolExecutor(1, mp_context=FORK) as executor:
         with monkeypatch.context() as patch:
-            patch.setattr(Crew, "start", interrupted)
+            patch.setattr(Supervisor, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 executor.submit(abs, -1)
         assert executor.submit(abs, -2).result(PATIENCE) == 2
@@ -145,7 +145,7 @@ def test_an_executor_whose_start_was_interrupted_goes_on(monkeypatch: pytest.Mon
 def test_an_executor_that_cannot_start_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is given back, and does not count."""
     with ProcessPoolExecutor(2, mp_context=FORK) as executor:
-        once(monkeypatch, Crew, "start", OSError(errno.EMFILE, "none free"))
+        once(monkeypatch, Supervisor, "start", OSError(errno.EMFILE, "none free"))
         with pytest.raises(OSError, match="none free"):
             executor.submit(len, bytes(1 << 20))
         assert executor._pending == set()
@@ -157,7 +157,7 @@ def test_terminate_can_be_repeated_after_ctrl_c(monkeypatch: pytest.MonkeyPatch)
     pool = Pool(2, context=FORK)
     assert pool.apply(abs, (-1,)) == 1
     workers: list[Any] = list(pool._pool)
-    once(monkeypatch, Room, "close", KeyboardInterrupt())
+    once(monkeypatch, Backpressure, "close", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         pool.terminate()
     pool.terminate()
@@ -207,7 +207,7 @@ def test_a_worker_that_cannot_be_replaced_for_lack_of_memory_is_later(
 ) -> None:
     """The pool goes on; another try succeeds."""
     with Pool(2, maxtasksperchild=1, context=FORK) as pool:
-        once(monkeypatch, Crew, "_start_worker", OutOfSharedMemoryError("none free"))
+        once(monkeypatch, Supervisor, "_start_worker", OutOfSharedMemoryError("none free"))
         assert pool.map(abs, range(-6, 0), chunksize=1) == [6, 5, 4, 3, 2, 1]
 
 
@@ -256,14 +256,14 @@ def test_system_exit_in_users_code_ends_no_pool(
 def test_the_ends_of_one_pools_worker_are_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one pool makes the connection of a worker, no other pool starts one."""
     inside: list[bool] = []
-    crews: Any = pool_crew
-    make_channels: Callable[[Any], Any] = crews.make_channels
+    supervisors: Any = pool_supervisor
+    make_channels: Callable[[Any], Any] = supervisors.make_channels
 
     def watched(context: Any) -> Any:
-        inside.append(crews._starting.locked())
+        inside.append(supervisors._starting.locked())
         return make_channels(context)
 
-    monkeypatch.setattr(crews, "make_channels", watched)
+    monkeypatch.setattr(supervisors, "make_channels", watched)
     with Pool(2, context=FORK) as pool:
         assert pool.apply(abs, (-1,)) == 1
     assert inside == [True, True]

@@ -12,14 +12,14 @@ from typing import Any
 from shmreduce.descriptor import Descriptor
 from shmreduce.memory.anonymous import anonymous_file
 
-__all__ = ["Board", "Marks"]
+__all__ = ["ProgressTable", "WorkerProgress"]
 
 _WORD = 8
 _PER_WORKER = 2
 
 
-class Board:
-    """The marks of all workers of a pool: a few words of shared memory.
+class ProgressTable:
+    """The progress of all workers of a pool: a few words of shared memory.
 
     As part of the arguments of a process that is being started it reaches the
     child under every start method. The memory goes with the last process that
@@ -36,15 +36,15 @@ class Board:
         self._words = memoryview(mmap.mmap(descriptor.fileno(), 0)).cast("Q")
 
     @classmethod
-    def for_workers(cls, count: int) -> Board:
-        """Make a board for so many workers."""
+    def for_workers(cls, count: int) -> ProgressTable:
+        """Make a table for so many workers."""
         number = anonymous_file("shmreduce-pool")
         descriptor = Descriptor(number)
         os.truncate(number, _WORD * _PER_WORKER * count)
         return cls(descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Board, (self._descriptor,)
+        return ProgressTable, (self._descriptor,)
 
     def __getitem__(self, place: int) -> int:
         return self._words[place]
@@ -53,37 +53,37 @@ class Board:
         self._words[place] = number
 
 
-class Marks:
+class WorkerProgress:
     """How far one worker is.
 
     Parameters
     ----------
-    board : Board
+    table : ProgressTable
         Where it is written.
     slot : int
         Which worker it is.
     """
 
-    __slots__ = ("_board", "_start")
+    __slots__ = ("_start", "_table")
 
-    def __init__(self, board: Board, slot: int) -> None:
-        self._board = board
+    def __init__(self, table: ProgressTable, slot: int) -> None:
+        self._table = table
         self._start = _PER_WORKER * slot
 
     @property
     def begun(self) -> int:
         """How many tasks the worker has begun."""
-        return self._board[self._start]
+        return self._table[self._start]
 
     @begun.setter
     def begun(self, number: int) -> None:
-        self._board[self._start] = number
+        self._table[self._start] = number
 
     @property
     def position(self) -> int:
         """Which item of its task it is at."""
-        return self._board[self._start + 1]
+        return self._table[self._start + 1]
 
     @position.setter
     def position(self, number: int) -> None:
-        self._board[self._start + 1] = number
+        self._table[self._start + 1] = number

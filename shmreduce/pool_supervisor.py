@@ -1,8 +1,8 @@
 """The workers of one pool, and the thread that gives them work.
 
 May import errors, ``interrupts``, ``parent_death``, ``pool_channel``, ``pool_errors``,
-``pool_marks``, ``pool_member``, ``pool_room``, ``pool_worker``, and for types alone
-``pool_results`` and ``pool_tasks``.
+``pool_backpressure``, ``pool_self_pipe``, ``pool_worker_progress``, ``pool_worker_handle``,
+``pool_worker``, and for types alone ``pool_results`` and ``pool_tasks``.
 
 The protocol
 ------------
@@ -17,7 +17,7 @@ anybody else's way.
    one answer ``(succeeded, value)`` for each, in order. So answers carry no
    number: an answer belongs to the oldest task that has none.
 3. Before it looks into a task the worker counts it in shared memory
-   (:class:`~shmreduce.pool_marks.Marks`), and notes there which item of it it
+   (:class:`~shmreduce.pool_worker_progress.WorkerProgress`), and notes there which item of it it
    is at.
 4. A worker leaves after ``maxtasksperchild`` tasks, when it is told to stop,
    and when its connection ends. It is killed when the pool is terminated or
@@ -67,6 +67,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce.errors import ProducerDied, ShmreduceError, TaskAbandonedError
 from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import Lifeline
+from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_channel import (
     FAILED,
     READY,
@@ -76,10 +77,10 @@ from shmreduce.pool_channel import (
     make_channels,
 )
 from shmreduce.pool_errors import explained, forget_announced
-from shmreduce.pool_marks import Board, Marks
-from shmreduce.pool_member import Worker, describe_death
-from shmreduce.pool_room import Room, Wake
-from shmreduce.pool_worker import Orders, work
+from shmreduce.pool_self_pipe import SelfPipe
+from shmreduce.pool_worker import WorkerOptions, work
+from shmreduce.pool_worker_handle import WorkerHandle, describe_death
+from shmreduce.pool_worker_progress import ProgressTable, WorkerProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,22 +89,22 @@ if TYPE_CHECKING:
     from shmreduce.pool_results import Receiver
     from shmreduce.pool_tasks import Task
 
-__all__ = ["TERMINATED", "Crew"]
+__all__ = ["TERMINATED", "Supervisor"]
 
 _GRACE = 5.0
 """Seconds that a worker has to end after SIGTERM."""
-_PAUSE = 0.02
+_RETRY_DELAY = 0.02
 """Seconds to wait after a worker could not be started, more each time."""
-_LONGEST_PAUSE = 1.0
-_PATIENCE = 10
+_LONGEST_RETRY_DELAY = 1.0
+_FAILED_STARTS = 10
 """Workers, beyond the pool's size, that may fail to start in a row."""
-_SHORT = 1e-3
+_SHORT_TASK = 1e-3
 """Seconds: tasks that take less are worth sending ahead."""
-_DEPTH = 4
+_PREFETCHED = 4
 """Short tasks that a worker may have: it then need not sleep between them."""
-_TURN = 0.1
+_LOCK_POLL = 0.1
 """Seconds to wait for the turn to start a worker before looking around."""
-_AHEAD = 2 << 10
+_PREFETCH_BYTES = 2 << 10
 """Bytes of a task that may be sent to a worker that is not reading."""
 TERMINATED = (
     "the pool was terminated before this result was there: call close() and join() instead of "
@@ -124,7 +125,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Crew:
+class Supervisor:
     """The workers of one pool.
 
     Parameters
@@ -135,7 +136,7 @@ class Crew:
         Called with the context and the arguments of ``Process``.
     size : int
         How many workers there are.
-    orders : Orders
+    options : WorkerOptions
         What they are told when they start.
     died : callable
         Makes the exception of a task whose worker was killed; takes what
@@ -150,34 +151,34 @@ class Crew:
         context: Any,
         make_process: Callable[..., BaseProcess],
         size: int,
-        orders: Orders,
+        options: WorkerOptions,
         died: Callable[..., BaseException],
         broken: Callable[[BaseException], BaseException],
     ) -> None:
         self.size = size
         self.wanted = size
         """How many there are to be now; up to ``size``."""
-        self.workers: list[Worker] = []
+        self.workers: list[WorkerHandle] = []
         self.broken_by: BaseException | None = None
         """Why workers cannot be started."""
-        self.room = Room(size)
+        self.backpressure = Backpressure(size)
         self.dumps = channel_class(context).dumps
         """Pickles what :func:`~shmreduce.pool_tasks.make_task` is given."""
         self._context = context
         self._make_process = make_process
-        self._orders = orders
+        self._options = options
         self._died = died
         self._broken = broken
-        self._board = Board.for_workers(size)
+        self._table = ProgressTable.for_workers(size)
         self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._waiting: collections.deque[Task] = collections.deque()
-        self._fed: dict[Receiver, None] = {}
+        self._announced: dict[Receiver, None] = {}
         """Who waits for answers to tasks that are announced."""
-        self._pace = 5 * _SHORT
+        self._mean_seconds = 5 * _SHORT_TASK
         self._failures = 0
         self._next_start = 0.0
-        self._closing = self._terminating = self._dismissed = self.ended = False
-        self._wake: Wake
+        self._closing = self._terminating = self._stopping = self.ended = False
+        self._self_pipe: SelfPipe
         self._selector: selectors.BaseSelector
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
@@ -191,13 +192,13 @@ class Crew:
         OSError
             If one cannot be started. None is left then.
         """
-        self._wake = Wake()
+        self._self_pipe = SelfPipe()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake.fileno(), selectors.EVENT_READ)
+        self._selector.register(self._self_pipe.fileno(), selectors.EVENT_READ)
         try:
             with Interrupts() as interrupts:
                 while len(self.workers) < self.wanted:
-                    self._hire()
+                    self._add_worker()
                     interrupts.pass_on()
                 self.thread.start()
         except BaseException:
@@ -210,7 +211,7 @@ class Crew:
             raise
 
     def submit(self, task: Task) -> None:
-        """Give a task to the crew, which answers its receiver."""
+        """Give a task to the workers; its receiver is answered."""
         self._inbox.put(task)
         self.wake()
 
@@ -219,11 +220,11 @@ class Crew:
 
         It is told if they never come.
         """
-        self._fed[receiver] = None
+        self._announced[receiver] = None
 
     def revoke(self, receiver: Receiver) -> None:
         """Say that there are no more of those announced; once more does nothing."""
-        self._fed.pop(receiver, None)
+        self._announced.pop(receiver, None)
         self.wake()
 
     def wake(self) -> None:
@@ -233,7 +234,7 @@ class Crew:
         """
         if self.thread.ident is None:
             return
-        self._wake.set()
+        self._self_pipe.wake()
         if self.ended:
             self._abandon(TaskAbandonedError(TERMINATED))
 
@@ -252,7 +253,7 @@ class Crew:
         # First what makes the thread end, which does the rest as well: Ctrl-C may come.
         self._terminating = True
         self.wake()
-        self.room.close()
+        self.backpressure.close()
         self.join()
 
     def join(self) -> None:
@@ -265,42 +266,42 @@ class Crew:
     def _run(self) -> None:
         error: BaseException = TaskAbandonedError(TERMINATED)
         try:
-            while self._step():
+            while self._run_once():
                 pass
         except BaseException as unforeseen:
             error = unforeseen
             raise
         finally:
-            self.room.close()
+            self.backpressure.close()
             self._kill()
             self._close()
             self.ended = True
             self._abandon(error)
 
-    def _step(self) -> bool:
-        self._take_in()
+    def _run_once(self) -> bool:
+        self._take_submitted()
         if self._terminating:
             return False
-        if not self._dismissed:
-            self._replace()
-            self._hand_out()
-        if self._closing and not self._busy():
-            self._dismiss()
-        if self._dismissed and not self.workers:
+        if not self._stopping:
+            self._repopulate()
+            self._assign_tasks()
+        if self._closing and not self._has_work():
+            self._stop_workers()
+        if self._stopping and not self.workers:
             return False
-        self._look()
+        self._wait_for_events()
         return True
 
-    def _busy(self) -> bool:
+    def _has_work(self) -> bool:
         # Those first: who is struck off has put its last task into the inbox before.
         return bool(
-            self._fed
+            self._announced
             or self._waiting
-            or any(worker.tasks or worker.lost for worker in self.workers)
+            or any(worker.tasks or worker.lost_answers for worker in self.workers)
             or not self._inbox.empty()
         )
 
-    def _take_in(self) -> None:
+    def _take_submitted(self) -> None:
         while True:
             try:
                 task = self._inbox.get_nowait()
@@ -312,57 +313,57 @@ class Crew:
                 self._waiting.append(task)
             del task
 
-    def _look(self) -> None:
+    def _wait_for_events(self) -> None:
         """Wait for news, and deal with them."""
         timeout = None
-        if not self._complete():
+        if not self._has_all_workers():
             timeout = max(0.0, self._next_start - time.monotonic())
         ended = []
         for key, _ in self._selector.select(timeout):
-            worker: Worker | None = key.data
+            worker: WorkerHandle | None = key.data
             if worker is None:
-                self._wake.clear()
+                self._self_pipe.drain()
             elif key.fd == worker.sentinel:
                 ended.append(worker)
             else:
                 self._receive(worker)
         for worker in ended:
-            self._bury(worker)
+            self._handle_death(worker)
 
     # Workers
 
-    def _complete(self) -> bool:
-        return self._dismissed or self.broken_by is not None or len(self.workers) >= self.wanted
+    def _has_all_workers(self) -> bool:
+        return self._stopping or self.broken_by is not None or len(self.workers) >= self.wanted
 
-    def _replace(self) -> None:
-        if self._closing and not self._busy():
+    def _repopulate(self) -> None:
+        if self._closing and not self._has_work():
             return
-        while not self._complete() and time.monotonic() >= self._next_start:
+        while not self._has_all_workers() and time.monotonic() >= self._next_start:
             try:
-                self._hire()
+                self._add_worker()
             except Exception as error:
                 # No descriptor, no process or no memory is free at the moment.
                 self._failed_to_start(error)
                 return
 
-    def _hire(self) -> None:
+    def _add_worker(self) -> None:
         slot = next(i for i in itertools.count() if all(i != w.slot for w in self.workers))
-        marks = Marks(self._board, slot)
-        marks.begun = 0
+        progress = WorkerProgress(self._table, slot)
+        progress.begun = 0
         turn = _starting
-        while not turn.acquire(timeout=_TURN):
+        while not turn.acquire(timeout=_LOCK_POLL):
             # The collector may have this pool end in the thread that has the turn.
             if self._terminating:
                 raise InterruptedError("the pool is terminated")
         try:
-            worker = self._start_worker(slot, marks)
+            worker = self._start_worker(slot, progress)
         finally:
             turn.release()
         self.workers.append(worker)
         self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, worker)
         self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
 
-    def _start_worker(self, slot: int, marks: Marks) -> Worker:
+    def _start_worker(self, slot: int, progress: WorkerProgress) -> WorkerHandle:
         # In turn from here on: a worker that is forked by another pool meanwhile must
         # not have these ends.
         ours, theirs = make_channels(self._context)
@@ -372,12 +373,12 @@ class Crew:
             process = self._make_process(
                 self._context,
                 target=work,
-                args=(theirs, lifeline.reader, marks, self._orders),
+                args=(theirs, lifeline.reader, progress, self._options),
             )
             process.name = process.name.replace("Process", "PoolWorker")
             process.start()
             theirs.close()
-            return Worker(process, ours, lifeline, marks, slot)
+            return WorkerHandle(process, ours, lifeline, progress, slot)
         except BaseException:
             ours.close()
             lifeline.cut()
@@ -386,17 +387,17 @@ class Crew:
             theirs.close()
             lifeline.reader.close()
 
-    def _bury(self, worker: Worker) -> None:
+    def _handle_death(self, worker: WorkerHandle) -> None:
         """Deal with the end of a worker's process."""
-        while not worker.silent and worker.channel.poll():
+        while not worker.disconnected and worker.channel.poll():
             self._receive(worker)
         exitcode = worker.exit_code()
         self._remove(worker)
-        if not worker.ready and not worker.refused:
+        if not worker.ready and not worker.initializer_failed:
             self._failed_to_start(describe_death(self._died, worker, exitcode, None, None))
-        begun = worker.marks.begun - worker.answered
+        begun = worker.progress.begun - worker.answered
         again = []
-        for task in worker.lost:
+        for task in worker.lost_answers:
             if task.next_try():
                 again.append(task)
             else:
@@ -409,15 +410,15 @@ class Crew:
                 continue
             index = task.first
             if index is not None and place == begun:
-                index += worker.marks.position
+                index += worker.progress.position
             self._fail(task, describe_death(self._died, worker, exitcode, index, task))
         self._waiting.extendleft(reversed(again))
         worker.tasks.clear()
-        worker.lost.clear()
+        worker.lost_answers.clear()
 
-    def _failed_to_start(self, error: BaseException, patience: int = _PATIENCE) -> None:
+    def _failed_to_start(self, error: BaseException, patience: int = _FAILED_STARTS) -> None:
         self._failures += 1
-        pause = min(_LONGEST_PAUSE, _PAUSE * self._failures)
+        pause = min(_LONGEST_RETRY_DELAY, _RETRY_DELAY * self._failures)
         self._next_start = time.monotonic() + pause
         nobody = not any(worker.ready for worker in self.workers)
         if self.broken_by is None and nobody and self._failures >= self.size + patience:
@@ -428,10 +429,10 @@ class Crew:
         while self._waiting:
             self._fail(self._waiting.popleft(), self._broken(error))
 
-    def _dismiss(self) -> None:
-        if self._dismissed:
+    def _stop_workers(self) -> None:
+        if self._stopping:
             return
-        self._dismissed = True
+        self._stopping = True
         for worker in self.workers:
             try:
                 worker.channel.send_bytes(STOP)
@@ -439,8 +440,8 @@ class Crew:
                 # It has left already; its process will be seen to end.
                 continue
 
-    def _remove(self, worker: Worker) -> None:
-        if not worker.silent:
+    def _remove(self, worker: WorkerHandle) -> None:
+        if not worker.disconnected:
             self._selector.unregister(worker.channel.fileno())
         self._selector.unregister(worker.sentinel)
         self.workers.remove(worker)
@@ -457,42 +458,44 @@ class Crew:
                 worker.process.kill()
         for worker in list(self.workers):
             worker.exit_code()
-            self._waiting.extend([*worker.lost, *worker.tasks])
-            worker.lost.clear()
+            self._waiting.extend([*worker.lost_answers, *worker.tasks])
+            worker.lost_answers.clear()
             worker.tasks.clear()
             self._remove(worker)
 
     def _close(self) -> None:
         self._selector.close()
-        self._wake.close()
+        self._self_pipe.close()
 
     # Tasks
 
-    def _hand_out(self) -> None:
+    def _assign_tasks(self) -> None:
         if not self._waiting:
             return
         for worker in self.workers:
             if not worker.tasks:
-                self._give(worker)
-        if self._pace < _SHORT and len(self._waiting) > _DEPTH * len(self.workers):
+                self._send_next(worker)
+        if self._mean_seconds < _SHORT_TASK and len(self._waiting) > _PREFETCHED * len(
+            self.workers
+        ):
             for worker in self.workers:
-                while self._may_wait_behind(worker):
-                    if not self._give(worker, limit=_AHEAD):
+                while self._may_prefetch(worker):
+                    if not self._send_next(worker, limit=_PREFETCH_BYTES):
                         break
 
-    def _may_wait_behind(self, worker: Worker) -> bool:
+    def _may_prefetch(self, worker: WorkerHandle) -> bool:
         """Return whether the next task can be sent to a worker that is at another one."""
         return (
-            0 < len(worker.tasks) < _DEPTH
+            0 < len(worker.tasks) < _PREFETCHED
             and len(self._waiting) > 0
             and self._waiting[0].receiver is worker.tasks[0].receiver
-            and time.monotonic() - worker.since < _SHORT
+            and time.monotonic() - worker.busy_since < _SHORT_TASK
         )
 
-    def _give(self, worker: Worker, limit: int | None = None) -> bool:
+    def _send_next(self, worker: WorkerHandle, limit: int | None = None) -> bool:
         """Send the next task to a worker that can take one; False if it was not sent."""
-        while self._waiting and worker.ready and not (worker.silent or worker.lost):
-            if self._orders.limit is not None and worker.sent >= self._orders.limit:
+        while self._waiting and worker.ready and not (worker.disconnected or worker.lost_answers):
+            if self._options.max_tasks is not None and worker.sent >= self._options.max_tasks:
                 return False
             if limit is not None and len(self._waiting[0].data) > limit:
                 return False
@@ -504,7 +507,7 @@ class Crew:
                 continue
             task.started = True
             if not worker.tasks:
-                worker.since = time.monotonic()
+                worker.busy_since = time.monotonic()
             worker.tasks.append(task)
             worker.sent += 1
             try:
@@ -525,7 +528,7 @@ class Crew:
             return True
         return False
 
-    def _receive(self, worker: Worker) -> None:
+    def _receive(self, worker: WorkerHandle) -> None:
         """Read what a worker has to say."""
         try:
             unpickle = worker.channel.receive()
@@ -551,31 +554,31 @@ class Crew:
             worker.ready = True
             self._failures = 0
         elif kind == FAILED:
-            worker.refused = True
+            worker.initializer_failed = True
             # It will raise in the next worker too.
             self._failed_to_start(value, patience=2)
         else:
             now = time.monotonic()
-            self._pace += 0.2 * (now - worker.since - self._pace)
-            worker.since = now
+            self._mean_seconds += 0.2 * (now - worker.busy_since - self._mean_seconds)
+            worker.busy_since = now
             worker.answered += 1
             task = worker.tasks.popleft()
             task.done()
             task.receiver.answer(task.index, bool(kind), value)
 
-    def _lose_answer(self, worker: Worker) -> None:
+    def _lose_answer(self, worker: WorkerHandle) -> None:
         """Deal with an answer that cannot be read, since its worker has died."""
         if worker.ready and worker.tasks:
             # The answers behind it may be whole.
             worker.answered += 1
-            worker.lost.append(worker.tasks.popleft())
+            worker.lost_answers.append(worker.tasks.popleft())
         else:
             self._stop_listening(worker)
         worker.process.kill()
 
-    def _stop_listening(self, worker: Worker) -> None:
+    def _stop_listening(self, worker: WorkerHandle) -> None:
         self._selector.unregister(worker.channel.fileno())
-        worker.silent = True
+        worker.disconnected = True
 
     def _fail(self, task: Task, error: BaseException) -> None:
         task.discard()
@@ -583,9 +586,9 @@ class Crew:
 
     def _abandon(self, error: BaseException) -> None:
         """Fail what will not be done any more."""
-        for receiver in list(self._fed):
+        for receiver in list(self._announced):
             receiver.abandon(error)
-        self._take_in()
+        self._take_submitted()
         while True:
             try:
                 task = self._waiting.popleft()

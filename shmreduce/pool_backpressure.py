@@ -1,17 +1,16 @@
-"""How the threads of a program wait for a pool's thread, and wake it.
+"""Backpressure: those who feed a pool wait while too much waits for its workers.
 
 Imports nothing of shmreduce.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 
-__all__ = ["Room", "Wake"]
+__all__ = ["Backpressure"]
 
 
-class Room:
+class Backpressure:
     """How much may wait for a worker, of what comes from long iterables.
 
     Those who feed the pool wait here, so that a generator of large arrays is
@@ -33,15 +32,15 @@ class Room:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
-    def take(self, weight: int) -> bool:
+    def acquire(self, weight: int) -> bool:
         """Wait until there is room; False if there will be none, since the pool ends."""
         with self._lock:
             self._changed.wait_for(lambda: self._closed or self._used < self._limit)
             self._used += weight
             return not self._closed
 
-    def give(self, weight: int) -> None:
-        """Give back what was taken."""
+    def release(self, weight: int) -> None:
+        """Give back what was acquired."""
         with self._lock:
             self._used -= weight
             self._changed.notify_all()
@@ -51,38 +50,3 @@ class Room:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-
-
-class Wake:
-    """Makes a selector return, from any thread."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._set = False
-        # Reentrant: a finalizer may interrupt set() and call it.
-        self._lock = threading.RLock()
-
-    def fileno(self) -> int:
-        """Return the descriptor that the selector looks at."""
-        return self._reader.fileno()
-
-    def set(self) -> None:
-        """Wake whoever selects, once."""
-        with self._lock:
-            if not self._set and self._writer.fileno() != -1:
-                self._writer.send(b"!")
-                self._set = True
-
-    def clear(self) -> None:
-        """Take note that it has been woken."""
-        with self._lock:
-            self._reader.recv(16)
-            self._set = False
-
-    def close(self) -> None:
-        """Close both ends; nobody can be woken any more."""
-        with self._lock:
-            self._reader.close()
-            self._writer.close()

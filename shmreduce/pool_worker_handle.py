@@ -1,6 +1,6 @@
 """One worker of a pool, as its parent sees it.
 
-May import errors (types only), ``parent_death``, ``pool_channel``, ``pool_marks``,
+May import errors (types only), ``parent_death``, ``pool_channel``, ``pool_worker_progress``,
 ``pool_tasks`` (types only) and ``process_ends``.
 """
 
@@ -19,39 +19,44 @@ if TYPE_CHECKING:
 
     from shmreduce.parent_death import Lifeline
     from shmreduce.pool_channel import Channel
-    from shmreduce.pool_marks import Marks
     from shmreduce.pool_tasks import Task
+    from shmreduce.pool_worker_progress import WorkerProgress
 
-__all__ = ["Worker", "describe_death"]
+__all__ = ["WorkerHandle", "describe_death"]
 
 _REAP = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 _PAUSE = 0.02
 
 
-class Worker:
+class WorkerHandle:
     """One worker process, seen from the parent."""
 
     def __init__(
-        self, process: BaseProcess, channel: Channel, lifeline: Lifeline, marks: Marks, slot: int
+        self,
+        process: BaseProcess,
+        channel: Channel,
+        lifeline: Lifeline,
+        progress: WorkerProgress,
+        slot: int,
     ) -> None:
         self.process = process
         self.channel = channel
         self.lifeline = lifeline
-        self.marks = marks
+        self.progress = progress
         self.slot = slot
         self._pidfd = open_pidfd(process)
         self.ready = False
-        self.refused = False
+        self.initializer_failed = False
         """Whether its initializer raised an exception."""
-        self.silent = False
+        self.disconnected = False
         """Whether its connection has ended."""
         self.sent = 0
         self.answered = 0
         self.tasks: collections.deque[Task] = collections.deque()
-        self.lost: list[Task] = []
+        self.lost_answers: list[Task] = []
         """Tasks that it had answered, but the memory of the answer went with it."""
-        self.since = 0.0
+        self.busy_since = 0.0
         """When it got, or could begin, its oldest task."""
 
     @property
@@ -83,7 +88,7 @@ class Worker:
 
 def describe_death(
     died: Callable[..., BaseException],
-    worker: Worker,
+    worker: WorkerHandle,
     exitcode: int | None,
     index: int | None,
     task: Task | None,
