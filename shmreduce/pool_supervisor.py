@@ -1,8 +1,10 @@
-"""The workers of one pool, and the thread that gives them work.
+"""The life of one pool's workers, and the thread that looks after them.
 
-May import errors, ``interrupts``, ``parent_death``, ``pool_channel``, ``pool_errors``,
-``pool_backpressure``, ``pool_self_pipe``, ``pool_worker_progress``, ``pool_worker_handle``,
-``pool_worker``, and for types alone ``pool_results`` and ``pool_tasks``.
+May import errors, ``interrupts``, ``parent_death``, ``pool_backpressure``, ``pool_channel``,
+``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``, ``pool_worker_handle``,
+``pool_worker_progress``, and for types alone ``pool_results`` and ``pool_tasks``. The thread
+starts workers, replaces those that died, and hears what they say; which task goes to
+which of them is decided in :mod:`shmreduce.pool_dispatch`.
 
 The protocol
 ------------
@@ -17,37 +19,22 @@ anybody else's way.
    one answer ``(succeeded, value)`` for each, in order. So answers carry no
    number: an answer belongs to the oldest task that has none.
 3. Before it looks into a task the worker counts it in shared memory
-   (:class:`~shmreduce.pool_worker_progress.WorkerProgress`), and notes there which item of it it
-   is at.
+   (:class:`~shmreduce.pool_worker_progress.WorkerProgress`), and notes there
+   which item of it it is at.
 4. A worker leaves after ``maxtasksperchild`` tasks, when it is told to stop,
    and when its connection ends. It is killed when the pool is terminated or
    its parent dies.
-
-While a worker is idle, a task of any size is sent to it: it reads at once. A
-busy worker gets a few more, small enough not to fill the connection, and only
-if tasks have been short lately and many wait: a task that waits behind a long
-one could have been done by somebody else. They are of the call that the worker
-is busy with, and only if it has not been for long: a task may be one that waits
-for the others, as one that collects what they put into a queue, and what
-is behind it would never be done.
 
 Who may die where
 -----------------
 The thread watches the process itself (pidfd_open(2)), not the connection, of
 which a worker's own children may have a copy. When a worker has died, the
-answers that it still sent are read first. Then:
+answers that it still sent are read first. A new worker takes its place, and
+:mod:`shmreduce.pool_dispatch` tells what becomes of its tasks.
 
-- none of its tasks is left: nothing is lost, a new worker takes its place;
-- it had begun with one and not answered (3.): that task is tried again if
-  ``retries`` says so, else :class:`~shmreduce.WorkerDied` is its answer. The
-  same if it had answered, but the memory of the answer went with it, which
-  happens on connections of :mod:`multiprocessing` only;
-- it had not begun: the task goes to another worker. One before which two
-  workers in a row have died is treated as begun: reading it may be what kills
-  them;
-- it died before it was ready: the pool tries again, with pauses. It gives up,
-  failing what waits, after as many such deaths in a row as it has workers and
-  ten more; two more if the initializer raised.
+If a worker dies before it is ready the pool tries again, with pauses. It gives up,
+failing what waits, after as many such deaths in a row as it has workers and
+ten more; two more if the initializer raised.
 
 The parent's death ends the workers: idle ones read the end of the connection,
 busy ones get a signal (:mod:`shmreduce.parent_death`).
@@ -55,16 +42,14 @@ busy ones get a signal (:mod:`shmreduce.parent_death`).
 
 from __future__ import annotations
 
-import collections
 import itertools
 import os
-import queue
 import selectors
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import ProducerDied, ShmreduceError, TaskAbandonedError
+from shmreduce.errors import ProducerDied, TaskAbandonedError
 from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import Lifeline
 from shmreduce.pool_backpressure import Backpressure
@@ -76,6 +61,7 @@ from shmreduce.pool_channel import (
     close_in_forked_children,
     make_channels,
 )
+from shmreduce.pool_dispatch import Dispatcher
 from shmreduce.pool_errors import explained, forget_announced
 from shmreduce.pool_self_pipe import SelfPipe
 from shmreduce.pool_worker import WorkerOptions, work
@@ -98,14 +84,8 @@ _RETRY_DELAY = 0.02
 _LONGEST_RETRY_DELAY = 1.0
 _FAILED_STARTS = 10
 """Workers, beyond the pool's size, that may fail to start in a row."""
-_SHORT_TASK = 1e-3
-"""Seconds: tasks that take less are worth sending ahead."""
-_PREFETCHED = 4
-"""Short tasks that a worker may have: it then need not sleep between them."""
 _LOCK_POLL = 0.1
 """Seconds to wait for the turn to start a worker before looking around."""
-_PREFETCH_BYTES = 2 << 10
-"""Bytes of a task that may be sent to a worker that is not reading."""
 TERMINATED = (
     "the pool was terminated before this result was there: call close() and join() instead of "
     "terminate(), or get the results before the end of the `with` block"
@@ -159,8 +139,6 @@ class Supervisor:
         self.wanted = size
         """How many there are to be now; up to ``size``."""
         self.workers: list[WorkerHandle] = []
-        self.broken_by: BaseException | None = None
-        """Why workers cannot be started."""
         self.backpressure = Backpressure(size)
         self.dumps = channel_class(context).dumps
         """Pickles what :func:`~shmreduce.pool_tasks.make_task` is given."""
@@ -168,13 +146,8 @@ class Supervisor:
         self._make_process = make_process
         self._options = options
         self._died = died
-        self._broken = broken
+        self._dispatcher = Dispatcher(options.max_tasks, died, broken)
         self._table = ProgressTable.for_workers(size)
-        self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._waiting: collections.deque[Task] = collections.deque()
-        self._announced: dict[Receiver, None] = {}
-        """Who waits for answers to tasks that are announced."""
-        self._mean_seconds = 5 * _SHORT_TASK
         self._failures = 0
         self._next_start = 0.0
         self._closing = self._terminating = self._stopping = self.ended = False
@@ -212,7 +185,7 @@ class Supervisor:
 
     def submit(self, task: Task) -> None:
         """Give a task to the workers; its receiver is answered."""
-        self._inbox.put(task)
+        self._dispatcher.submit(task)
         self.wake()
 
     def announce(self, receiver: Receiver) -> None:
@@ -220,11 +193,11 @@ class Supervisor:
 
         It is told if they never come.
         """
-        self._announced[receiver] = None
+        self._dispatcher.announce(receiver)
 
     def revoke(self, receiver: Receiver) -> None:
         """Say that there are no more of those announced; once more does nothing."""
-        self._announced.pop(receiver, None)
+        self._dispatcher.revoke(receiver)
         self.wake()
 
     def wake(self) -> None:
@@ -236,7 +209,12 @@ class Supervisor:
             return
         self._self_pipe.wake()
         if self.ended:
-            self._abandon(TaskAbandonedError(TERMINATED))
+            self._dispatcher.abandon(TaskAbandonedError(TERMINATED))
+
+    @property
+    def broken_by(self) -> BaseException | None:
+        """Why workers cannot be started; None if they can."""
+        return self._dispatcher.broken_by
 
     @property
     def closing(self) -> bool:
@@ -276,42 +254,21 @@ class Supervisor:
             self._kill()
             self._close()
             self.ended = True
-            self._abandon(error)
+            self._dispatcher.abandon(error)
 
     def _run_once(self) -> bool:
-        self._take_submitted()
+        self._dispatcher.take_submitted()
         if self._terminating:
             return False
         if not self._stopping:
             self._repopulate()
-            self._assign_tasks()
-        if self._closing and not self._has_work():
+            self._dispatcher.assign(self.workers)
+        if self._closing and not self._dispatcher.has_work(self.workers):
             self._stop_workers()
         if self._stopping and not self.workers:
             return False
         self._wait_for_events()
         return True
-
-    def _has_work(self) -> bool:
-        # Those first: who is struck off has put its last task into the inbox before.
-        return bool(
-            self._announced
-            or self._waiting
-            or any(worker.tasks or worker.lost_answers for worker in self.workers)
-            or not self._inbox.empty()
-        )
-
-    def _take_submitted(self) -> None:
-        while True:
-            try:
-                task = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if self.broken_by is not None:
-                self._fail(task, self._broken(self.broken_by))
-            else:
-                self._waiting.append(task)
-            del task
 
     def _wait_for_events(self) -> None:
         """Wait for news, and deal with them."""
@@ -336,7 +293,7 @@ class Supervisor:
         return self._stopping or self.broken_by is not None or len(self.workers) >= self.wanted
 
     def _repopulate(self) -> None:
-        if self._closing and not self._has_work():
+        if self._closing and not self._dispatcher.has_work(self.workers):
             return
         while not self._has_all_workers() and time.monotonic() >= self._next_start:
             try:
@@ -395,26 +352,7 @@ class Supervisor:
         self._remove(worker)
         if not worker.ready and not worker.initializer_failed:
             self._failed_to_start(describe_death(self._died, worker, exitcode, None, None))
-        begun = worker.progress.begun - worker.answered
-        again = []
-        for task in worker.lost_answers:
-            if task.next_try():
-                again.append(task)
-            else:
-                self._fail(task, describe_death(self._died, worker, exitcode, task.first, task))
-        for place, task in enumerate(worker.tasks, 1):
-            task.deaths += begun == 0 and place == 1
-            charged = place <= begun or task.deaths > 1
-            if not charged or task.next_try():
-                again.append(task)
-                continue
-            index = task.first
-            if index is not None and place == begun:
-                index += worker.progress.position
-            self._fail(task, describe_death(self._died, worker, exitcode, index, task))
-        self._waiting.extendleft(reversed(again))
-        worker.tasks.clear()
-        worker.lost_answers.clear()
+        self._dispatcher.recover(worker, exitcode)
 
     def _failed_to_start(self, error: BaseException, patience: int = _FAILED_STARTS) -> None:
         self._failures += 1
@@ -422,12 +360,7 @@ class Supervisor:
         self._next_start = time.monotonic() + pause
         nobody = not any(worker.ready for worker in self.workers)
         if self.broken_by is None and nobody and self._failures >= self.size + patience:
-            self._break(error)
-
-    def _break(self, error: BaseException) -> None:
-        self.broken_by = error
-        while self._waiting:
-            self._fail(self._waiting.popleft(), self._broken(error))
+            self._dispatcher.reject_all(error)
 
     def _stop_workers(self) -> None:
         if self._stopping:
@@ -458,75 +391,14 @@ class Supervisor:
                 worker.process.kill()
         for worker in list(self.workers):
             worker.exit_code()
-            self._waiting.extend([*worker.lost_answers, *worker.tasks])
-            worker.lost_answers.clear()
-            worker.tasks.clear()
+            self._dispatcher.take_back(worker)
             self._remove(worker)
 
     def _close(self) -> None:
         self._selector.close()
         self._self_pipe.close()
 
-    # Tasks
-
-    def _assign_tasks(self) -> None:
-        if not self._waiting:
-            return
-        for worker in self.workers:
-            if not worker.tasks:
-                self._send_next(worker)
-        if self._mean_seconds < _SHORT_TASK and len(self._waiting) > _PREFETCHED * len(
-            self.workers
-        ):
-            for worker in self.workers:
-                while self._may_prefetch(worker):
-                    if not self._send_next(worker, limit=_PREFETCH_BYTES):
-                        break
-
-    def _may_prefetch(self, worker: WorkerHandle) -> bool:
-        """Return whether the next task can be sent to a worker that is at another one."""
-        return (
-            0 < len(worker.tasks) < _PREFETCHED
-            and len(self._waiting) > 0
-            and self._waiting[0].receiver is worker.tasks[0].receiver
-            and time.monotonic() - worker.busy_since < _SHORT_TASK
-        )
-
-    def _send_next(self, worker: WorkerHandle, limit: int | None = None) -> bool:
-        """Send the next task to a worker that can take one; False if it was not sent."""
-        while self._waiting and worker.ready and not (worker.disconnected or worker.lost_answers):
-            if self._options.max_tasks is not None and worker.sent >= self._options.max_tasks:
-                return False
-            if limit is not None and len(self._waiting[0].data) > limit:
-                return False
-            task = self._waiting.popleft()
-            task.leave_queue()
-            # One that is given to a second worker was wanted when the first got it.
-            if not task.started and not task.receiver.begin():
-                task.discard()
-                continue
-            task.started = True
-            if not worker.tasks:
-                worker.busy_since = time.monotonic()
-            worker.tasks.append(task)
-            worker.sent += 1
-            try:
-                worker.channel.send_bytes(task.data)
-            except ConnectionError:
-                # It has died. Its process will be seen to end, and the task goes on then.
-                return False
-            except Exception as error:
-                if isinstance(error, OSError) and not isinstance(error, ShmreduceError):
-                    # Nobody knows how much of it was written: as if it had died.
-                    worker.process.kill()
-                    return False
-                # No memory for a large one.
-                worker.tasks.pop()
-                worker.sent -= 1
-                self._fail(task, error)
-                continue
-            return True
-        return False
+    # What workers say
 
     def _receive(self, worker: WorkerHandle) -> None:
         """Read what a worker has to say."""
@@ -558,20 +430,13 @@ class Supervisor:
             # It will raise in the next worker too.
             self._failed_to_start(value, patience=2)
         else:
-            now = time.monotonic()
-            self._mean_seconds += 0.2 * (now - worker.busy_since - self._mean_seconds)
-            worker.busy_since = now
-            worker.answered += 1
-            task = worker.tasks.popleft()
-            task.done()
-            task.receiver.answer(task.index, bool(kind), value)
+            self._dispatcher.answer(worker, bool(kind), value)
 
     def _lose_answer(self, worker: WorkerHandle) -> None:
         """Deal with an answer that cannot be read, since its worker has died."""
         if worker.ready and worker.tasks:
             # The answers behind it may be whole.
-            worker.answered += 1
-            worker.lost_answers.append(worker.tasks.popleft())
+            self._dispatcher.lose_answer(worker)
         else:
             self._stop_listening(worker)
         worker.process.kill()
@@ -579,20 +444,3 @@ class Supervisor:
     def _stop_listening(self, worker: WorkerHandle) -> None:
         self._selector.unregister(worker.channel.fileno())
         worker.disconnected = True
-
-    def _fail(self, task: Task, error: BaseException) -> None:
-        task.discard()
-        task.receiver.answer(task.index, False, error)
-
-    def _abandon(self, error: BaseException) -> None:
-        """Fail what will not be done any more."""
-        for receiver in list(self._announced):
-            receiver.abandon(error)
-        self._take_submitted()
-        while True:
-            try:
-                task = self._waiting.popleft()
-            except IndexError:
-                return
-            task.discard()
-            task.receiver.abandon(error)

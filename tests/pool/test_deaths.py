@@ -164,7 +164,7 @@ def test_an_answer_behind_one_that_is_lost_counts(
         MapResult.answer(result, index, succeeded, value)
         if index == 0:
             # From now on one at a time: the second worker's answers are not lost.
-            monkeypatch.setattr("shmreduce.pool_supervisor._SHORT_TASK", 0.0)
+            monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", 0.0)
             wait([sentinel], PATIENCE)
 
     with shmreduce.install(), Pool(1, context=FORK, retries=retries) as pool:
@@ -178,7 +178,7 @@ def test_an_answer_behind_one_that_is_lost_counts(
         result = pool.map_async(perform, calls, chunksize=1)
         result.answer = answer  # type: ignore[method-assign]
         # However long it takes to send them here, the tasks count as short.
-        monkeypatch.setattr("shmreduce.pool_supervisor._SHORT_TASK", PATIENCE)
+        monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
         ready.set()
         with pytest.raises(WorkerDied):
             result.get(PATIENCE)

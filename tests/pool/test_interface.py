@@ -208,7 +208,7 @@ def test_a_call_that_waits_for_others(
 ) -> None:
     """A task that goes on until the others are done has none of them behind it in its worker."""
     # All tasks count as short, so that several are sent at once.
-    monkeypatch.setattr("shmreduce.pool_supervisor._SHORT_TASK", 3600.0)
+    monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", 3600.0)
     done = FORK.Event()
     with Pool(2, keep, (done,), context=FORK) as pool:
         waiting = pool.apply_async(wait_for_kept)

@@ -1,0 +1,255 @@
+"""The tasks of one pool: which worker gets one, and what becomes of it if the worker dies.
+
+May import errors, ``pool_worker_handle``, and for types alone ``pool_results`` and
+``pool_tasks``. How a worker is told and how it answers is described in
+:mod:`shmreduce.pool_supervisor`.
+
+Which worker gets a task
+------------------------
+While a worker is idle, a task of any size is sent to it: it reads at once. A
+busy worker gets a few more, small enough not to fill the connection, and only
+if tasks have been short lately and many wait: a task that waits behind a long
+one could have been done by somebody else. They are of the call that the worker
+is busy with, and only if it has not been for long: a task may be one that waits
+for the others, as one that collects what they put into a queue, and what
+is behind it would never be done.
+
+What becomes of the tasks of a dead worker
+-----------------------------------------
+- None is left: nothing is lost.
+- The worker had begun with one and not answered: that task is tried again if
+  ``retries`` says so, else :class:`~shmreduce.WorkerDied` is its answer. The
+  same if it had answered, but the memory of the answer went with it, which
+  happens on connections of :mod:`multiprocessing` only.
+- The worker had not begun: the task goes to another worker. One before which two
+  workers in a row have died is treated as begun: reading it may be what kills
+  them.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import time
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.errors import ShmreduceError
+from shmreduce.pool_worker_handle import describe_death
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shmreduce.pool_results import Receiver
+    from shmreduce.pool_tasks import Task
+    from shmreduce.pool_worker_handle import WorkerHandle
+
+__all__ = ["Dispatcher"]
+
+_SHORT_TASK = 1e-3
+"""Seconds: tasks that take less are worth sending ahead."""
+_PREFETCHED = 4
+"""Short tasks that a worker may have: it then need not sleep between them."""
+_PREFETCH_BYTES = 2 << 10
+"""Bytes of a task that may be sent to a worker that is not reading."""
+
+
+class Dispatcher:
+    """The tasks of one pool, from when they are submitted until they are answered.
+
+    The pool's thread calls its methods; any thread may call :meth:`submit`,
+    :meth:`announce` and :meth:`revoke`, and :meth:`abandon` when the thread has ended.
+
+    Parameters
+    ----------
+    max_tasks : int or None
+        How many tasks a worker is sent before it leaves.
+    died : callable
+        Makes the exception of a task whose worker was killed; takes what
+        :class:`~shmreduce.WorkerDied` takes.
+    broken : callable
+        Makes the exception of tasks that nobody can do, from the error that
+        kept workers from starting.
+    """
+
+    def __init__(
+        self,
+        max_tasks: int | None,
+        died: Callable[..., BaseException],
+        broken: Callable[[BaseException], BaseException],
+    ) -> None:
+        self.broken_by: BaseException | None = None
+        """Why workers cannot be started."""
+        self._max_tasks = max_tasks
+        self._died = died
+        self._broken = broken
+        self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._waiting: collections.deque[Task] = collections.deque()
+        self._announced: dict[Receiver, None] = {}
+        """Who waits for answers to tasks that are announced."""
+        self._mean_seconds = 5 * _SHORT_TASK
+
+    # What is to be done
+
+    def submit(self, task: Task) -> None:
+        """Take a task; its receiver is answered."""
+        self._inbox.put(task)
+
+    def announce(self, receiver: Receiver) -> None:
+        """Take note that tasks will come whose answers are for it; see :meth:`abandon`."""
+        self._announced[receiver] = None
+
+    def revoke(self, receiver: Receiver) -> None:
+        """Take note that there are no more of those announced; once more does nothing."""
+        self._announced.pop(receiver, None)
+
+    def has_work(self, workers: Sequence[WorkerHandle]) -> bool:
+        """Return whether there are tasks, or may be, that are not answered."""
+        # Those announced first: who is revoked has put its last task into the inbox before.
+        return bool(
+            self._announced
+            or self._waiting
+            or any(worker.tasks or worker.lost_answers for worker in workers)
+            or not self._inbox.empty()
+        )
+
+    def take_submitted(self) -> None:
+        """Let what was submitted wait for a worker, or fail if there will be none."""
+        while True:
+            try:
+                task = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if self.broken_by is not None:
+                self._fail(task, self._broken(self.broken_by))
+            else:
+                self._waiting.append(task)
+            del task
+
+    # Which worker gets a task
+
+    def assign(self, workers: Sequence[WorkerHandle]) -> None:
+        """Send tasks to the workers that can take some."""
+        if not self._waiting:
+            return
+        for worker in workers:
+            if not worker.tasks:
+                self._send_next(worker)
+        if self._mean_seconds < _SHORT_TASK and len(self._waiting) > _PREFETCHED * len(workers):
+            for worker in workers:
+                while self._may_prefetch(worker):
+                    if not self._send_next(worker, limit=_PREFETCH_BYTES):
+                        break
+
+    def _may_prefetch(self, worker: WorkerHandle) -> bool:
+        """Return whether the next task can be sent to a worker that is at another one."""
+        return (
+            0 < len(worker.tasks) < _PREFETCHED
+            and len(self._waiting) > 0
+            and self._waiting[0].receiver is worker.tasks[0].receiver
+            and time.monotonic() - worker.busy_since < _SHORT_TASK
+        )
+
+    def _send_next(self, worker: WorkerHandle, limit: int | None = None) -> bool:
+        """Send the next task to a worker that can take one; False if it was not sent."""
+        while self._waiting and worker.ready and not (worker.disconnected or worker.lost_answers):
+            if self._max_tasks is not None and worker.sent >= self._max_tasks:
+                return False
+            if limit is not None and len(self._waiting[0].data) > limit:
+                return False
+            task = self._waiting.popleft()
+            task.leave_queue()
+            # One that is given to a second worker was wanted when the first got it.
+            if not task.started and not task.receiver.begin():
+                task.discard()
+                continue
+            task.started = True
+            if not worker.tasks:
+                worker.busy_since = time.monotonic()
+            worker.tasks.append(task)
+            worker.sent += 1
+            try:
+                worker.channel.send_bytes(task.data)
+            except ConnectionError:
+                # It has died. Its process will be seen to end, and the task goes on then.
+                return False
+            except Exception as error:
+                if isinstance(error, OSError) and not isinstance(error, ShmreduceError):
+                    # Nobody knows how much of it was written: as if it had died.
+                    worker.process.kill()
+                    return False
+                # No memory for a large one.
+                worker.tasks.pop()
+                worker.sent -= 1
+                self._fail(task, error)
+                continue
+            return True
+        return False
+
+    # Answers, and workers that give none
+
+    def answer(self, worker: WorkerHandle, succeeded: bool, value: Any) -> None:
+        """Give the answer of a worker to whoever waits for that of its oldest task."""
+        now = time.monotonic()
+        self._mean_seconds += 0.2 * (now - worker.busy_since - self._mean_seconds)
+        worker.busy_since = now
+        worker.answered += 1
+        task = worker.tasks.popleft()
+        task.done()
+        task.receiver.answer(task.index, succeeded, value)
+
+    def lose_answer(self, worker: WorkerHandle) -> None:
+        """Take note that a worker has answered, and that nobody can read it."""
+        worker.answered += 1
+        worker.lost_answers.append(worker.tasks.popleft())
+
+    def recover(self, worker: WorkerHandle, exitcode: int | None) -> None:
+        """Let the tasks of a worker that has died wait for another, or fail."""
+        begun = worker.progress.begun - worker.answered
+        again = []
+        for task in worker.lost_answers:
+            if task.next_try():
+                again.append(task)
+            else:
+                self._fail(task, describe_death(self._died, worker, exitcode, task.first, task))
+        for place, task in enumerate(worker.tasks, 1):
+            task.deaths += begun == 0 and place == 1
+            charged = place <= begun or task.deaths > 1
+            if not charged or task.next_try():
+                again.append(task)
+                continue
+            index = task.first
+            if index is not None and place == begun:
+                index += worker.progress.position
+            self._fail(task, describe_death(self._died, worker, exitcode, index, task))
+        self._waiting.extendleft(reversed(again))
+        worker.tasks.clear()
+        worker.lost_answers.clear()
+
+    def take_back(self, worker: WorkerHandle) -> None:
+        """Let the tasks of a worker that was ended wait, as if it had not got them."""
+        self._waiting.extend([*worker.lost_answers, *worker.tasks])
+        worker.lost_answers.clear()
+        worker.tasks.clear()
+
+    def reject_all(self, error: BaseException) -> None:
+        """Fail what waits and what will be submitted: no worker can be started."""
+        self.broken_by = error
+        while self._waiting:
+            self._fail(self._waiting.popleft(), self._broken(error))
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail what will not be done any more."""
+        for receiver in list(self._announced):
+            receiver.abandon(error)
+        self.take_submitted()
+        while True:
+            try:
+                task = self._waiting.popleft()
+            except IndexError:
+                return
+            task.discard()
+            task.receiver.abandon(error)
+
+    def _fail(self, task: Task, error: BaseException) -> None:
+        task.discard()
+        task.receiver.answer(task.index, False, error)
