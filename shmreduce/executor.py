@@ -1,6 +1,6 @@
 """An executor with the interface of :class:`concurrent.futures.ProcessPoolExecutor`.
 
-May import everything below it; the work is done in :mod:`shmreduce.pool_supervisor`.
+May import everything below it; the workers are those of :mod:`shmreduce.pool_supervisor`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import time
 import weakref
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
 from shmreduce.errors import WorkerDied
-from shmreduce.pool import checked_retries, chunks_of, processors
+from shmreduce.interpreter_shutdown import finish_at_shutdown, is_shutting_down
+from shmreduce.pool_arguments import (
+    check_initializer,
+    check_max_tasks_per_child,
+    check_shared_allocations,
+    checked_retries,
+    processors,
+)
+from shmreduce.pool_feeding import chunks_of
 from shmreduce.pool_supervisor import Supervisor
 from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import WorkerOptions
@@ -141,12 +147,10 @@ class ProcessPoolExecutor(Executor):
         if mp_context is None:
             mp_context = get_context(None if max_tasks_per_child is None else "spawn")
         self._forks = mp_context.get_start_method(allow_none=False) == "fork"
-        if initializer is not None and not callable(initializer):
-            raise TypeError("initializer must be a callable")
-        _check_limit(max_tasks_per_child, forks=self._forks)
+        check_initializer(initializer)
+        check_max_tasks_per_child(max_tasks_per_child, forks=self._forks)
         self._retries = checked_retries(retries)
-        if shared_allocations:
-            check_allocator()
+        check_shared_allocations(shared_allocations)
         self._max_workers = max_workers
         self._mp_context = mp_context
         options = WorkerOptions(
@@ -165,12 +169,7 @@ class ProcessPoolExecutor(Executor):
         self._lock = threading.Lock()
         self._shut = False
         self._pending: set[Future[Any]] = set()
-        # At the end of the interpreter what was submitted is done first: before functions
-        # of atexit are called, and in a child, before other children are waited for.
-        _end.supervisors[id(self._supervisor)] = self._supervisor
-        util.Finalize(
-            self._supervisor, _finish, args=(weakref.ref(self._supervisor),), exitpriority=15
-        )
+        finish_at_shutdown(self._supervisor)
         # Dropped without shutdown: what was submitted is done, then the workers leave.
         weakref.finalize(self, self._supervisor.close).atexit = False
 
@@ -320,44 +319,8 @@ class ProcessPoolExecutor(Executor):
             raise _broken(self._supervisor.broken_by)
         if self._shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        if _end.has_come or self._supervisor.closing:
+        if is_shutting_down() or self._supervisor.closing:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-
-
-class _End:
-    """What is to be done when the main thread has come to its end."""
-
-    def __init__(self) -> None:
-        self.begin_anew()
-        try:
-            # As concurrent.futures has it called.
-            threading._register_atexit(self.come)  # type: ignore[attr-defined]
-        except RuntimeError:
-            self.has_come = True
-
-    def begin_anew(self) -> None:
-        """Forget, in a forked child, the executors of its parent."""
-        self.has_come = False
-        self.supervisors: weakref.WeakValueDictionary[int, Supervisor] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def come(self) -> None:
-        """Let all executors do what was submitted, and leave."""
-        self.has_come = True
-        for reference in self.supervisors.valuerefs():
-            _finish(reference)
-
-
-_end = _End()
-os.register_at_fork(after_in_child=_end.begin_anew)
-
-
-def _finish(reference: Callable[[], Supervisor | None]) -> None:
-    supervisor = reference()
-    if supervisor is not None:
-        supervisor.close()
-        supervisor.join()
 
 
 def _make_process(context: Any, **arguments: Any) -> Any:
@@ -368,21 +331,6 @@ def _broken(error: BaseException) -> BrokenProcessPool:
     broken = BrokenProcessPool(f"no worker process can be started: {error}")
     broken.__cause__ = error
     return broken
-
-
-def _check_limit(limit: int | None, *, forks: bool) -> None:
-    if limit is None:
-        return
-    if not isinstance(limit, int):
-        raise TypeError("max_tasks_per_child must be an integer")
-    if limit <= 0:
-        raise ValueError("max_tasks_per_child must be >= 1")
-    if forks:
-        # As in the standard library: https://github.com/python/cpython/issues/90622
-        raise ValueError(
-            "max_tasks_per_child is incompatible with the 'fork' multiprocessing start method;"
-            " supply a different mp_context."
-        )
 
 
 def _results(

@@ -1,21 +1,29 @@
 """A pool of worker processes with the interface of :class:`multiprocessing.pool.Pool`.
 
-May import everything below it; the work is done in :mod:`shmreduce.pool_supervisor`.
+May import everything below it: :mod:`shmreduce.pool_feeding` makes tasks of calls,
+:mod:`shmreduce.pool_supervisor` has the workers that do them.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import warnings
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from shmreduce.born.allocations import check_allocator
 from shmreduce.context import get_context
-from shmreduce.errors import TaskAbandonedError, WorkerDied
-from shmreduce.pool_progress_bar import make_bar, with_bar
+from shmreduce.errors import WorkerDied
+from shmreduce.pool_arguments import (
+    check_initializer,
+    check_maxtasksperchild,
+    check_progress,
+    check_shared_allocations,
+    checked_retries,
+    processors,
+)
+from shmreduce.pool_feeding import Feeder, sized_chunks
+from shmreduce.pool_progress_bar import length_of, make_bar, with_bar
 from shmreduce.pool_results import (
     ApplyResult,
     AsyncResult,
@@ -23,10 +31,9 @@ from shmreduce.pool_results import (
     IMapUnorderedIterator,
     MapResult,
 )
-from shmreduce.pool_supervisor import TERMINATED, Supervisor
-from shmreduce.pool_tasks import EACH, EACH_STARRED, ONCE, make_task
+from shmreduce.pool_supervisor import Supervisor
+from shmreduce.pool_tasks import EACH, EACH_STARRED, ONCE
 from shmreduce.pool_worker import WorkerOptions
-from shmreduce.signals import is_from_handler
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -44,9 +51,6 @@ __all__ = [
     "MapResult",
     "Pool",
     "ThreadPool",
-    "checked_retries",
-    "chunks_of",
-    "processors",
 ]
 
 # Named as in multiprocessing.pool.
@@ -124,16 +128,10 @@ class Pool:
             processes = processors()
         if processes < 1:
             raise ValueError("Number of processes must be at least 1")
-        if maxtasksperchild is not None and (
-            not isinstance(maxtasksperchild, int) or maxtasksperchild <= 0
-        ):
-            raise ValueError("maxtasksperchild must be a positive int or None")
-        if initializer is not None and not callable(initializer):
-            raise TypeError("initializer must be a callable")
+        check_maxtasksperchild(maxtasksperchild)
+        check_initializer(initializer)
         self._retries = checked_retries(retries)
-        if shared_allocations:
-            # Here, and not in each worker.
-            check_allocator()
+        check_shared_allocations(shared_allocations)
         self._processes = processes
         self._supervisor = Supervisor(
             context or get_context(),
@@ -150,6 +148,7 @@ class Pool:
             died=WorkerDied,
             broken=lambda error: error,
         )
+        self._feeder = Feeder(self._supervisor)
         # First: Ctrl-C may come before there is a pool that could be terminated.
         self._terminate = util.Finalize(self, self._supervisor.terminate, exitpriority=15)
         self._supervisor.start()
@@ -253,7 +252,8 @@ class Pool:
         """
         self._check_running()
         result = ApplyResult(self, callback, error_callback)
-        self._send(result, 0, None, (ONCE, func, args, kwds or {}), self._tries(retries))
+        call: Call = (ONCE, func, args, kwds or {})
+        self._feeder.send(result, 0, None, call, self._tries(retries))
         return result
 
     # Lists
@@ -343,7 +343,8 @@ class Pool:
         progress: bool | str,
     ) -> list[Any]:
         self._check_running()
-        items, chunksize = self._chunked(iterable, chunksize)
+        check_progress(progress)
+        items, chunksize = sized_chunks(iterable, chunksize, self._processes)
         tries = self._tries(retries)
         bar = make_bar(progress, len(items)) if progress else None
         try:
@@ -352,7 +353,7 @@ class Pool:
             try:
                 self._supervisor.announce(result)
                 # Waiting for room while it waits anyway: inputs are not copied far ahead.
-                self._send_chunks(result, how, func, items, chunksize, tries, patient=True)
+                self._feeder.send_list(result, how, func, items, chunksize, tries, wait=True)
             finally:
                 self._supervisor.revoke(result)
             values: list[Any] = result.get()
@@ -372,48 +373,11 @@ class Pool:
         retries: int | None,
     ) -> MapResult:
         self._check_running()
-        items, chunksize = self._chunked(iterable, chunksize)
+        items, chunksize = sized_chunks(iterable, chunksize, self._processes)
         tries = self._tries(retries)
         result = MapResult(self, chunksize, len(items), callback, error_callback)
-        self._send_chunks(result, how, func, items, chunksize, tries, patient=False)
+        self._feeder.send_list(result, how, func, items, chunksize, tries, wait=False)
         return result
-
-    def _chunked(self, iterable: Any, chunksize: int | None) -> tuple[Any, int]:
-        items = iterable if hasattr(iterable, "__len__") else list(iterable)
-        if chunksize is None:
-            chunksize = -(-len(items) // (4 * self._processes))
-        elif chunksize < 1 and len(items):
-            raise ValueError(f"chunksize must be 1 or more, not {chunksize!r}")
-        return items, max(1, chunksize)
-
-    def _send_chunks(
-        self,
-        result: MapResult,
-        how: int,
-        func: Callable[..., Any],
-        items: Any,
-        chunksize: int,
-        tries: int,
-        *,
-        patient: bool,
-    ) -> None:
-        count = -(-len(items) // chunksize)
-        sent = 0
-        try:
-            for chunk in itertools.islice(chunks_of(items, chunksize), count):
-                call: Call = (how, func, chunk, {})
-                if not self._send(result, sent, sent * chunksize, call, tries, patient=patient):
-                    return
-                sent += 1
-            # An iterable may have fewer items than its length says.
-            result.forget(count - sent)
-        except Exception as error:
-            if is_from_handler(error):
-                # Nor is it to wait for the tasks that were given to workers.
-                raise
-            # The iterable's own.
-            result.forget(count - sent - 1)
-            result.answer(sent, False, error)
 
     # Iterators
 
@@ -457,9 +421,10 @@ class Pool:
         progress: bool | str,
     ) -> Iterator[Any]:
         self._check_running()
+        check_progress(progress)
         if chunksize < 1:
             raise ValueError(f"Chunksize must be 1+, not {chunksize!r}")
-        bar = make_bar(progress, _length_of(iterable)) if progress else None
+        bar = make_bar(progress, length_of(iterable)) if progress else None
         tries = self._tries(retries)
         try:
             self._supervisor.announce(result)
@@ -477,69 +442,15 @@ class Pool:
             results = (value for chunk in result for value in chunk)
         return results if bar is None else with_bar(results, bar)
 
-    def _feed(
-        self,
-        result: IMapIterator,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int,
-        tries: int,
-    ) -> None:
-        index = 0
-        try:
-            for chunk in chunks_of(iterable, chunksize):
-                how, arguments = (ONCE, chunk) if chunksize == 1 else (EACH, chunk)
-                call: Call = (how, func, arguments, {})
-                if not self._send(result, index, index * chunksize, call, tries, patient=True):
-                    return
-                index += 1
-            result.expect(index)
-        except BaseException as error:
-            # The iterable's own, SystemExit included: somebody waits.
-            result.answer(index, False, error)
-            result.expect(index + 1)
-        finally:
-            self._supervisor.revoke(result)
+    def _feed(self, *arguments: Any) -> None:
+        # A method of the pool, which so lives until its thread ends: if it died as its
+        # last result came, it would wait for the pool's thread with the result's lock.
+        self._feeder.send_announced(*arguments)
 
     # What all of them do
 
     def _tries(self, retries: int | None) -> int:
         return self._retries if retries is None else checked_retries(retries)
-
-    def _send(
-        self,
-        result: Any,
-        index: int,
-        first: int | None,
-        call: Call,
-        retries: int,
-        *,
-        patient: bool = False,
-    ) -> bool:
-        """Pickle a task and give it to the workers; False if the pool has ended."""
-        try:
-            task = make_task(
-                result, index, first, call, retries=retries, dumps=self._supervisor.dumps
-            )
-        except Exception as error:
-            if is_from_handler(error):
-                raise
-            # As in the standard library it is the call that fails, not the caller.
-            result.answer(index, False, error)
-            return True
-        if patient:
-            try:
-                wanted = self._supervisor.backpressure.acquire(task.weight)
-            except BaseException:
-                task.discard()
-                raise
-            task.wait_in_queue(self._supervisor.backpressure.release)
-            if not wanted:
-                task.discard()
-                result.abandon(TaskAbandonedError(TERMINATED))
-                return False
-        self._supervisor.submit(task)
-        return True
 
     # The end
 
@@ -566,41 +477,6 @@ class Pool:
         if self._state not in {CLOSE, TERMINATE}:
             raise ValueError("In unknown state")
         self._supervisor.join()
-
-
-def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the items of an iterable by so many; the last chunk may have fewer.
-
-    Examples
-    --------
-    >>> list(chunks_of("abcde", 2))
-    [('a', 'b'), ('c', 'd'), ('e',)]
-    """
-    iterator = iter(iterable)
-    while chunk := tuple(itertools.islice(iterator, size)):
-        yield chunk
-
-
-def _length_of(iterable: Any) -> int | None:
-    """Return how many items there are; None where nobody can tell, as of a huge range."""
-    try:
-        return len(iterable)
-    except Exception:
-        # Whatever it raises: only the bar has a use for it.
-        return None
-
-
-def checked_retries(retries: int) -> int:
-    """Return a number of retries; ValueError if it is none."""
-    if not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"retries must be an integer of 0 or more, not {retries!r}")
-    return retries
-
-
-def processors() -> int:
-    """Return how many processors there are; from Python 3.13 on, that this process may use."""
-    count = getattr(os, "process_cpu_count", os.cpu_count)
-    return count() or 1
 
 
 if TYPE_CHECKING:

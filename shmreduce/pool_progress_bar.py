@@ -12,7 +12,7 @@ from shmreduce.extras import import_extra
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["make_bar", "with_bar"]
+__all__ = ["length_of", "make_bar", "with_bar"]
 
 
 def make_bar(progress: bool | str, total: int | None) -> Any:
@@ -40,3 +40,12 @@ def with_bar(results: Iterable[Any], bar: Any) -> Iterator[Any]:
         for result in results:
             bar.update(1)
             yield result
+
+
+def length_of(iterable: Any) -> int | None:
+    """Return how many items there are; None where nobody can tell, as of a huge range."""
+    try:
+        return len(iterable)
+    except Exception:
+        # Whatever it raises: only the bar has a use for it.
+        return None

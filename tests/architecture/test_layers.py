@@ -48,8 +48,8 @@ LAYERS = [
     {"parent_death", "pool_channel", "process_ends", "queues"},
     {"fresh_process", "pool_worker_handle", "pool_worker", "spawn_child"},
     {"pool_dispatch", "process_context"},
-    {"pool_supervisor"},
-    {"context"},
+    {"pool_arguments", "pool_supervisor"},
+    {"context", "interpreter_shutdown", "pool_feeding"},
     {"pool"},
     {"executor", "spawning"},
 ]
