@@ -51,6 +51,30 @@ def _call(callback: Callable[[Any], object] | None, value: Any) -> None:
         threading.excepthook(threading.ExceptHookArgs(report))
 
 
+class _Event:
+    """As :class:`threading.Event`; Ctrl-C in who waits does not keep it from being set."""
+
+    def __init__(self) -> None:
+        # Taken by its own ``with``: that of a Condition is Python code, in which
+        # Ctrl-C may come between the lock and the block, and it stays taken.
+        self._lock = threading.Lock()
+        self._condition = threading.Condition(self._lock)
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        with self._lock:
+            self._is_set = True
+            self._condition.notify_all()
+
+    def wait(self, timeout: float | None) -> None:
+        with self._lock:
+            if not self._is_set:
+                self._condition.wait(timeout)
+
+
 class ApplyResult:
     """The result of :meth:`Pool.apply_async`, once it is there.
 
@@ -71,7 +95,7 @@ class ApplyResult:
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> None:
         self._pool: object = pool
-        self._event = threading.Event()
+        self._event = _Event()
         self._callback = callback
         self._error_callback = error_callback
         self._success = True
@@ -211,8 +235,7 @@ class IMapIterator:
 
     def __init__(self, pool: object) -> None:
         self._pool: object = pool
-        # Taken by its own ``with``: that of a Condition is Python code, in which
-        # Ctrl-C may come between the lock and the block, and it stays taken.
+        # Taken by its own ``with``, as that of an event.
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
         self._items: collections.deque[tuple[bool, Any]] = collections.deque()

@@ -16,7 +16,7 @@ from shmreduce import discovery, process_registry
 from shmreduce.connection import Connection
 from shmreduce.memory import headroom, locks
 from shmreduce.pool_backpressure import Backpressure
-from shmreduce.pool_results import IMapIterator
+from shmreduce.pool_results import ApplyResult, IMapIterator
 from tests.channels.channels import PATIENCE, within
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
@@ -245,3 +245,7 @@ def test_a_pool_goes_on_after_ctrl_c_in_those_who_wait_for_it() -> None:
     results.answer(0, True, 5)
     struck_where_conditions_are_entered(results.next)
     in_time(lambda: results.expect(1))
+    result = ApplyResult(None)
+    struck_where_conditions_are_entered(lambda: result.wait(0.01))
+    in_time(lambda: result.answer(0, True, 5))
+    assert result.get(0) == 5
