@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shmreduce.errors import ConfigurationError
+from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import AsyncResult, Pool
 from tests.pool.work import (
     Unpicklable,
@@ -258,13 +260,48 @@ def test_a_callback_that_raises_is_reported_and_harms_nobody() -> None:
         {"processes": -1},
         {"maxtasksperchild": 0},
         {"maxtasksperchild": 0.5},
-        {"retries": -1},
     ],
 )
 def test_what_the_constructor_rejects(arguments: dict[str, Any]) -> None:
-    """Numbers of workers, tasks and retries that cannot be."""
-    with pytest.raises(ValueError):
+    """Numbers of workers and tasks that cannot be, with the standard library's error."""
+    with pytest.raises(ValueError) as caught:
         Pool(**arguments)
+    assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("retries", -1),
+        ("retries", 0.5),
+        ("retries", "1"),
+        ("shared_allocations", "no"),
+        ("shared_allocations", None),
+    ],
+)
+def test_what_the_constructor_rejects_of_our_own(setting: str, value: Any) -> None:
+    """It is a ConfigurationError that names the parameter and its value."""
+    for make in (Pool, ProcessPoolExecutor):
+        with pytest.raises(ConfigurationError, match=f"{setting}=.*: give ") as caught:
+            make(1, **{setting: value})
+        assert caught.value.fields == {"setting": setting, "value": value}
+
+
+def test_what_methods_reject_of_our_own() -> None:
+    """It is a ConfigurationError, nothing is begun, and the pool goes on."""
+    call: Any
+    anything: Any
+    with Pool(1, context=FORK) as pool:
+        for call in (pool.map, pool.starmap, pool.imap, pool.imap_unordered):
+            for setting, anything in (("retries", -1), ("progress", 1), ("progress", None)):
+                with pytest.raises(ConfigurationError) as caught:
+                    call(square, range(3), **{setting: anything})
+                assert caught.value.fields == {"setting": setting, "value": anything}
+        for call in (pool.apply, pool.apply_async):
+            with pytest.raises(ConfigurationError, match="retries=-1: give how often"):
+                call(square, (3,), retries=-1)
+        assert pool.apply(square, (3,)) == 9
+    pool.join()
 
 
 def test_an_initializer_that_cannot_be_called() -> None:
