@@ -111,7 +111,8 @@ class ProcessPoolExecutor(Executor):
     Raises
     ------
     ValueError, TypeError
-        If an argument is impossible.
+        If an argument is impossible; one that only shmreduce has is a
+        :class:`~shmreduce.ConfigurationError`, which is a ValueError.
     AllocatorUnavailableError
         With ``shared_allocations``, if the compiled allocator is missing.
 

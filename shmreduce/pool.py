@@ -89,7 +89,8 @@ class Pool:
     Raises
     ------
     ValueError, TypeError
-        If an argument is impossible.
+        If an argument is impossible; one that only shmreduce has is a
+        :class:`~shmreduce.ConfigurationError`, which is a ValueError.
     AllocatorUnavailableError
         With ``shared_allocations``, if the compiled allocator is missing.
     OSError
@@ -214,14 +215,34 @@ class Pool:
         *,
         retries: int | None = None,
     ) -> Any:
-        """Return ``func(*args, **kwds)``, done by a worker; otherwise as :meth:`apply_async`.
+        """Return ``func(*args, **kwds)``, done by a worker.
+
+        Parameters
+        ----------
+        func, args, kwds
+            The call.
+        retries : int, optional
+            As for the pool, for this call.
 
         Raises
         ------
         WorkerDied
             If the worker was killed, and the retries are used up.
+        TaskAbandonedError
+            If the pool is terminated before the result is there.
         Exception
-            What the call raised.
+            What the call raised, or the error of pickling it.
+        ConfigurationError
+            If ``retries`` is impossible.
+        ValueError
+            If the pool was closed or terminated before.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(1) as pool:
+        ...     pool.apply(int, ("ff",), {"base": 16})
+        255
         """
         return self.apply_async(func, args, kwds, retries=retries).get()
 
@@ -249,6 +270,22 @@ class Pool:
         Returns
         -------
         ApplyResult
+            Its ``get()`` returns the value, or raises what :meth:`apply` would.
+
+        Raises
+        ------
+        ConfigurationError
+            If ``retries`` is impossible.
+        ValueError
+            If the pool was closed or terminated before.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(2) as pool:
+        ...     results = [pool.apply_async(pow, (2, number)) for number in range(4)]
+        ...     [result.get() for result in results]
+        [1, 2, 4, 8]
         """
         self._check_running()
         result = ApplyResult(self, callback, error_callback)
@@ -274,7 +311,8 @@ class Pool:
         func, iterable
             What to call, with which items.
         chunksize : int, optional
-            How many items make one task.
+            How many items make one task; by default so many that there are about
+            four tasks for each worker.
         retries : int, optional
             As for the pool, for this call; a chunk is tried again as a whole.
         progress : bool or str
@@ -284,8 +322,23 @@ class Pool:
         ------
         WorkerDied
             If the worker of an item was killed, and the retries are used up.
+        TaskAbandonedError
+            If the pool is terminated before all results are there.
         Exception
             What the first item raised that raised; when all are done.
+        MissingExtraError
+            If a progress bar is asked for and tqdm is not installed.
+        ConfigurationError
+            If ``retries`` or ``progress`` is impossible.
+        ValueError
+            If ``chunksize`` is less than 1, or the pool was closed or terminated before.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(2) as pool:
+        ...     pool.map(len, ["a", "bc", ""], chunksize=1)
+        [1, 2, 0]
         """
         return self._map(EACH, func, iterable, chunksize, retries, progress)
 
@@ -298,7 +351,15 @@ class Pool:
         retries: int | None = None,
         progress: bool | str = False,
     ) -> list[Any]:
-        """Return ``[func(*item) for item in iterable]``; otherwise as :meth:`map`."""
+        """Return ``[func(*item) for item in iterable]``; otherwise as :meth:`map`.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(2) as pool:
+        ...     pool.starmap(pow, [(2, 3), (3, 2)])
+        [8, 9]
+        """
         return self._map(EACH_STARRED, func, iterable, chunksize, retries, progress)
 
     def map_async(
@@ -315,6 +376,32 @@ class Pool:
 
         All items are pickled now, so that they may be changed afterwards. For
         more than fits into memory use :meth:`map` or :meth:`imap`.
+
+        Parameters
+        ----------
+        func, iterable, chunksize, retries
+            As for :meth:`map`.
+        callback, error_callback : callable, optional
+            Called in the pool's thread with the list, or the exception.
+
+        Returns
+        -------
+        MapResult
+            Its ``get()`` returns the list, or raises what :meth:`map` would.
+
+        Raises
+        ------
+        ConfigurationError
+            If ``retries`` is impossible.
+        ValueError
+            If ``chunksize`` is less than 1, or the pool was closed or terminated before.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(2) as pool:
+        ...     pool.map_async(abs, [-1, 2]).get()
+        [1, 2]
         """
         return self._map_async(EACH, func, iterable, chunksize, callback, error_callback, retries)
 
@@ -393,8 +480,44 @@ class Pool:
         """Yield ``func(item)`` for each item, in order, as they come.
 
         A thread takes items from the iterable, not far ahead of the workers,
-        and pickles each before it takes the next. Parameters are those of
-        :meth:`map`.
+        and pickles each before it takes the next.
+
+        Parameters
+        ----------
+        func, iterable, retries, progress
+            As for :meth:`map`.
+        chunksize : int
+            How many items make one task.
+
+        Returns
+        -------
+        iterator
+            Raises what an item raised where its result would come. With ``chunksize=1``
+            it goes on behind that, and its ``next(timeout)`` waits for so many seconds
+            at most.
+
+        Raises
+        ------
+        WorkerDied
+            From the iterator, if the worker of an item was killed, and the retries
+            are used up.
+        TaskAbandonedError
+            From the iterator, if the pool is terminated before all results are there.
+        MissingExtraError
+            If a progress bar is asked for and tqdm is not installed.
+        ConfigurationError
+            If ``retries`` or ``progress`` is impossible.
+        ValueError
+            If ``chunksize`` is less than 1, or the pool was closed or terminated before.
+
+        Examples
+        --------
+        >>> import itertools
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(2) as pool:
+        ...     results = pool.imap(abs, itertools.count(-3))
+        ...     [next(results) for _ in range(4)]
+        [3, 2, 1, 0]
         """
         return self._imap(IMapIterator(self), func, iterable, chunksize, retries, progress)
 
@@ -407,7 +530,15 @@ class Pool:
         retries: int | None = None,
         progress: bool | str = False,
     ) -> Iterator[Any]:
-        """Yield ``func(item)`` for each item as they come; otherwise as :meth:`imap`."""
+        """Yield ``func(item)`` for each item as they come; otherwise as :meth:`imap`.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(2) as pool:
+        ...     sorted(pool.imap_unordered(abs, [-2, -1]))
+        [1, 2]
+        """
         result = IMapUnorderedIterator(self)
         return self._imap(result, func, iterable, chunksize, retries, progress)
 
@@ -455,14 +586,41 @@ class Pool:
     # The end
 
     def close(self) -> None:
-        """Take no more tasks; the workers leave when all are done."""
+        """Take no more calls; the workers leave when everything is done.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> pool = shmreduce.get_context("fork").Pool(1)
+        >>> result = pool.apply_async(abs, (-1,))
+        >>> pool.close()
+        >>> pool.join()
+        >>> result.get()
+        1
+        """
         util.debug("closing pool")
         if self._state == RUN:
             self._state = CLOSE
             self._supervisor.close()
 
     def terminate(self) -> None:
-        """Kill the workers at once. Results that are not there yet fail."""
+        """Kill the workers at once, and wait until they have ended; so does a ``with`` block.
+
+        Results that are not there yet raise :class:`~shmreduce.TaskAbandonedError`.
+
+        Examples
+        --------
+        >>> import time
+        >>> import shmreduce
+        >>> pool = shmreduce.get_context("fork").Pool(1)
+        >>> result = pool.apply_async(time.sleep, (3600,))
+        >>> pool.terminate()
+        >>> try:
+        ...     result.get()
+        ... except shmreduce.TaskAbandonedError:
+        ...     print("it will not come")
+        it will not come
+        """
         util.debug("terminating pool")
         self._state = TERMINATE
         # Not by the finalizer alone, which is used up by a call that Ctrl-C ends.
@@ -470,7 +628,22 @@ class Pool:
         self._terminate.cancel()
 
     def join(self) -> None:
-        """Wait until the workers have left, after :meth:`close` or :meth:`terminate`."""
+        """Wait until the workers have left, after :meth:`close` or :meth:`terminate`.
+
+        Raises
+        ------
+        ValueError
+            If neither was called.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.get_context("fork").Pool(1) as pool:
+        ...     print(pool.map(abs, [-1, 2]))
+        ...     pool.close()
+        ...     pool.join()
+        [1, 2]
+        """
         util.debug("joining pool")
         if self._state == RUN:
             raise ValueError("Pool is still running")
