@@ -18,7 +18,7 @@ import shmreduce
 from shmreduce.memory.inspection import process_state
 from shmreduce.testing.leaks import find_leaks, take_census
 from tests.faults.actor import CountedLink, FaultActor, FaultPart, perform, play_part, prepare
-from tests.faults.crews import play_executor, play_manager, play_pool
+from tests.faults.pools import play_executor, play_manager, play_pool
 from tests.faults.systems import System, find_system
 from tests.faults.tally import ENDED, KILLED, Tally
 

@@ -342,8 +342,8 @@ class _Run:
         a_death = everything or bool((tally.status == KILLED).any()) or bool(outcome.killed)
         for index in range(rows, rows + plan.actors):
             # Through queues with several readers, pools and managers.
-            crew = plan.scenario in ("pool", "executor") and tally.named[index] > 0
-            self._count_row(index, plan.scenario, excused=a_death or crew or bool(plan.leaver))
+            in_pool = plan.scenario in ("pool", "executor") and tally.named[index] > 0
+            self._count_row(index, plan.scenario, excused=a_death or in_pool or bool(plan.leaver))
 
     def _may_lose(self, link: CountedLink) -> bool:
         """Whether what was sent through a link may be lost with the ends of processes."""
