@@ -8,6 +8,7 @@ same names in :mod:`multiprocessing.pool`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import threading
 from multiprocessing.context import TimeoutError  # noqa: A004 - the one that users catch
@@ -48,7 +49,9 @@ def _call(callback: Callable[[Any], object] | None, value: Any) -> None:
         callback(value)
     except BaseException:  # also SystemExit: whoever waits for the result gets it
         report = (*sys.exc_info(), threading.current_thread())
-        threading.excepthook(threading.ExceptHookArgs(report))
+        # The hook may raise as well: standard error is closed, say.
+        with contextlib.suppress(BaseException):
+            threading.excepthook(threading.ExceptHookArgs(report))
 
 
 class _Event:

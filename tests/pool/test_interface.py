@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import multiprocessing.pool
 import pickle
+import sys
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -251,6 +253,18 @@ def test_a_callback_that_raises_is_reported_and_harms_nobody() -> None:
     finally:
         threading.excepthook = before
     assert [type(each) for each in reported] == [KeyError]
+
+
+def test_a_callback_that_cannot_be_reported_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where standard error is closed: the result is there and the pool goes on."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    with Pool(1, context=FORK) as pool:
+        assert pool.apply_async(square, (2,), callback=fail).get(PATIENCE) == 4
+        assert pool.apply(square, (3,)) == 9
+    pool.join()
 
 
 @pytest.mark.parametrize(
