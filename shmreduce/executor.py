@@ -26,6 +26,7 @@ from shmreduce.pool_arguments import (
     processors,
 )
 from shmreduce.pool_feeding import chunks_of
+from shmreduce.pool_results import call
 from shmreduce.pool_supervisor import Supervisor
 from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import WorkerOptions
@@ -70,10 +71,8 @@ class _Promise:
         self._pending.discard(self.future)
         if not self.future.running() and not self.future.set_running_or_notify_cancel():
             return
-        if succeeded:
-            self.future.set_result(value)
-        else:
-            self.future.set_exception(value)
+        # These call callbacks. One that exits would end the workers of all futures.
+        call(self.future.set_result if succeeded else self.future.set_exception, value)
 
     def abandon(self, error: BaseException) -> None:
         """Take note that no answer will come."""

@@ -25,6 +25,7 @@ __all__ = [
     "IMapUnorderedIterator",
     "MapResult",
     "Receiver",
+    "call",
 ]
 
 
@@ -41,7 +42,7 @@ class Receiver(Protocol):
         """Take note that no more answers will come."""
 
 
-def _call(callback: Callable[[Any], object] | None, value: Any) -> None:
+def call(callback: Callable[[Any], object] | None, value: Any) -> None:
     """Call a user's callback; what it raises is reported, and the pool goes on."""
     if callback is None:
         return
@@ -152,7 +153,7 @@ class ApplyResult:
             self._pool = None
 
     def _finish(self) -> None:
-        _call(self._callback if self._success else self._error_callback, self._value)
+        call(self._callback if self._success else self._error_callback, self._value)
         self._event.set()
         self._pool = None
 
@@ -214,7 +215,7 @@ class MapResult(ApplyResult):
             self._left -= 1
             last = self._left == 0
         if self._progress is not None and succeeded:
-            _call(self._progress, len(value))
+            call(self._progress, len(value))
         if last:
             self._finish()
 

@@ -253,6 +253,25 @@ def test_system_exit_in_users_code_ends_no_pool(
         assert pool.apply_async(abs, (-2,)).get(PATIENCE) == 2
 
 
+def test_system_exit_in_a_callback_of_a_future_ends_no_executor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is told of; the other futures get their values."""
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
+    reader, writer = os.pipe()
+    with ProcessPoolExecutor(1, FORK) as executor:
+        first = executor.submit(os.read, reader, 1)
+        first.add_done_callback(leave)
+        second = executor.submit(abs, -2)
+        os.write(writer, b"1")
+        assert (first.result(PATIENCE), second.result(PATIENCE)) == (b"1", 2)
+        assert executor.submit(abs, -3).result(PATIENCE) == 3
+    assert reported == [SystemExit]
+    os.close(reader)
+    os.close(writer)
+
+
 def test_the_ends_of_one_pools_worker_are_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one pool makes the connection of a worker, no other pool starts one."""
     inside: list[bool] = []
