@@ -58,13 +58,14 @@ def build(part: Part, target: Path | None = None) -> Path:
             made = Path(folder) / target.name
             command += ["-o", str(made)]
             done = subprocess.run(  # noqa: S603
-                command, capture_output=True, text=True, timeout=_PATIENCE, check=False
+                command, capture_output=True, timeout=_PATIENCE, check=False
             )
             if done.returncode:
                 raise _failure(
                     part,
                     f"{shlex.join(command)} ended with status {done.returncode}:\n"
-                    f"{done.stderr.strip()}",
+                    # In an encoding of the compiler's choice.
+                    f"{done.stderr.decode(errors='replace').strip()}",
                 )
             # Whatever the umask: what others could write to would not be loaded.
             made.chmod(0o755)
@@ -94,7 +95,11 @@ def compile_command(part: Part) -> list[str]:
 
 
 def _compiler(part: Part) -> list[str]:
-    for words in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
+    try:
+        chosen = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise _failure(part, f"CC={os.environ['CC']!r} cannot be taken apart: {error}") from error
+    for words in (chosen, ["cc"], ["gcc"], ["clang"]):
         if words and shutil.which(words[0]):
             return words
     raise _failure(part, "there is no C compiler: none of $CC, cc, gcc and clang is found")

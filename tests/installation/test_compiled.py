@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -96,6 +97,33 @@ def test_a_compiler_that_fails_is_told_of(
     assert caught.value.path == str(part.library)
     assert target.read_text() == "before"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_a_compiler_says_may_be_in_any_encoding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It harms nothing where it compiles, and is told of where it fails."""
+    needs_compiler()
+    works = shlex.join(building._compiler(ALLOCATOR))
+    compiler = tmp_path / "compiler"
+    for last in (f'{works} "$@"', "false"):
+        compiler.write_text(f"#!/bin/sh\nprintf 'a \\374ber' >&2\nexec {last}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+        if last == "false":
+            with pytest.raises(shmreduce.CompilationError, match="a \ufffdber"):
+                build(ALLOCATOR, tmp_path / "allocator.so")
+        else:
+            assert build(ALLOCATOR, tmp_path / "allocator.so").exists()
+
+
+def test_a_compiler_that_cannot_be_read_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As any other reason why there is no library: a wheel is built without it."""
+    monkeypatch.setenv("CC", "cc -DX='unclosed")
+    with pytest.raises(shmreduce.CompilationError, match="No closing quotation"):
+        build(ALLOCATOR, tmp_path / "allocator.so")
 
 
 def test_no_compiler_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
