@@ -11,6 +11,7 @@ becomes of it afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing.queues
 import os
@@ -178,7 +179,9 @@ class _Feeder(NamedTuple):
                 return False
             # As if the object had been taken out of the queue.
             self.free.release()
-            self.on_error(error, item.obj if isinstance(item, _Unsendable) else item)
+            # What is behind it is sent also if nobody can be told: standard error is closed, say.
+            with contextlib.suppress(Exception):
+                self.on_error(error, item.obj if isinstance(item, _Unsendable) else item)
         return True
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import queue as standard_queue
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -177,6 +179,21 @@ def test_unpicklable_object_is_dropped(capsys: pytest.CaptureFixture[str]) -> No
     assert within(queue.get).sum() == 100_000
     close(queue)
     assert "lambda" in capsys.readouterr().err
+
+
+def test_what_is_behind_an_unpicklable_object_comes_where_nobody_can_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where standard error is closed."""
+    closed = io.StringIO()
+    closed.close()
+    queue = shmreduce.Queue(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", closed)
+        queue.put(lambda: 1)
+        queue.put(2, timeout=PATIENCE)
+        assert queue.get(timeout=PATIENCE) == 2
+    close(queue)
 
 
 def _refuse(*_: Any) -> None:
