@@ -42,10 +42,6 @@ class CallOnLoad:
         return self._function, self._arguments
 
 
-Call = CallOnLoad
-"""The name that ``pool_errors`` has for it."""
-
-
 class PreparedProcess:
     """Pickles as a process object, with what the child must do before it.
 

@@ -13,7 +13,7 @@ from multiprocessing.pool import (  # type: ignore[attr-defined]
 )
 from typing import Any
 
-from shmreduce.children import Call
+from shmreduce.children import CallOnLoad
 from shmreduce.errors import ShmreduceError
 
 __all__ = ["explained", "forget_announced", "with_traceback"]
@@ -40,7 +40,7 @@ class _Raised(ExceptionWithTraceback):  # type: ignore[misc]
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (Call(_announce, self.tb), self.exc, self.tb)
+        return _rebuild, (CallOnLoad(_announce, self.tb), self.exc, self.tb)
 
 
 def _rebuild(_: None, error: BaseException, text: str) -> BaseException:

@@ -11,7 +11,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from shmreduce.process_ends import open_pidfd, signal_name
+from shmreduce.process_ends import Sentinel, signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class WorkerHandle:
         self.lifeline = lifeline
         self.progress = progress
         self.slot = slot
-        self._pidfd = open_pidfd(process)
+        self._end = Sentinel(process)
         self.ready = False
         self.initializer_failed = False
         """Whether its initializer raised an exception."""
@@ -62,15 +62,14 @@ class WorkerHandle:
     @property
     def sentinel(self) -> int:
         """A descriptor that is ready when the process has ended."""
-        return self.process.sentinel if self._pidfd is None else self._pidfd.fileno()
+        return self._end.fileno()
 
     def close(self) -> None:
         """Close what the parent has of it; it has ended."""
         self.channel.close()
         self.channel.give_up()
         self.lifeline.cut()
-        if self._pidfd is not None:
-            self._pidfd.close()
+        self._end.close()
 
     def exit_code(self) -> int | None:
         """Wait for the exit code of the process, which has ended; None if nobody can know it."""

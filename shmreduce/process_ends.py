@@ -14,7 +14,7 @@ from shmreduce.descriptor import Descriptor
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-__all__ = ["Sentinel", "open_pidfd", "signal_name"]
+__all__ = ["Sentinel", "signal_name"]
 
 
 class Sentinel:
@@ -28,7 +28,7 @@ class Sentinel:
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
-        self._pidfd = open_pidfd(process)
+        self._pidfd = _open_pidfd(process)
 
     def fileno(self) -> int:
         """Return the descriptor to wait for, until this is closed."""
@@ -40,7 +40,7 @@ class Sentinel:
             self._pidfd.close()
 
 
-def open_pidfd(process: BaseProcess) -> Descriptor | None:
+def _open_pidfd(process: BaseProcess) -> Descriptor | None:
     """Return what is ready when the process itself ends; None where there is none.
 
     The sentinel of multiprocessing is a pipe that is inherited by what the
