@@ -296,6 +296,7 @@ class Connection(multiprocessing.connection.Connection):
 
     def _write(self, packet: Packet, flags: int) -> None:
         descriptors = packet.descriptors() if packet.segments else None
+        packet.is_under_way = True
         if descriptors:
             try:
                 self._socket.write(packet.data, descriptors, flags)

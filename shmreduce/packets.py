@@ -84,7 +84,7 @@ class Packet:
         The handle of the block that has the message.
     """
 
-    __slots__ = ("_body", "_leases", "data", "segments")
+    __slots__ = ("_body", "_leases", "data", "is_under_way", "segments")
 
     def __init__(
         self,
@@ -97,6 +97,8 @@ class Packet:
         self.segments = segments
         self._leases = leases
         self._body = body
+        self.is_under_way = False
+        """Whether it may have been written, also if the writer was interrupted."""
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to send along; they stay the segments'.

@@ -125,11 +125,16 @@ class SimpleQueue(_StandardSimpleQueue):
         self._writer.send_last(held)
 
 
-class _Unsendable(NamedTuple):
+class _Unsendable:
     """An object in a queue that could not be pickled, and why."""
 
-    obj: Any
-    error: Exception
+    __slots__ = ("error", "is_under_way", "obj")
+
+    def __init__(self, obj: Any, error: Exception) -> None:
+        self.obj = obj
+        self.error = error
+        self.is_under_way = False
+        """As of a packet."""
 
 
 class _Feeder(NamedTuple):
@@ -155,6 +160,8 @@ class _Feeder(NamedTuple):
                 item = self.buffer.popleft()
                 # What is put from now on must queue up behind this.
                 self.busy[0] = True
+                if item is not _END:
+                    item.is_under_way = True
             if item is _END:
                 debug("feeder thread got sentinel -- exiting")
                 self.close_reader()
@@ -348,13 +355,29 @@ class Queue(_StandardQueue):
             raise
 
     def _add(self, item: Packet | _Unsendable) -> None:
-        with self._lock:
-            self._used = True
-            if not self._sent_at_once(item):
-                if self._thread is None:
-                    self._start_thread_for(item)
-                self._buffer.append(item)
-                self._notempty.notify()
+        try:
+            with self._lock:
+                self._used = True
+                if not self._sent_at_once(item):
+                    if self._thread is None:
+                        self._start_thread()
+                    self._buffer.append(item)
+                    self._notempty.notify()
+        except BaseException:
+            # Ctrl-C, or no thread can be had (a limit of processes).
+            with self._lock:
+                if item in self._buffer:
+                    self._buffer.remove(item)
+                unseen = not item.is_under_way
+            if unseen:
+                self._take_back(item)
+            raise
+
+    def _take_back(self, item: Packet | _Unsendable) -> None:
+        """Let the queue be as before a ``put``: nobody has seen the item."""
+        if isinstance(item, Packet):
+            item.discard()
+        self._sem.release()
 
     def _sent_at_once(self, item: Packet | _Unsendable) -> bool:
         if self._buffer or self._busy[0] or isinstance(item, _Unsendable):
@@ -366,18 +389,9 @@ class Queue(_StandardQueue):
                 # A signal handler's TimeoutError, say: nobody knows whether it was sent.
                 raise
             # It has to wait; or the thread is told in its turn what is wrong.
+            item.is_under_way = False
             return False
         return True
-
-    def _start_thread_for(self, item: Packet | _Unsendable) -> None:
-        try:
-            self._start_thread()
-        except RuntimeError:
-            # None can be had (a limit of processes): nobody is going to send it.
-            if isinstance(item, Packet):
-                item.discard()
-            self._sem.release()
-            raise
 
     def _start_thread(self) -> None:
         debug("Queue._start_thread()")
@@ -447,11 +461,11 @@ class JoinableQueue(Queue, _StandardJoinableQueue):
         with self._cond:
             # Before anybody can get it and call task_done().
             self._unfinished_tasks.release()
-            try:
-                self._add(item)
-            except RuntimeError:
-                self._unfinished_tasks.acquire(False)
-                raise
+            self._add(item)
+
+    def _take_back(self, item: Packet | _Unsendable) -> None:
+        self._unfinished_tasks.acquire(False)
+        super()._take_back(item)
 
 
 _END = object()

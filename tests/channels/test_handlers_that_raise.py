@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import os
 import signal
 import sys
 import threading
+import time
+from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import discovery, process_registry
+from shmreduce import discovery, process_registry, queues
 from shmreduce.connection import Connection
 from shmreduce.memory import headroom, locks
 from shmreduce.pool_backpressure import Backpressure
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FORK: Any = shmreduce.get_context("fork")
+SIZE = 1 << 17
 
 
 @pytest.fixture(params=["function", "method", "object"])
@@ -233,6 +239,81 @@ def test_a_queue_can_be_used_after_ctrl_c_in_put() -> None:
     in_time(lambda: queue.put(2))
     in_time(queue.close)
     queue.join_thread()
+
+
+def struck_at_line(action: Callable[[], object], codes: set[Any], number: int) -> bool:
+    """Do something; Ctrl-C comes before the n-th line of some functions. Return whether it did.
+
+    A line counts once. A `with` is come to again at its end, where no signal
+    handler runs: nothing is called between the block and its `__exit__`.
+    """
+    left = number
+    struck = False
+    seen = set()
+
+    def trace(frame: Any, event: str, _argument: object) -> Any:
+        nonlocal left, struck
+        if frame.f_code not in codes:
+            return None
+        if event == "line" and (frame.f_code, frame.f_lineno) not in seen:
+            seen.add((frame.f_code, frame.f_lineno))
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                struck = True
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return struck
+
+
+@pytest.mark.parametrize("goes_at_once", [True, False])
+@pytest.mark.parametrize("name", ["Queue", "JoinableQueue"])
+def test_ctrl_c_in_put_takes_no_place_for_ever(
+    name: str, goes_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not put has no place in a bounded queue, and ``join()`` does not wait for it."""
+    transmit = Connection.transmit
+
+    def refuse(self: Connection, packet: Any, *, wait: bool = True, patient: bool = False) -> None:
+        if not wait and not goes_at_once:
+            raise BlockingIOError(errno.EAGAIN, "as if the pipe were full")
+        transmit(self, packet, wait=wait, patient=patient)
+
+    monkeypatch.setattr(Connection, "transmit", refuse)
+    codes = {queues.Queue._add.__code__, queues.Queue._sent_at_once.__code__}
+    # Behind the `try`: before it Ctrl-C comes between two calls, as in the standard library.
+    number = 2
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        queue = getattr(FORK, name)(1)
+        struck = struck_at_line(functools.partial(queue.put, np.ones(SIZE)), codes, number)
+        # What Ctrl-C came too late for is there, or will be.
+        while queue._sem.get_value() == 0:
+            assert time.monotonic() < deadline, "the place stays taken"
+            with contextlib.suppress(Empty):
+                queue.get(timeout=0.01)
+                if name == "JoinableQueue":
+                    queue.task_done()
+        queue.put(number, timeout=PATIENCE)
+        assert queue.get(timeout=PATIENCE) == number
+        if name == "JoinableQueue":
+            queue.task_done()
+            in_time(queue.join)
+        queue.close()
+        queue.join_thread()
+        if not struck:
+            break
+        number += 1
+    assert number > 6
 
 
 def test_a_pool_goes_on_after_ctrl_c_in_those_who_wait_for_it() -> None:
