@@ -309,8 +309,10 @@ class ProcessPoolExecutor(Executor):
                     self._supervisor.start()
                 self._supervisor.submit(task)
             except BaseException:
-                self._pending.discard(promise.future)
-                task.discard()
+                # If its thread has the task already, that goes on, and nobody is told.
+                if promise.future.cancel():
+                    self._pending.discard(promise.future)
+                    task.discard()
                 raise
             return promise.future
 

@@ -232,12 +232,18 @@ class Supervisor:
         self._terminating = True
         self.wake()
         self.backpressure.close()
-        self.join()
+        self.join(_GRACE)
+        if self.thread.is_alive() and threading.current_thread() is not self.thread:
+            # The thread may be writing to a worker that is stopped: on connections of
+            # multiprocessing nothing but its death ends that.
+            for worker in list(self.workers):
+                worker.process.kill()
+            self.join()
 
-    def join(self) -> None:
-        """Wait until there are no workers."""
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until there are no workers, for ``timeout`` seconds at most."""
         if threading.current_thread() is not self.thread and self.thread.ident is not None:
-            self.thread.join()
+            self.thread.join(timeout)
 
     # The thread
 

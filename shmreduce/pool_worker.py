@@ -182,14 +182,17 @@ def _answer(
     except KeyboardInterrupt:
         raise
     except options.catch as error:
+        told = with_traceback(error)
         # Where there is no value any more it was pickled, and not moved: no memory, say.
         if held and not isinstance(error, ShmreduceError) and not options.plain_errors:
             # Not one that says itself what to do, such as: there is no memory.
             value = held[0][1]
             if isinstance(value, ExceptionWithTraceback):
                 value = value.exc
-            return _tell(channel, False, MaybeEncodingError(error, value))
-        return _tell(channel, False, with_traceback(error))
+            # It needs their repr(), which may raise, too.
+            with contextlib.suppress(Exception):
+                told = MaybeEncodingError(error, value)
+        return _tell(channel, False, told)
     held.clear()
     return _deliver(channel, message)
 

@@ -141,6 +141,31 @@ class Breaking:
         raise LookupError("iterable")
 
 
+class UnspeakableError(Exception):
+    """Neither pickled nor shown."""
+
+    def __reduce__(self) -> Any:
+        raise LookupError("cannot be pickled")
+
+    __repr__ = __str__ = __reduce__
+
+
+def give_unspeakable(raises: bool) -> Any:
+    if raises:
+        raise UnspeakableError
+    return UnspeakableError()
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_can_neither_be_pickled_nor_shown_fails_its_task_alone(
+    pool: Pool, raises: bool
+) -> None:
+    """The pickler's own error is told: no worker ends for it."""
+    with pytest.raises(LookupError, match="cannot be pickled"):
+        pool.apply(give_unspeakable, (raises,))
+    assert pool.apply(abs, (-1,)) == 1
+
+
 def test_an_iterable_that_raises(pool: Pool) -> None:
     """Its exception comes where its item would have come, without a remote cause."""
     for chunksize in (1, 2, 20):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import queue
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -163,6 +165,42 @@ def test_terminate_can_be_repeated_after_ctrl_c(monkeypatch: pytest.MonkeyPatch)
     pool.terminate()
     assert not any(worker.is_alive() for worker in workers if worker._popen is not None)
     pool.join()
+
+
+def test_terminate_ends_a_worker_that_is_stopped_and_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a connection of multiprocessing, too, where the pool's thread waits for room."""
+    monkeypatch.setattr(pool_supervisor, "_GRACE", 0.5)
+    pool = Pool(1, context=multiprocessing.get_context("fork"))
+    pool.apply(abs, (-1,))
+    (worker,) = pool._pool
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    result = pool.apply_async(len, (bytes(3 << 20),))
+    pool.terminate()
+    with pytest.raises((shmreduce.WorkerDied, TaskAbandonedError)):
+        result.get(PATIENCE)
+
+
+def test_ctrl_c_behind_a_submit_harms_no_other_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task is the thread's already: it is cancelled, or done, and the others are done."""
+    with ProcessPoolExecutor(1, FORK) as executor:
+        executor.submit(abs, -1).result(PATIENCE)
+        submit = Supervisor.submit
+
+        def struck(self: Supervisor, task: Any) -> None:
+            submit(self, task)
+            raise KeyboardInterrupt
+
+        for _ in range(20):
+            with monkeypatch.context() as patch:
+                patch.setattr(Supervisor, "submit", struck)
+                with pytest.raises(KeyboardInterrupt):
+                    executor.submit(abs, -1)
+            futures = [executor.submit(abs, -number) for number in range(20)]
+            assert [each.result(PATIENCE) for each in futures] == list(range(20))
+    assert not executor._pending
 
 
 def test_a_callback_of_a_cancelled_future_may_shut_down() -> None:
