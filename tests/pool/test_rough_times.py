@@ -20,6 +20,7 @@ from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import Pool
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_supervisor import Supervisor
+from tests.channels.channels import eventually
 from tests.conftest import PATIENCE, descendants
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ def test_terminate_ends_a_worker_that_is_stopped_and_does_not_read(
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
     result = pool.apply_async(len, (bytes(3 << 20),))
+    (handle,) = pool._supervisor.workers
+    eventually(lambda: handle.sent == 2)
     pool.terminate()
     with pytest.raises((shmreduce.WorkerDied, TaskAbandonedError)):
         result.get(PATIENCE)
