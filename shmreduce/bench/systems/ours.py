@@ -73,8 +73,11 @@ class Shmreduce(ChannelSystem):
         return shmreduce.share(array)
 
     def spread(self, array: Any) -> Any:
-        """Copy once, not for each receiver."""
-        return self.shared(array)
+        """Copy once, not for each receiver; a small one is pickled anyway."""
+        import shmreduce
+
+        small = array.nbytes < shmreduce.get_settings().inline_limit
+        return array if small else self.shared(array)
 
 
 @dataclass(frozen=True)
