@@ -163,7 +163,7 @@ class ProcessPoolExecutor(Executor):
             shared_allocations=shared_allocations,
         )
         self._supervisor = Supervisor(
-            mp_context, _make_process, max_workers, options, ExecutorWorkerDied, _broken
+            mp_context, _make_process, max_workers, options, ExecutorWorkerDied, _make_broken
         )
         self._supervisor.wanted = max_workers if self._forks else 1
         self._lock = threading.Lock()
@@ -318,7 +318,7 @@ class ProcessPoolExecutor(Executor):
 
     def _check_open(self) -> None:
         if self._supervisor.broken_by is not None:
-            raise _broken(self._supervisor.broken_by)
+            raise _make_broken(self._supervisor.broken_by)
         if self._shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
         if is_shutting_down() or self._supervisor.closing:
@@ -329,7 +329,7 @@ def _make_process(context: Any, **arguments: Any) -> Any:
     return context.Process(**arguments)
 
 
-def _broken(error: BaseException) -> BrokenProcessPool:
+def _make_broken(error: BaseException) -> BrokenProcessPool:
     broken = BrokenProcessPool(f"no worker process can be started: {error}")
     broken.__cause__ = error
     return broken
