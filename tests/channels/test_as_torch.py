@@ -147,17 +147,20 @@ def test_empty_arrays(children: Children, ends: Any) -> None:
 def test_file_is_there_on_the_way_and_gone_afterwards(children: Children, ends: Any) -> None:
     """Under ``file_system`` a message's memory has a name until nobody needs it any more."""
     here, there = ends
-    before = set(all_names())
     process = children.start(send_and_wait, there)
     assert here.poll(30)
-    on_the_way = set(all_names()) - before
-    assert on_the_way
+    assert names_of(process)
     array = here.recv()
     here.send("read")
     children.join(process)
     assert array.sum() == np.prod(SHAPE)
     del array
-    eventually(lambda: not on_the_way & set(all_names()))
+    eventually(lambda: not names_of(process))
+
+
+def names_of(process: Any) -> set[str]:
+    """Return the names of segments of one process; other tests may run beside this one."""
+    return {name for name in all_names() if f"-{process.pid}-" in name}
 
 
 def send_and_wait(connection: Any) -> None:
