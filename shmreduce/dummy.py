@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 from multiprocessing import dummy
-from multiprocessing.dummy import *  # noqa: F403 - for type checkers
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.dummy import *  # noqa: F403 - its names, whatever they are
 
 # The import system takes what stands here when the import ends.
 sys.modules[__name__] = dummy

@@ -498,17 +498,9 @@ class Pool:
 
         Raises
         ------
-        WorkerDied
-            From the iterator, if the worker of an item was killed, and the retries
-            are used up.
-        TaskAbandonedError
-            From the iterator, if the pool is terminated before all results are there.
-        MissingExtraError
-            If a progress bar is asked for and tqdm is not installed.
-        ConfigurationError
-            If ``retries`` or ``progress`` is impossible.
-        ValueError
-            If ``chunksize`` is less than 1, or the pool was closed or terminated before.
+        Exception
+            As :meth:`map`; what becomes of items, WorkerDied and TaskAbandonedError
+            among it, comes from the iterator.
 
         Examples
         --------

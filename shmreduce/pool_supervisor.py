@@ -151,6 +151,8 @@ class Supervisor:
         self._failures = 0
         self._next_start = 0.0
         self._closing = self._terminating = self._stopping = self.ended = False
+        self._killing = False
+        """Whether workers have their time to end already."""
         self._self_pipe: SelfPipe
         self._selector: selectors.BaseSelector
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
@@ -233,12 +235,12 @@ class Supervisor:
         self.wake()
         self.backpressure.close()
         self.join(_GRACE)
-        if self.thread.is_alive() and threading.current_thread() is not self.thread:
+        if not self._killing and threading.current_thread() is not self.thread:
             # The thread may be writing to a worker that is stopped: on connections of
             # multiprocessing nothing but its death ends that.
             for worker in list(self.workers):
                 worker.process.kill()
-            self.join()
+        self.join()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until there are no workers, for ``timeout`` seconds at most."""
@@ -388,6 +390,7 @@ class Supervisor:
 
     def _kill(self) -> None:
         """End all workers, and wait for that."""
+        self._killing = True
         for worker in self.workers:
             worker.process.terminate()
         deadline = time.monotonic() + _GRACE

@@ -105,9 +105,8 @@ class Task:
 
     @property
     def data(self) -> bytes | memoryview:
-        """The pickle of the current try; nothing of a task that was discarded."""
-        tries = self.tries[-1:]
-        return tries[0] if tries else b""
+        """The pickle of the current try."""
+        return self.tries[-1]
 
     def wait_in_queue(self, release: Callable[[int], object]) -> None:
         """Take note of what takes the weight back when it no longer waits."""

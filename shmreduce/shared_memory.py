@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 from multiprocessing import shared_memory
-from multiprocessing.shared_memory import *  # noqa: F403 - for type checkers
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.shared_memory import *  # noqa: F403 - its names, whatever they are
 
 # The import system takes what stands here when the import ends.
 sys.modules[__name__] = shared_memory

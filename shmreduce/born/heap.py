@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 from shmreduce.born.library import KNOWN, PRIVATE, Library, load
 from shmreduce.errors import LeaseTimeoutError, SegmentError
 from shmreduce.memory.blocks import warn_of_exposed
-from shmreduce.memory.headroom import Machine, headroom
+from shmreduce.memory.headroom import headroom
 from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.runtime import current
@@ -52,8 +52,6 @@ _HEADROOM_SHARE = 0.8
 """Of what the system can still give, which part the allocator may carve."""
 _ANY_BUDGET = 1 << 62
 """For what is in use already: it is booked, and cannot be refused."""
-
-_MACHINE = Machine()
 
 _keep_alive = ctypes.pythonapi.Py_IncRef
 _keep_alive.argtypes = [ctypes.py_object]
@@ -270,7 +268,7 @@ class BornHeap(Heap):
         """
         members = self._host.family.members()
         room = (self._host.budget() - sum(reserved for _, reserved in members)) // len(members)
-        available = headroom(_MACHINE)
+        available = headroom()
         if available is not None:
             room = min(room, int(available * _HEADROOM_SHARE))
         return max(0, room)

@@ -66,7 +66,10 @@ class Machine:
         return int(number) * 1024 if number.isdigit() else None
 
 
-def headroom(machine: Machine) -> int | None:
+_THIS_MACHINE = Machine()
+
+
+def headroom(machine: Machine = _THIS_MACHINE) -> int | None:
     """Return how many bytes of memory the system can still give, None if unknown.
 
     The smaller of MemAvailable (proc_meminfo(5)) and what the limits of the

@@ -71,7 +71,7 @@ class Loading:
         # The blocks themselves: unpickling drops the arrays before it raises.
         self._claims: list[tuple[Block, Handle]] = []
         self._known: list[tuple[Block, int, int]] = []
-        self._private: dict[bytes, Block] = {}
+        self._private: dict[bytes, Block] | None = None
         self._outer = _here.loading
         _here.loading = self
 
@@ -79,6 +79,8 @@ class Loading:
         """Note a claim."""
         self._claims.append((block, what))
         if what.mode == "cow":
+            # Made when it is needed: hardly any message brings such blocks.
+            self._private = self._private or {}
             self._private[block_key(what.token, what.block, what.generation)] = block
 
     def find_private(self, key: bytes) -> Block | None:
@@ -86,7 +88,7 @@ class Loading:
 
         Its views are views of one memory here, as they are at the sender.
         """
-        return self._private.get(key)
+        return None if self._private is None else self._private.get(key)
 
     def known(self, block: Block, slot: int, nonce: int) -> None:
         """Note a message about a block that was here before: it ends with the unpickling."""
@@ -113,7 +115,7 @@ class Loading:
                 _hold_elsewhere(record, what)
         self._claims.clear()
         self._known.clear()
-        self._private.clear()
+        self._private = None
 
     def close(self) -> None:
         """End the unpickling."""

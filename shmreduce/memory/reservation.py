@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 from shmreduce.errors import OutOfSharedMemoryError
-from shmreduce.memory.headroom import Machine, headroom
+from shmreduce.memory.headroom import headroom
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil, punch_hole
 from shmreduce.memory.segment_file import reserve_pages, room_left
@@ -36,12 +36,10 @@ _USES_BETWEEN_TRIES = 8
 _BYTES_FOR_A_WAIT = 64 << 20
 """Of a block, for each huge page that is waited for: so waiting takes less than copying."""
 
-_MACHINE = Machine()
-
 
 def check_headroom(size: int, strategy: SharingStrategy) -> None:
     """Refuse what the system has no memory for."""
-    available = headroom(_MACHINE)
+    available = headroom()
     if available is not None and size > available:
         # The kernel would not refuse, it would kill somebody.
         raise no_room(size, available, errno.ENOMEM, strategy)

@@ -27,7 +27,7 @@ from shmreduce.memory import locks
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import Family, Letter
-from shmreduce.memory.headroom import Machine, headroom
+from shmreduce.memory.headroom import headroom
 from shmreduce.memory.heap import Heap, HeapBusyError
 from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.ledger import Fork, ForkLedger
@@ -296,7 +296,7 @@ def _try_to_tidy(step: Callable[[], object]) -> list[str]:
 
 
 def _default_budget() -> int:
-    room = headroom(Machine())
+    room = headroom()
     return _BUDGET_UNKNOWN if room is None else int(room * _BUDGET_SHARE)
 
 

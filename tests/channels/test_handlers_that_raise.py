@@ -213,14 +213,20 @@ def struck_where_conditions_are_entered(action: Callable[[], object]) -> None:
             raise KeyboardInterrupt
         return trace
 
+    interrupted_by(trace, action)
+
+
+def interrupted_by(trace: Callable[..., Any], action: Callable[[], object]) -> bool:
+    """Do something under a trace function that raises Ctrl-C. Return whether it did."""
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         action()
     except KeyboardInterrupt:
-        pass
+        return True
     finally:
         sys.settrace(before)
+    return False
 
 
 def in_time(action: Callable[[], object]) -> None:
@@ -246,32 +252,19 @@ def struck_at_line(action: Callable[[], object], codes: set[Any], number: int) -
     A line counts once. A `with` is come to again at its end, where no signal
     handler runs: nothing is called between the block and its `__exit__`.
     """
-    left = number
-    struck = False
     seen = set()
 
     def trace(frame: Any, event: str, _argument: object) -> Any:
-        nonlocal left, struck
         if frame.f_code not in codes:
             return None
-        if event == "line" and (frame.f_code, frame.f_lineno) not in seen:
+        if event == "line":
             seen.add((frame.f_code, frame.f_lineno))
-            left -= 1
-            if left < 0:
+            if len(seen) > number:
                 sys.settrace(None)
-                struck = True
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return struck
+    return interrupted_by(trace, action)
 
 
 @pytest.mark.parametrize("goes_at_once", [True, False])
