@@ -125,6 +125,8 @@ def test_processes_left_by_a_process_do_not_hold_up_the_join(method: str) -> Non
     )
     with pytest.raises(ProcessRaisedException):
         context.join(PATIENCE)
+    # Closing would not end it: where it was forked, it has this end too.
+    writer.send(None)
     reader.close()
     writer.close()
 
