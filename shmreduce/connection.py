@@ -25,7 +25,7 @@ import sys
 import termios
 import time
 from multiprocessing import reduction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shmreduce.born import moving
 from shmreduce.borrowed_socket import ask_socket
@@ -365,7 +365,7 @@ def _check_kind(handle: int) -> None:
     )
 
 
-def Pipe(duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
+def Pipe(duplex: bool = True) -> tuple[Connection, Connection]:  # noqa: N802
     """Return the two ends of a new pipe; see :func:`multiprocessing.Pipe`.
 
     Parameters
@@ -384,7 +384,7 @@ def Pipe(duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
     (None, None)
     """
     if not supported():
-        return multiprocessing.connection.Pipe(duplex)
+        return cast("tuple[Connection, Connection]", multiprocessing.connection.Pipe(duplex))
     ends = seqpacket_pair()
     for end in ends:
         _ask_for_room(end)

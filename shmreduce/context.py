@@ -12,7 +12,7 @@ holds for both: locks and other things of theirs go to children of ours.
 from __future__ import annotations
 
 from multiprocessing import context
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from shmreduce import connection
 from shmreduce.errors import PlatformError
@@ -21,10 +21,10 @@ from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from multiprocessing import managers, queues
+    from multiprocessing import managers
     from multiprocessing.process import BaseProcess
 
-    from shmreduce import pool
+    from shmreduce import pool, queues
 
     _Base = context.BaseContext
     _DefaultProcess = context.Process
@@ -37,7 +37,9 @@ else:
 class _Channels(_Base):
     """What the contexts of shmreduce make differently."""
 
-    def Pipe(self, duplex: bool = True) -> tuple[Any, Any]:  # noqa: N802
+    def Pipe(  # noqa: N802
+        self, duplex: bool = True
+    ) -> tuple[connection.Connection, connection.Connection]:
         """Return the two ends of a new pipe.
 
         Parameters
@@ -91,7 +93,7 @@ class _Channels(_Base):
         >>> queue.close()
         """
         if not connection.supported():
-            return super().SimpleQueue()
+            return cast("queues.SimpleQueue[Any]", super().SimpleQueue())
         from shmreduce.queues import SimpleQueue
 
         return SimpleQueue(ctx=self.get_context())
@@ -123,7 +125,7 @@ class _Channels(_Base):
         >>> queue.close()
         """
         if not connection.supported():
-            return super().Queue(maxsize)
+            return cast("queues.Queue[Any]", super().Queue(maxsize))
         from shmreduce.queues import Queue
 
         return Queue(maxsize, ctx=self.get_context())
@@ -157,7 +159,7 @@ class _Channels(_Base):
         >>> queue.close()
         """
         if not connection.supported():
-            return super().JoinableQueue(maxsize)
+            return cast("queues.JoinableQueue[Any]", super().JoinableQueue(maxsize))
         from shmreduce.queues import JoinableQueue
 
         return JoinableQueue(maxsize, ctx=self.get_context())
@@ -263,9 +265,48 @@ class _Channels(_Base):
         manager.start()
         return manager
 
+    @overload
+    def get_context(self, method: None = None) -> Any: ...
+    @overload
+    def get_context(self, method: Literal["spawn"]) -> SpawnContext: ...
+    @overload
+    def get_context(self, method: Literal["fork"]) -> ForkContext: ...
+    @overload
+    def get_context(self, method: Literal["forkserver"]) -> ForkServerContext: ...
+    @overload
+    def get_context(self, method: str) -> Any: ...
+
     def get_context(self, method: str | None = None) -> Any:
-        """Return this context, or that of a start method."""
-        return self if method is None else _concrete(method)
+        """Return the context of a start method, or of the one in force.
+
+        A context of a start method returns itself for None. To ask for the one in
+        force settles the start method, if nobody has chosen one.
+
+        Parameters
+        ----------
+        method : {"fork", "spawn", "forkserver"}, optional
+            None for the start method in force.
+
+        Returns
+        -------
+        multiprocessing context
+            With the channels and processes of shmreduce.
+
+        Raises
+        ------
+        ValueError
+            If there is no such start method here.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> shmreduce.get_context("spawn").get_start_method()
+        'spawn'
+        """
+        return self._in_force() if method is None else _concrete(method)
+
+    def _in_force(self) -> Any:
+        return self
 
 
 # Processes
@@ -380,34 +421,8 @@ class DefaultContext(_Channels, context.DefaultContext):
 
     Process = Process
 
-    def get_context(self, method: str | None = None) -> Any:
-        """Return the context in force, or that of a start method.
-
-        To ask for the one in force settles the start method, if nobody has
-        chosen one.
-
-        Parameters
-        ----------
-        method : {"fork", "spawn", "forkserver"}, optional
-            None for the start method in force.
-
-        Returns
-        -------
-        multiprocessing context
-            With the channels and processes of shmreduce.
-
-        Raises
-        ------
-        ValueError
-            If there is no such start method here.
-
-        Examples
-        --------
-        >>> import shmreduce
-        >>> shmreduce.get_context("spawn").get_start_method()
-        'spawn'
-        """
-        return _concrete(self.get_start_method() if method is None else method)
+    def _in_force(self) -> Any:
+        return _concrete(self.get_start_method())
 
     def get_start_method(self, allow_none: bool = False) -> Any:
         """Return how processes are started, by shmreduce and by multiprocessing.

@@ -13,7 +13,7 @@ import time
 import weakref
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shmreduce.context import get_context
 from shmreduce.errors import WorkerDied
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from shmreduce.pool_tasks import Call
 
 __all__ = ["ExecutorWorkerDied", "ProcessPoolExecutor"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class ExecutorWorkerDied(WorkerDied, BrokenProcessPool):
@@ -183,7 +186,7 @@ class ProcessPoolExecutor(Executor):
     def _processes(self) -> dict[int | None, Any]:
         return {worker.process.pid: worker.process for worker in self._supervisor.workers}
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Let a worker call ``fn(*args, **kwargs)``; do not wait for it.
 
         Parameters
@@ -216,12 +219,12 @@ class ProcessPoolExecutor(Executor):
 
     def map(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., _T],
         *iterables: Iterable[Any],
         timeout: float | None = None,
         chunksize: int = 1,
         buffersize: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[_T]:
         """Yield ``fn(*items)`` for the items of the iterables, in order.
 
         Parameters

@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from shmreduce.context import get_context
 from shmreduce.errors import WorkerDied
@@ -23,7 +23,7 @@ from shmreduce.pool_arguments import (
     processors,
 )
 from shmreduce.pool_feeding import Feeder, sized_chunks
-from shmreduce.pool_progress_bar import length_of, make_bar, with_bar
+from shmreduce.pool_progress_bar import length_of, make_bar
 from shmreduce.pool_results import (
     ApplyResult,
     AsyncResult,
@@ -37,7 +37,7 @@ from shmreduce.pool_worker import WorkerOptions
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from multiprocessing.process import BaseProcess
     from types import TracebackType
 
@@ -52,6 +52,9 @@ __all__ = [
     "Pool",
     "ThreadPool",
 ]
+
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 
 # Named as in multiprocessing.pool.
 RUN, CLOSE, TERMINATE = "RUN", "CLOSE", "TERMINATE"
@@ -209,12 +212,12 @@ class Pool:
 
     def apply(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., _T],
         args: Iterable[Any] = (),
         kwds: Mapping[str, Any] | None = None,
         *,
         retries: int | None = None,
-    ) -> Any:
+    ) -> _T:
         """Return ``func(*args, **kwds)``, done by a worker.
 
         Parameters
@@ -248,14 +251,14 @@ class Pool:
 
     def apply_async(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., _T],
         args: Iterable[Any] = (),
         kwds: Mapping[str, Any] | None = None,
-        callback: Callable[[Any], object] | None = None,
+        callback: Callable[[_T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         retries: int | None = None,
-    ) -> ApplyResult:
+    ) -> ApplyResult[_T]:
         """Let a worker call ``func(*args, **kwds)``; do not wait for it.
 
         Parameters
@@ -288,7 +291,7 @@ class Pool:
         [1, 2, 4, 8]
         """
         self._check_running()
-        result = ApplyResult(self, callback, error_callback)
+        result: ApplyResult[_T] = ApplyResult(self, callback, error_callback)
         call: Call = (ONCE, func, args, kwds or {})
         self._feeder.send(result, 0, None, call, self._tries(retries))
         return result
@@ -297,13 +300,13 @@ class Pool:
 
     def map(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Callable[[_S], _T],
+        iterable: Iterable[_S],
         chunksize: int | None = None,
         *,
         retries: int | None = None,
         progress: bool | str = False,
-    ) -> list[Any]:
+    ) -> list[_T]:
         """Return ``[func(item) for item in iterable]``, done by the workers.
 
         Parameters
@@ -344,13 +347,13 @@ class Pool:
 
     def starmap(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., _T],
         iterable: Iterable[Iterable[Any]],
         chunksize: int | None = None,
         *,
         retries: int | None = None,
         progress: bool | str = False,
-    ) -> list[Any]:
+    ) -> list[_T]:
         """Return ``[func(*item) for item in iterable]``; otherwise as :meth:`map`.
 
         Examples
@@ -364,14 +367,14 @@ class Pool:
 
     def map_async(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Callable[[_S], _T],
+        iterable: Iterable[_S],
         chunksize: int | None = None,
-        callback: Callable[[Any], object] | None = None,
+        callback: Callable[[list[_T]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         retries: int | None = None,
-    ) -> MapResult:
+    ) -> MapResult[_T]:
         """As :meth:`map`, but do not wait: the result's ``get()`` does.
 
         All items are pickled now, so that they may be changed afterwards. For
@@ -407,14 +410,14 @@ class Pool:
 
     def starmap_async(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., _T],
         iterable: Iterable[Iterable[Any]],
         chunksize: int | None = None,
-        callback: Callable[[Any], object] | None = None,
+        callback: Callable[[list[_T]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         retries: int | None = None,
-    ) -> MapResult:
+    ) -> MapResult[_T]:
         """As :meth:`starmap`, but do not wait; otherwise as :meth:`map_async`."""
         return self._map_async(
             EACH_STARRED, func, iterable, chunksize, callback, error_callback, retries
@@ -423,12 +426,12 @@ class Pool:
     def _map(
         self,
         how: int,
-        func: Callable[..., Any],
+        func: Callable[..., _T],
         iterable: Iterable[Any],
         chunksize: int | None,
         retries: int | None,
         progress: bool | str,
-    ) -> list[Any]:
+    ) -> list[_T]:
         self._check_running()
         check_progress(progress)
         items, chunksize = sized_chunks(iterable, chunksize, self._processes)
@@ -436,15 +439,14 @@ class Pool:
         bar = make_bar(progress, len(items)) if progress else None
         try:
             update = None if bar is None else bar.update
-            result = MapResult(self, chunksize, len(items), progress=update)
+            result: MapResult[_T] = MapResult(self, chunksize, len(items), progress=update)
             try:
                 self._supervisor.announce(result)
                 # Waiting for room while it waits anyway: inputs are not copied far ahead.
                 self._feeder.send_list(result, how, func, items, chunksize, tries, wait=True)
             finally:
                 self._supervisor.revoke(result)
-            values: list[Any] = result.get()
-            return values
+            return result.get()
         finally:
             if bar is not None:
                 bar.close()
@@ -452,17 +454,17 @@ class Pool:
     def _map_async(
         self,
         how: int,
-        func: Callable[..., Any],
+        func: Callable[..., _T],
         iterable: Iterable[Any],
         chunksize: int | None,
-        callback: Callable[[Any], object] | None,
+        callback: Callable[[list[_T]], object] | None,
         error_callback: Callable[[BaseException], object] | None,
         retries: int | None,
-    ) -> MapResult:
+    ) -> MapResult[_T]:
         self._check_running()
         items, chunksize = sized_chunks(iterable, chunksize, self._processes)
         tries = self._tries(retries)
-        result = MapResult(self, chunksize, len(items), callback, error_callback)
+        result: MapResult[_T] = MapResult(self, chunksize, len(items), callback, error_callback)
         self._feeder.send_list(result, how, func, items, chunksize, tries, wait=False)
         return result
 
@@ -470,13 +472,13 @@ class Pool:
 
     def imap(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Callable[[_S], _T],
+        iterable: Iterable[_S],
         chunksize: int = 1,
         *,
         retries: int | None = None,
         progress: bool | str = False,
-    ) -> Iterator[Any]:
+    ) -> IMapIterator[_T]:
         """Yield ``func(item)`` for each item, in order, as they come.
 
         A thread takes items from the iterable, not far ahead of the workers,
@@ -491,10 +493,10 @@ class Pool:
 
         Returns
         -------
-        iterator
-            Raises what an item raised where its result would come. With ``chunksize=1``
-            it goes on behind that, and its ``next(timeout)`` waits for so many seconds
-            at most.
+        IMapIterator
+            Raises what an item raised where its result would come; goes on behind that
+            with ``chunksize=1``, else has ended. Its ``next(timeout)`` waits for so many
+            seconds at most.
 
         Raises
         ------
@@ -511,17 +513,17 @@ class Pool:
         ...     [next(results) for _ in range(4)]
         [3, 2, 1, 0]
         """
-        return self._imap(IMapIterator(self), func, iterable, chunksize, retries, progress)
+        return self._imap(IMapIterator, func, iterable, chunksize, retries, progress)
 
     def imap_unordered(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Callable[[_S], _T],
+        iterable: Iterable[_S],
         chunksize: int = 1,
         *,
         retries: int | None = None,
         progress: bool | str = False,
-    ) -> Iterator[Any]:
+    ) -> IMapIterator[_T]:
         """Yield ``func(item)`` for each item as they come; otherwise as :meth:`imap`.
 
         Examples
@@ -531,24 +533,24 @@ class Pool:
         ...     sorted(pool.imap_unordered(abs, [-2, -1]))
         [1, 2]
         """
-        result = IMapUnorderedIterator(self)
-        return self._imap(result, func, iterable, chunksize, retries, progress)
+        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, retries, progress)
 
     def _imap(
         self,
-        result: IMapIterator,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        kind: type[IMapIterator[_T]],
+        func: Callable[[_S], _T],
+        iterable: Iterable[_S],
         chunksize: int,
         retries: int | None,
         progress: bool | str,
-    ) -> Iterator[Any]:
+    ) -> IMapIterator[_T]:
         self._check_running()
         check_progress(progress)
         if chunksize < 1:
             raise ValueError(f"Chunksize must be 1+, not {chunksize!r}")
         bar = make_bar(progress, length_of(iterable)) if progress else None
         tries = self._tries(retries)
+        result = kind(self, in_chunks=chunksize > 1, bar=bar)
         try:
             self._supervisor.announce(result)
             threading.Thread(
@@ -560,10 +562,7 @@ class Pool:
         except BaseException:
             self._supervisor.revoke(result)
             raise
-        results: Iterator[Any] = result
-        if chunksize > 1:
-            results = (value for chunk in result for value in chunk)
-        return results if bar is None else with_bar(results, bar)
+        return result
 
     def _feed(self, *arguments: Any) -> None:
         # A method of the pool, which so lives until its thread ends: if it died as its

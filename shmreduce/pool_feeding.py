@@ -80,7 +80,7 @@ class Feeder:
 
     def send_list(
         self,
-        result: MapResult,
+        result: MapResult[Any],
         how: int,
         func: Callable[..., Any],
         items: Any,
@@ -110,7 +110,7 @@ class Feeder:
 
     def send_announced(
         self,
-        result: IMapIterator,
+        result: IMapIterator[Any],
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
         chunksize: int,

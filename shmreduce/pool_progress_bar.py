@@ -5,14 +5,11 @@ May import :mod:`shmreduce.extras`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmreduce.extras import import_extra
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-__all__ = ["length_of", "make_bar", "with_bar"]
+__all__ = ["length_of", "make_bar"]
 
 
 def make_bar(progress: bool | str, total: int | None) -> Any:
@@ -32,14 +29,6 @@ def make_bar(progress: bool | str, total: int | None) -> Any:
     """
     tqdm = import_extra("tqdm", extra="cli").tqdm
     return tqdm(total=total, desc=progress if isinstance(progress, str) else None)
-
-
-def with_bar(results: Iterable[Any], bar: Any) -> Iterator[Any]:
-    """Yield results, one step of the bar for each."""
-    with bar:
-        for result in results:
-            bar.update(1)
-            yield result
 
 
 def length_of(iterable: Any) -> int | None:

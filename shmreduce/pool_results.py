@@ -12,8 +12,7 @@ import contextlib
 import sys
 import threading
 from multiprocessing.context import TimeoutError  # noqa: A004 - the one that users catch
-from types import GenericAlias
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +26,8 @@ __all__ = [
     "Receiver",
     "call",
 ]
+
+_T = TypeVar("_T")
 
 
 class Receiver(Protocol):
@@ -79,7 +80,7 @@ class _Event:
                 self._condition.wait(timeout)
 
 
-class ApplyResult:
+class ApplyResult(Generic[_T]):
     """The result of :meth:`Pool.apply_async`, once it is there.
 
     Parameters
@@ -90,12 +91,10 @@ class ApplyResult:
         Called in the pool's thread with the value, or the exception.
     """
 
-    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)
-
     def __init__(
         self,
         pool: object,
-        callback: Callable[[Any], object] | None = None,
+        callback: Callable[[_T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> None:
         self._pool: object = pool
@@ -119,7 +118,7 @@ class ApplyResult:
         """Wait for the result, for ``timeout`` seconds at most."""
         self._event.wait(timeout)
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> _T:
         """Return the result, or raise what the call raised.
 
         Raises
@@ -130,9 +129,10 @@ class ApplyResult:
         self.wait(timeout)
         if not self.ready():
             raise TimeoutError
-        if self._success:
-            return self._value
-        raise self._value
+        if not self._success:
+            raise self._value
+        value: _T = self._value
+        return value
 
     # For the pool
 
@@ -161,7 +161,7 @@ class ApplyResult:
 AsyncResult = ApplyResult
 
 
-class MapResult(ApplyResult):
+class MapResult(ApplyResult[list[_T]]):
     """The result of :meth:`Pool.map_async`: a list, once all of it is there.
 
     Parameters
@@ -181,7 +181,7 @@ class MapResult(ApplyResult):
         pool: object,
         chunksize: int,
         length: int,
-        callback: Callable[[Any], object] | None = None,
+        callback: Callable[[list[_T]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> None:
@@ -228,17 +228,24 @@ class MapResult(ApplyResult):
             self._finish()
 
 
-class IMapIterator:
+class IMapIterator(Generic[_T]):
     """The results of :meth:`Pool.imap`, in order, as they come.
 
     Parameters
     ----------
     pool : object
         Kept alive until the last result is there.
+    in_chunks : bool
+        Whether an answer is a list of results. Behind the error of a chunk nothing comes:
+        how many results are missing there nobody knows.
+    bar : tqdm.tqdm, optional
+        Moved on by each result that is taken, closed at the end.
     """
 
-    def __init__(self, pool: object) -> None:
+    def __init__(self, pool: object, *, in_chunks: bool = False, bar: Any = None) -> None:
         self._pool: object = pool
+        self._in_chunks = in_chunks
+        self._bar = bar
         # Taken by its own ``with``, as that of an event.
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
@@ -247,11 +254,12 @@ class IMapIterator:
         self._arrived = 0
         self._length: int | None = None
         self._abandoned: BaseException | None = None
+        self._broken_off = False
 
     def __iter__(self) -> Self:
         return self
 
-    def next(self, timeout: float | None = None) -> Any:
+    def next(self, timeout: float | None = None) -> _T:
         """Return the next result, or raise what that call raised.
 
         Raises
@@ -261,26 +269,38 @@ class IMapIterator:
         StopIteration
             If there are no more.
         """
+        succeeded, value = self._take(timeout)
+        if self._bar is not None:
+            if succeeded:
+                self._bar.update(1)
+            elif not self._items and self._ended():
+                self._bar.close()
+        if not succeeded:
+            raise value
+        result: _T = value
+        return result
+
+    def __next__(self) -> _T:
+        return self.next()
+
+    def _take(self, timeout: float | None) -> tuple[bool, Any]:
         with self._lock:
             if not self._items and not self._ended():
                 self._condition.wait_for(lambda: self._items or self._ended(), timeout)
             if self._items:
-                succeeded, value = self._items.popleft()
-            elif self._arrived == self._length:
-                self._pool = None
-                raise StopIteration
-            elif self._abandoned is not None:
-                raise self._abandoned
-            else:
-                raise TimeoutError
-        if succeeded:
-            return value
-        raise value
-
-    def __next__(self) -> Any:
-        return self.next()
+                item = self._items.popleft()
+                if self._in_chunks and not item[0]:
+                    self._broken_off = True
+                    self._items.clear()
+                return item
+            if self._broken_off or self._arrived == self._length:
+                return False, StopIteration()
+            return False, self._abandoned or TimeoutError()
 
     def _ended(self) -> bool:
+        return self._broken_off or self._all_arrived()
+
+    def _all_arrived(self) -> bool:
         return self._arrived == self._length or self._abandoned is not None
 
     # For the pool
@@ -294,8 +314,7 @@ class IMapIterator:
         with self._lock:
             self._early[index] = (succeeded, value)
             while self._arrived in self._early:
-                self._items.append(self._early.pop(self._arrived))
-                self._arrived += 1
+                self._add(*self._early.pop(self._arrived))
             self._news()
 
     def expect(self, length: int) -> None:
@@ -310,18 +329,26 @@ class IMapIterator:
             self._abandoned = error
             self._news()
 
+    def _add(self, succeeded: bool, value: Any) -> None:
+        self._arrived += 1
+        if self._broken_off:
+            return
+        if self._in_chunks and succeeded:
+            self._items.extend((True, each) for each in value)
+        else:
+            self._items.append((succeeded, value))
+
     def _news(self) -> None:
         self._condition.notify_all()
-        if self._ended():
+        if self._all_arrived():
             self._pool = None
 
 
-class IMapUnorderedIterator(IMapIterator):
+class IMapUnorderedIterator(IMapIterator[_T]):
     """The results of :meth:`Pool.imap_unordered`, as they come."""
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
         """Take the value of one task, or its exception."""
         with self._lock:
-            self._items.append((succeeded, value))
-            self._arrived += 1
+            self._add(succeeded, value)
             self._news()

@@ -21,7 +21,7 @@ import weakref
 from multiprocessing import synchronize
 from multiprocessing.util import Finalize, debug, info, is_exiting, register_after_fork
 from queue import Empty, Full
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from shmreduce.connection import Pipe, give_buffer
 from shmreduce.errors import ShmreduceError
@@ -47,13 +47,15 @@ else:
 
 __all__ = ["JoinableQueue", "Queue", "SimpleQueue"]
 
+_T = TypeVar("_T")
+
 _ANY_NUMBER: int = synchronize.SEM_VALUE_MAX  # type: ignore[attr-defined]
 _FLUSH_PRIORITY = -5
 _CLOSE_PRIORITY = 10
 """As in multiprocessing.queues: at exit queues are closed before they are flushed."""
 
 
-class SimpleQueue(_StandardSimpleQueue):
+class SimpleQueue(_StandardSimpleQueue, Generic[_T]):
     """A queue that is a pipe and nothing else; see :class:`multiprocessing.SimpleQueue`.
 
     ``put`` waits when the pipe is full, which is after thousands of small
@@ -88,7 +90,7 @@ class SimpleQueue(_StandardSimpleQueue):
         # Not needed here, but part of what subclasses find.
         self._rlock, self._wlock = ctx.Lock(), ctx.Lock()
 
-    def get(self) -> Any:
+    def get(self) -> _T:
         """Take the next object out; wait for it.
 
         Raises
@@ -100,9 +102,10 @@ class SimpleQueue(_StandardSimpleQueue):
         OSError
             If the queue is closed.
         """
-        return self._reader.recv()
+        obj: _T = self._reader.recv()
+        return obj
 
-    def put(self, obj: Any) -> None:
+    def put(self, obj: _T) -> None:
         """Put an object in, as it is now; wait while the pipe is full.
 
         Parameters
@@ -192,7 +195,7 @@ class _Feeder(NamedTuple):
         return True
 
 
-class Queue(_StandardQueue):
+class Queue(_StandardQueue, Generic[_T]):
     """A queue of any length or a bounded one; see :class:`multiprocessing.Queue`.
 
     ``put`` pickles, and writes to the pipe as well if that is possible at once;
@@ -250,7 +253,7 @@ class Queue(_StandardQueue):
         self._busy = [False]
         self._used = False
 
-    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, obj: _T, block: bool = True, timeout: float | None = None) -> None:
         """Put an object in, as it is now.
 
         An object that cannot be pickled is dropped, and told of on standard
@@ -282,7 +285,7 @@ class Queue(_StandardQueue):
         del obj
         self._add(self._pack(held))
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+    def get(self, block: bool = True, timeout: float | None = None) -> _T:
         """Take the next object out.
 
         Parameters
@@ -308,7 +311,8 @@ class Queue(_StandardQueue):
         arrival, buffer = received
         try:
             self._sem.release()
-            return arrival.load()
+            obj: _T = arrival.load()
+            return obj
         finally:
             give_buffer(buffer)
 
@@ -417,7 +421,7 @@ class Queue(_StandardQueue):
         )
 
 
-class JoinableQueue(Queue, _StandardJoinableQueue):
+class JoinableQueue(Queue[_T], _StandardJoinableQueue):
     """A queue that counts what is done; see :class:`multiprocessing.JoinableQueue`.
 
     Parameters
@@ -452,7 +456,7 @@ class JoinableQueue(Queue, _StandardJoinableQueue):
         self._unfinished_tasks = ctx.Semaphore(0)
         self._cond = ctx.Condition()
 
-    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, obj: _T, block: bool = True, timeout: float | None = None) -> None:
         """Put an object in, as it is now, and count it; see :meth:`Queue.put`."""
         self._reserve(block, timeout)
         held = [obj]
@@ -471,7 +475,7 @@ class JoinableQueue(Queue, _StandardJoinableQueue):
 _END = object()
 
 
-def _reset_after_fork(queue: Queue) -> None:
+def _reset_after_fork(queue: Queue[Any]) -> None:
     debug("Queue._after_fork()")
     queue._reset(after_fork=True)
 

@@ -260,12 +260,12 @@ def test_one_way_ends_refuse_the_other_way() -> None:
     """As the standard ends do, with OSError."""
     reader, writer = shmreduce.Pipe(duplex=False)
     with reader, writer:
-        for refused in (reader.send, reader.send_bytes):
+        for send in (reader.send, reader.send_bytes):
             with pytest.raises(OSError, match="read-only"):
-                refused(b"x")
-        for refused in (writer.recv, writer.recv_bytes, writer.poll):
+                send(b"x")
+        for receive in (writer.recv, writer.recv_bytes, writer.poll):
             with pytest.raises(OSError, match="write-only"):
-                refused()
+                receive()
 
 
 def test_closed_ends_refuse_everything(pipe: tuple[Any, Any]) -> None:

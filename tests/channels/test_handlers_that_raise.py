@@ -137,9 +137,9 @@ def test_an_alarm_while_a_call_is_pickled_is_for_the_caller() -> None:
             pool.apply_async(abs, (Broken(),)).get(PATIENCE)
     with shmreduce.ProcessPoolExecutor(1, FORK) as executor:
         with pytest.raises(TimeoutError, match="too long"):
-            executor.submit(abs, Slow())
+            executor.submit(id, Slow())
         with pytest.raises(TimeoutError, match="of its own"):
-            executor.submit(abs, Broken()).result(PATIENCE)
+            executor.submit(id, Broken()).result(PATIENCE)
 
 
 @pytest.mark.usefixtures("alarm")
@@ -308,12 +308,12 @@ def test_a_pool_goes_on_after_ctrl_c_in_those_who_wait_for_it() -> None:
     backpressure = Backpressure(1)
     struck_where_conditions_are_entered(lambda: backpressure.acquire(1))
     in_time(lambda: backpressure.release(1))
-    results = IMapIterator(None)
+    results: IMapIterator[int] = IMapIterator(None)
     results.expect(1)
     results.answer(0, True, 5)
     struck_where_conditions_are_entered(results.next)
     in_time(lambda: results.expect(1))
-    result = ApplyResult(None)
+    result: ApplyResult[int] = ApplyResult(None)
     struck_where_conditions_are_entered(lambda: result.wait(0.01))
     in_time(lambda: result.answer(0, True, 5))
     assert result.get(0) == 5

@@ -446,7 +446,7 @@ def test_blocks_are_used_again(queue: Any) -> None:
     assert process_state().reserved - before < 64 << 20
 
 
-class Telling(Queue):
+class Telling(Queue[Any]):
     """Keeps what could not be sent, and why."""
 
     told: ClassVar[list[tuple[Exception, Any]]] = []

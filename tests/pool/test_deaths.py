@@ -18,7 +18,7 @@ import pytest
 import shmreduce
 from shmreduce import TaskAbandonedError, WorkerDied
 from shmreduce.pool import Pool
-from shmreduce.pool_results import MapResult
+from shmreduce.pool_results import ApplyResult, MapResult
 from tests.conftest import PATIENCE
 from tests.pool.work import (
     LARGE,
@@ -173,7 +173,7 @@ def test_an_answer_behind_one_that_is_lost_counts(
         # While the pool's thread waits here it is given so much that some is sent ahead.
         pool.apply_async(square, (1,), callback=hold)
         assert holding.wait(PATIENCE)
-        calls = [(square, 1), (filled, 3), (own_pid, None), (end, "SIGKILL")]
+        calls: list[Any] = [(square, 1), (filled, 3), (own_pid, None), (end, "SIGKILL")]
         calls += [(square, number) for number in range(5)]
         result = pool.map_async(perform, calls, chunksize=1)
         result.answer = answer  # type: ignore[method-assign]
@@ -200,7 +200,7 @@ def test_arrays_of_the_killed_are_given_back(children: Children) -> None:
     array = np.ones(LARGE // 8)
     begun = children.context.Semaphore(0)
     with Pool(1, keep, (begun,), context=children.context) as pool:
-        results = [pool.apply_async(release_kept_and_sleep)]
+        results: list[ApplyResult[Any]] = [pool.apply_async(release_kept_and_sleep)]
         assert begun.acquire(timeout=PATIENCE)
         results += [pool.apply_async(square, (array,)) for _ in range(3)]
         pool._pool[0].kill()

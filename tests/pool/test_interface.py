@@ -21,6 +21,7 @@ from tests.pool.work import (
     Unpicklable,
     add,
     fail,
+    invert,
     keep,
     kept,
     not_picklable,
@@ -107,6 +108,30 @@ def test_a_result_that_is_not_there_in_time() -> None:
         assert results.next(PATIENCE) == 9
         result.get(PATIENCE)
     pool.join()
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_results_in_chunks_come_one_by_one(progress: bool) -> None:
+    """Their iterator has a timeout, too, and has ended behind an error, as the standard one."""
+    with Pool(1, context=FORK) as pool:
+        for iterate in (pool.imap, pool.imap_unordered):
+            results = iterate(square, range(5), chunksize=2, progress=progress)
+            assert [results.next(PATIENCE) for _ in range(5)] == [0, 1, 4, 9, 16]
+            with pytest.raises(StopIteration):
+                results.next(PATIENCE)
+            results = iterate(invert, [1, 2, 0, 4, 5], chunksize=2, progress=progress)
+            assert [results.next(PATIENCE) for _ in range(2)] == [1, 0.5]
+            with pytest.raises(ZeroDivisionError):
+                next(results)
+            assert list(results) == []
+    lock = FORK.Lock()
+    with Pool(1, keep, (lock,), context=FORK) as pool:
+        with lock:
+            pool.apply_async(wait_for_kept_lock)
+            results = pool.imap(square, [3, 4], 2, progress=progress)
+            with pytest.raises(multiprocessing.TimeoutError):
+                results.next(0.01)
+        assert [results.next(PATIENCE), results.next(PATIENCE)] == [9, 16]
 
 
 def test_an_exception_has_the_traceback_of_the_worker(pool: Pool) -> None:

@@ -38,6 +38,10 @@ def add(x: Any, y: Any) -> Any:
     return x + y
 
 
+def invert(x: float) -> float:
+    return 1 / x
+
+
 def fail(x: Any) -> None:
     raise KeyError(x)
 
