@@ -273,6 +273,10 @@ class ProcessPoolExecutor(Executor):
         cancel_futures : bool
             Cancel what no worker has begun with.
         """
+        if self._supervisor.is_inherited:
+            # At the fork another thread may have had the lock, which is taken for ever here.
+            self._shut = True
+            return
         with self._lock:
             self._shut = True
             pending = list(self._pending) if cancel_futures else []

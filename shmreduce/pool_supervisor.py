@@ -205,13 +205,18 @@ class Supervisor:
     def wake(self) -> None:
         """Let the thread look around; from any thread, and from a finalizer.
 
-        Nothing happens before :meth:`start`.
+        Nothing happens before :meth:`start`, and in a forked child.
         """
-        if self.thread.ident is None:
+        if self.thread.ident is None or self.is_inherited:
             return
         self._self_pipe.wake()
         if self.ended:
             self._dispatcher.abandon(TaskAbandonedError(TERMINATED))
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked by the one that has the workers."""
+        return os.getpid() != self._options.parent
 
     @property
     def broken_by(self) -> BaseException | None:
@@ -229,7 +234,9 @@ class Supervisor:
         self.wake()
 
     def terminate(self) -> None:
-        """Kill the workers now, and wait until that is done."""
+        """Kill the workers now, and wait until that is done; not those of a parent."""
+        if self.is_inherited:
+            return
         # First what makes the thread end, which does the rest as well: Ctrl-C may come.
         self._terminating = True
         self.wake()

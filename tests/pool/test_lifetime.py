@@ -70,6 +70,32 @@ def test_pools_in_workers(method: str) -> None:
     assert results == [0 + 1 + 4 + 9, 16 + 25 + 36 + 49]
 
 
+def test_a_forked_child_that_terminates_an_inherited_pool_leaves_it_alone() -> None:
+    """Its workers are the parent's, as with multiprocessing: a destructor may do so in a child."""
+    with Pool(2, context=FORK) as pool:
+        workers = [each.pid for each in pool._pool]
+        child = FORK.Process(target=pool.terminate)
+        child.start()
+        child.join(PATIENCE)
+        assert child.exitcode == 0
+        assert pool.map(square, range(3)) == [0, 1, 4]
+        assert [each.pid for each in pool._pool] == workers
+
+
+def test_a_forked_child_shuts_an_inherited_executor_down_for_itself_alone() -> None:
+    """Also if another thread of its parent had the locks at the fork."""
+    with ProcessPoolExecutor(1, FORK) as executor:
+        assert executor.submit(square, 3).result(PATIENCE) == 9
+        child = FORK.Process(target=executor.shutdown)
+        with executor._lock, executor._supervisor._self_pipe._lock:
+            child.start()
+        child.join(PATIENCE)
+        exitcode = child.exitcode
+        child.kill()
+        assert exitcode == 0
+        assert executor.submit(square, 4).result(PATIENCE) == 16
+
+
 def test_several_pools_at_once(children: Children) -> None:
     """A pool ends while another, made before or after it, goes on."""
     first = Pool(1, context=children.context)
