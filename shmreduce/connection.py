@@ -55,7 +55,16 @@ if TYPE_CHECKING:
 
     from shmreduce.packets import Packet
 
-__all__ = ["Client", "Connection", "Listener", "Pipe", "give_buffer", "supported", "wait"]
+__all__ = [
+    "Client",
+    "Connection",
+    "Listener",
+    "Pipe",
+    "give_buffer",
+    "supported",
+    "take_buffer",
+    "wait",
+]
 
 _BUFFER = 4 << 20
 """Bytes asked for, of which the kernel makes twice as many: it counts 768 for each small message.
@@ -166,7 +175,7 @@ class Connection(multiprocessing.connection.Connection):
         """
         if self._handle is None or not self._readable:
             self._refuse()
-        buffer = _take_buffer()
+        buffer = take_buffer()
         try:
             size, descriptors = self._read(buffer, 0)
             if not descriptors and refers_to_nothing(buffer, size):
@@ -191,20 +200,26 @@ class Connection(multiprocessing.connection.Connection):
             self._bad_message_length()  # type: ignore[attr-defined]
         return data
 
-    def receive(self, *, wait: bool) -> tuple[Arrival, bytearray] | None:
+    def receive(self, buffer: bytearray, *, wait: bool) -> Arrival | None:
         """Receive, but do not unpickle yet.
 
-        Returns None if there is nothing and it must not wait. The buffer is to
-        be given back by :func:`give_buffer` once the arrival has been loaded.
+        Returns None if there is nothing and it must not wait.
+
+        Parameters
+        ----------
+        buffer : bytearray
+            From :func:`take_buffer`, to be given back by :func:`give_buffer` once the
+            arrival has been loaded. Its first byte is not 0 any more once it has a
+            message, also if the handler of a signal raises then.
+        wait : bool
+            Whether to wait for a message.
         """
         if self._handle is None or not self._readable:
             self._refuse()
-        buffer = _take_buffer()
         try:
             size, descriptors = self._read(buffer, 0 if wait else _DO_NOT_WAIT)
-            return _arrival(buffer, size, descriptors), buffer
+            return _arrival(buffer, size, descriptors)
         except BlockingIOError:
-            give_buffer(buffer)
             return None
 
     def transmit(self, packet: Packet, *, wait: bool = True, patient: bool = False) -> None:
@@ -253,7 +268,7 @@ class Connection(multiprocessing.connection.Connection):
         return file
 
     def _contents(self) -> bytes:
-        buffer = _take_buffer()
+        buffer = take_buffer()
         try:
             return _arrival(buffer, *self._read(buffer, 0)).contents()
         finally:
@@ -426,15 +441,18 @@ def _arrival(buffer: bytearray, size: int, descriptors: Sequence[int]) -> Arriva
     return Arrival(memoryview(buffer)[:size], all_clear_of_streams(descriptors))
 
 
-def _take_buffer() -> bytearray:
+def take_buffer() -> bytearray:
+    """Return a buffer to read into, whose first byte is 0, which that of a packet never is."""
     try:
-        return _spare.pop()
+        buffer = _spare.pop()
     except IndexError:
         return bytearray(LARGEST_PACKET)
+    buffer[0] = 0
+    return buffer
 
 
 def give_buffer(buffer: bytearray) -> None:
-    """Take back what :meth:`Connection.receive` gave out."""
+    """Take back what :func:`take_buffer` gave out."""
     if len(_spare) < _SPARE_BUFFERS:
         _spare.append(buffer)
 

@@ -181,10 +181,11 @@ class _OwnChannel(Channel):
         self._connection.transmit(message, patient=True)
 
     def receive(self) -> Callable[[], Any]:
-        found = self._connection.receive(wait=True)
-        if found is None:
+        buffer = connection.take_buffer()
+        arrival = self._connection.receive(buffer, wait=True)
+        if arrival is None:
             raise EOFError
-        return functools.partial(_unpickle, *found)
+        return functools.partial(_unpickle, arrival, buffer)
 
 
 def _unpickle(arrival: packets.Arrival, buffer: bytearray) -> Any:

@@ -23,7 +23,7 @@ from multiprocessing.util import Finalize, debug, info, is_exiting, register_aft
 from queue import Empty, Full
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from shmreduce.connection import Pipe, give_buffer
+from shmreduce.connection import Pipe, give_buffer, take_buffer
 from shmreduce.errors import ShmreduceError
 from shmreduce.packets import Packet, pack_last
 from shmreduce.signals import is_from_handler, is_from_system
@@ -305,12 +305,17 @@ class Queue(_StandardQueue, Generic[_T]):
             If the queue is closed.
         """
         self._check_open()
-        received = self._reader.receive(wait=block and timeout is None)
-        if received is None:
-            received = self._receive_within(timeout if block and timeout is not None else 0.0)
-        arrival, buffer = received
+        buffer = take_buffer()
         try:
-            self._sem.release()
+            try:
+                arrival = self._reader.receive(buffer, wait=block and timeout is None)
+                if arrival is None:
+                    seconds = timeout if block and timeout is not None else 0.0
+                    arrival = self._receive_within(buffer, seconds)
+            finally:
+                # Also if Ctrl-C comes when the object is out of the queue: its place is free.
+                if buffer[0]:
+                    self._sem.release()
             obj: _T = arrival.load()
             return obj
         finally:
@@ -324,13 +329,13 @@ class Queue(_StandardQueue, Generic[_T]):
             self._reader.close()
             self._writer.close()
 
-    def _receive_within(self, seconds: float) -> tuple[Arrival, bytearray]:
+    def _receive_within(self, buffer: bytearray, seconds: float) -> Arrival:
         deadline = time.monotonic() + seconds
         # Another reader may be faster.
         while self._reader.poll(max(0.0, deadline - time.monotonic())):
-            received = self._reader.receive(wait=False)
-            if received is not None:
-                return received
+            arrival = self._reader.receive(buffer, wait=False)
+            if arrival is not None:
+                return arrival
         raise Empty
 
     def _check_open(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import discovery, process_registry, queues
+from shmreduce import connection, discovery, process_registry, queues
 from shmreduce.connection import Connection
 from shmreduce.memory import headroom, locks
 from shmreduce.pool_backpressure import Backpressure
@@ -295,6 +295,38 @@ def test_ctrl_c_in_put_takes_no_place_for_ever(
         if name == "JoinableQueue":
             queue.task_done()
             in_time(queue.join)
+        queue.close()
+        queue.join_thread()
+        if not struck:
+            break
+        number += 1
+    assert number > 6
+
+
+@pytest.mark.parametrize("timeout", [None, PATIENCE])
+@pytest.mark.parametrize("name", ["Queue", "JoinableQueue"])
+def test_ctrl_c_in_get_takes_no_place_for_ever(name: str, timeout: float | None) -> None:
+    """What was taken out has no place in a bounded queue, though nobody was given it."""
+    codes = {
+        each.__code__
+        for each in (
+            Connection.receive,
+            Connection._read,
+            connection._arrival,
+            queues.Queue._receive_within,
+        )
+    }
+    number = 0
+    while True:
+        queue = getattr(FORK, name)(1)
+        queue.put(np.ones(SIZE))
+        assert queue._reader.poll(PATIENCE)
+        struck = struck_at_line(functools.partial(queue.get, timeout=timeout), codes, number)
+        if queue._reader.poll(0):
+            # Ctrl-C came before it was taken out.
+            assert queue.get(timeout=PATIENCE)[0] == 1
+        queue.put(number, timeout=PATIENCE)
+        assert queue.get(timeout=PATIENCE) == number
         queue.close()
         queue.join_thread()
         if not struck:
