@@ -402,7 +402,7 @@ class Supervisor:
             worker.process.terminate()
         deadline = time.monotonic() + _GRACE
         for worker in self.workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+            worker.await_end(max(0.0, deadline - time.monotonic()))
             if worker.process.exitcode is None:
                 worker.process.kill()
         for worker in list(self.workers):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import signal
 import time
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from shmreduce.process_ends import Sentinel, signal_name
@@ -70,6 +71,13 @@ class WorkerHandle:
         self.channel.give_up()
         self.lifeline.cut()
         self._end.close()
+
+    def await_end(self, seconds: float) -> None:
+        """Wait until the process has ended, for so many seconds at most.
+
+        ``Process.join`` would wait for what it has forked, too, where that lives on.
+        """
+        wait([self.sentinel], seconds)
 
     def exit_code(self) -> int | None:
         """Wait for the exit code of the process, which has ended; None if nobody can know it."""

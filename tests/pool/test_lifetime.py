@@ -17,10 +17,11 @@ import psutil
 import pytest
 
 import shmreduce
+from shmreduce import pool_supervisor
 from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import Pool
 from tests.conftest import PATIENCE, START_METHODS
-from tests.pool.work import filled, square, sum_of_squares_by_a_pool
+from tests.pool.work import filled, leave_a_child, square, sum_of_squares_by_a_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,6 +69,21 @@ def test_pools_in_workers(method: str) -> None:
         results = pool.starmap(sum_of_squares_by_a_pool, [(method, 0), (method, 4)])
     pool.join()
     assert results == [0 + 1 + 4 + 9, 16 + 25 + 36 + 49]
+
+
+def test_terminating_does_not_wait_for_what_workers_have_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that a task has left in the background goes on, and nobody waits for its end."""
+    monkeypatch.setattr(pool_supervisor, "_GRACE", PATIENCE)
+    with Pool(1, context=FORK) as pool:
+        left = pool.apply(leave_a_child, (2 * PATIENCE,))
+        began = time.monotonic()
+        pool.terminate()
+        took = time.monotonic() - began
+    assert psutil.pid_exists(left)
+    os.kill(left, signal.SIGKILL)
+    assert took < PATIENCE / 2
 
 
 def test_a_forked_child_that_terminates_an_inherited_pool_leaves_it_alone() -> None:

@@ -50,6 +50,15 @@ def own_pid(_: Any = None) -> int:
     return os.getpid()
 
 
+def leave_a_child(seconds: float) -> int:
+    """Fork a process that sleeps so long, whatever becomes of the worker; return its pid."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(seconds)
+        os._exit(0)
+    return pid
+
+
 def end_at(x: int, at: int, how: str) -> int:
     """Return ``x``, or end the process in this way if it is ``at``."""
     if x == at:
