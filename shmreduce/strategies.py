@@ -66,11 +66,14 @@ def reason_against(strategy: SharingStrategy) -> str | None:
     One that cannot even say so does not work; the others are not to suffer for it.
     """
     try:
-        return strategy.unusable_reason()
+        reason = strategy.unusable_reason()
     except Exception as error:
         if is_from_handler(error):
             raise
         return f"asked whether it works, it raised {type(error).__name__}: {error}"
+    if reason is None or (isinstance(reason, str) and reason):
+        return reason
+    return f"asked whether it works, it returned {reason!r}, neither None nor a reason"
 
 
 def choose_strategy(name: str | None) -> SharingStrategy:

@@ -17,7 +17,7 @@ from shmreduce.memory.layout import LOCK_OWNER, SHARED, Layout, SegmentHeader
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.runtime import current
 from shmreduce.memory.segment_file import check_file
-from shmreduce.memory.sweep import abandoned, sweep
+from shmreduce.memory.sweep import abandoned, names_of, sweep
 from shmreduce.process_registry import get_registry
 from shmreduce.strategies import reason_against
 
@@ -169,7 +169,7 @@ def list_segments() -> list[SegmentState]:
 
 def all_names() -> set[str]:
     """Return the names of this user's segments, under every strategy."""
-    return {name for strategy in _strategies() for name in strategy.names()}
+    return {name for strategy in _strategies() for name in names_of(strategy)}
 
 
 def leftovers() -> list[str]:

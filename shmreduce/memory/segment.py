@@ -31,7 +31,6 @@ from shmreduce.errors import (
     AlreadyLoadedError,
     InvalidHandleError,
     OutOfLeasesError,
-    PluginError,
     StaleHandleError,
 )
 from shmreduce.memory import locks
@@ -39,7 +38,7 @@ from shmreduce.memory.block_locks import if_unlocked, under_lock
 from shmreduce.memory.layout import IMPORTERS, LOCK_IMPORTER, LOCK_OWNER, SegmentHeader
 from shmreduce.memory.lease_slots import MESSAGE, LeaseSlots
 from shmreduce.memory.processes import is_closing
-from shmreduce.memory.segment_file import check_file
+from shmreduce.memory.segment_file import check_file, contract_broken
 from shmreduce.memory.standard_streams import clear_of_streams
 
 if TYPE_CHECKING:
@@ -167,13 +166,11 @@ class Segment(LeaseSlots):
         if self._locator is None:
             said = self.strategy.locator(self.file)
             if not isinstance(said, str):
-                raise PluginError(
-                    f"locator() of sharing strategy {self.strategy.name!r} returned {said!r} for "
-                    f"{self.file}: it must return text, also where the file's name is None; "
-                    "derive shmreduce.testing.StrategyContract to test the strategy",
-                    plugin=None,
-                    distribution=None,
-                    reason="the locator is no text",
+                raise contract_broken(
+                    self.strategy,
+                    "locator()",
+                    f"returned {said!r} for {self.file}: it must return text, also where the "
+                    "file's name is None",
                 )
             self._locator = said
         return self._locator

@@ -23,7 +23,7 @@ from shmreduce.memory.layout import LOCK_OWNER, Layout, SegmentHeader
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 from shmreduce.memory.owned_segment import OwnedSegment
 from shmreduce.memory.reservation import check_headroom, no_room
-from shmreduce.memory.segment_file import reserve_pages
+from shmreduce.memory.segment_file import check_answer, check_new_file, reserve_pages
 from shmreduce.memory.size_classes import table_sizes
 from shmreduce.memory.standard_streams import clear_of_streams
 from shmreduce.signals import is_from_system
@@ -72,6 +72,8 @@ def create_segment(
         If there is no room for the tables and what is needed.
     SegmentError
         If the strategy, or the kernel, refuses the file or its mappings.
+    PluginError
+        If what the strategy returns is not what was asked for.
     """
     blocks, slots = table_sizes(kind, data)
     layout = Layout.plan(blocks, slots)
@@ -107,7 +109,8 @@ def _create_file(header: SegmentHeader, strategy: SharingStrategy) -> SegmentFil
     """Have the file made, still empty."""
     size, token = header.size, header.token.hex()
     try:
-        return _clear_of_streams(strategy, strategy.create(size, token))
+        made = check_answer(strategy, "create()", strategy.create(size, token))
+        file = _clear_of_streams(strategy, made)
     except OSError as error:
         if not is_from_system(error):
             raise
@@ -118,6 +121,12 @@ def _create_file(header: SegmentHeader, strategy: SharingStrategy) -> SegmentFil
             errno=error.errno,
             segment=token,
         ) from error
+    try:
+        check_new_file(strategy, file, size)
+    except BaseException:
+        _discard_file(strategy, file)
+        raise
+    return file
 
 
 def _clear_of_streams(strategy: SharingStrategy, file: SegmentFile) -> SegmentFile:

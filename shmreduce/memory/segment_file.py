@@ -6,14 +6,27 @@ May import errors, contracts, ``mapping`` and ``layout``.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import ForeignSegmentError, SegmentError
+from shmreduce.contracts import SegmentFile
+from shmreduce.errors import ForeignSegmentError, PluginError, SegmentError
 from shmreduce.memory.layout import SegmentHeader
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 
-__all__ = ["check_file", "reserve_pages", "room_left"]
+if TYPE_CHECKING:
+    from shmreduce.contracts import SharingStrategy
+
+__all__ = [
+    "check_answer",
+    "check_file",
+    "check_new_file",
+    "contract_broken",
+    "reserve_pages",
+    "room_left",
+]
 
 _RESERVED_AT_ONCE = 16 << 20
 """Bytes."""
@@ -40,6 +53,49 @@ def room_left(fd: int) -> int | None:
     """
     status = os.fstatvfs(fd)
     return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def contract_broken(strategy: SharingStrategy, call: str, what: str) -> PluginError:
+    """Return what to raise for a strategy that does not do what it must."""
+    return PluginError(
+        f"{call} of sharing strategy {strategy.name!r} {what}; mend it (derive "
+        "shmreduce.testing.StrategyContract to test it), or block its plugin",
+        plugin=None,
+        distribution=None,
+        reason=f"{call} {what}",
+    )
+
+
+def check_answer(strategy: SharingStrategy, call: str, said: Any) -> SegmentFile:
+    """Return what a strategy has made or opened, if it is a file of a segment."""
+    if not isinstance(said, SegmentFile):
+        raise contract_broken(strategy, call, f"returned {said!r}: it must return a SegmentFile")
+    if type(said.fd) is not int or not (said.name is None or isinstance(said.name, str)):
+        raise contract_broken(
+            strategy, call, f"returned {said!r}: fd must be an int, and name text or None"
+        )
+    return said
+
+
+def check_new_file(strategy: SharingStrategy, file: SegmentFile, size: int) -> None:
+    """Refuse a file that could not be a segment: it would be noticed by its receivers."""
+    try:
+        found = os.fstat(file.fd).st_size
+        access = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        raise contract_broken(
+            strategy, "create()", f"returned a descriptor, {file.fd}, that is not open"
+        ) from error
+    if found < size:
+        raise contract_broken(
+            strategy, "create()", f"made a file of {found} bytes where {size} were asked for"
+        )
+    if access != os.O_RDWR:
+        raise contract_broken(
+            strategy, "create()", "opened the file not for both reading and writing"
+        )
 
 
 def check_file(fd: int, token: bytes | None) -> SegmentHeader:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from shmreduce.errors import InvalidHandleError, ShmreduceError
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER
-from shmreduce.memory.segment_file import check_file
-from shmreduce.signals import is_from_system
+from shmreduce.memory.segment_file import check_file, contract_broken
+from shmreduce.signals import is_from_handler, is_from_system
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
 
-__all__ = ["abandoned", "sweep"]
+__all__ = ["abandoned", "names_of", "sweep"]
 
 _UNFINISHED_SECONDS = 2.0
 """How old a file without a header must be to count as left: its maker may be about to write it."""
@@ -35,7 +35,7 @@ def sweep(strategy: SharingStrategy) -> list[str]:
     left: what somebody else has not tidied up must not fail what is done here.
     """
     try:
-        names = list(strategy.names())
+        names = names_of(strategy)
     except OSError as error:
         if not is_from_system(error):
             raise
@@ -43,6 +43,32 @@ def sweep(strategy: SharingStrategy) -> list[str]:
         # is about to do may not need one.
         return []
     return [name for name in names if abandoned(name) and _remove(strategy, name)]
+
+
+def names_of(strategy: SharingStrategy) -> list[str]:
+    """Return the names that a strategy lists.
+
+    Raises
+    ------
+    OSError
+        If the system refuses to list them.
+    PluginError
+        If the strategy fails in another way, or lists what is no name: whoever asks has
+        asked for something else, and is to be told which strategy it is.
+    """
+    try:
+        names = list(strategy.names())
+    except Exception as error:
+        if isinstance(error, OSError) or is_from_handler(error):
+            raise
+        what = f"raised {type(error).__name__}: {error}"
+        raise contract_broken(strategy, "names()", what) from error
+    for name in names:
+        if not isinstance(name, str):
+            raise contract_broken(
+                strategy, "names()", f"listed {name!r}: it must list absolute paths"
+            )
+    return names
 
 
 def _remove(strategy: SharingStrategy, name: str) -> bool:

@@ -21,12 +21,13 @@ from shmreduce import (
     get_sharing_strategy,
     set_sharing_strategy,
 )
+from shmreduce.cli import main
 from shmreduce.cli.doctor import installation
 from shmreduce.memory import inspection
 from shmreduce.memory.headroom import Machine
 from shmreduce.process_registry import get_registry
 from shmreduce.strategies import DEFAULT_ORDER, current_strategy, find_strategy
-from shmreduce.testing import find_leaks, take_census
+from shmreduce.testing import OtherProcess, find_leaks, take_census
 from shmreduce_fd.strategy import FileDescriptorStrategy
 
 if TYPE_CHECKING:
@@ -170,3 +171,114 @@ def test_a_locator_that_is_no_text_is_the_plugins_fault() -> None:
             assert find_leaks(before) == []
     finally:
         get_registry().unregister_strategy(strategy)
+
+
+class Sloppy(FileDescriptorStrategy):
+    """Does all but one thing as it must be done."""
+
+    def __init__(self, call: str, answer: Any) -> None:
+        self.call, self.answer = call, answer
+        # A process keeps the memory that it has by a strategy's name.
+        self.name = f"sloppy_{id(self)}"
+
+    def unusable_reason(self) -> str | None:
+        return None
+
+    def create(self, size: int, token: str) -> Any:
+        if self.call == "create":
+            return self.answer(size)
+        return super().create(size, token)
+
+    def names(self) -> Any:
+        return self.answer() if self.call == "names" else ()
+
+
+def _open_nothing(size: int) -> SegmentFile:
+    fd = os.memfd_create("gone")
+    os.close(fd)
+    return SegmentFile(fd, None)
+
+
+def _make_too_little(size: int) -> SegmentFile:
+    return SegmentFile(os.memfd_create("short"), None)
+
+
+def _open_for_reading(size: int) -> SegmentFile:
+    fd = os.memfd_create("read")
+    try:
+        os.ftruncate(fd, size)
+        return SegmentFile(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), None)
+    finally:
+        os.close(fd)
+
+
+def _raise_on_purpose() -> None:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "what"),
+    [
+        pytest.param("create", lambda _: 7, r"create\(\) .* returned 7", id="a number"),
+        pytest.param("create", lambda _: None, r"create\(\) .* returned None", id="nothing"),
+        pytest.param("create", lambda _: SegmentFile("x", None), "fd must be", id="no number"),  # type: ignore[arg-type]
+        pytest.param("create", _open_nothing, "is not open", id="closed"),
+        pytest.param("create", _make_too_little, "made a file of 0 bytes where", id="too small"),
+        pytest.param("create", _open_for_reading, "both reading and writing", id="read-only"),
+        pytest.param("names", lambda: None, r"names\(\) .* raised TypeError", id="no names"),
+        pytest.param("names", lambda: [5], r"names\(\) .* listed 5", id="a name that is none"),
+        pytest.param("names", _raise_on_purpose, "raised RuntimeError: on p", id="names raise"),
+    ],
+)
+def test_a_strategy_that_breaks_its_contract_is_told_so(call: str, answer: Any, what: str) -> None:
+    """Whoever makes an array is told which strategy did what; nothing is held."""
+    strategy = Sloppy(call, answer)
+    before = take_census()
+    get_registry().register_strategy(strategy, "test")
+    try:
+        with shmreduce.install(strategy=strategy.name):
+            with pytest.raises(PluginError, match=f"strategy {strategy.name!r}") as caught:
+                shmreduce.allocate(1_000_000)
+            caught.match(what)
+    finally:
+        get_registry().unregister_strategy(strategy)
+        # It is asked once more as the process ends.
+        strategy.call = ""
+    assert find_leaks(before) == []
+
+
+def test_a_receiver_is_told_what_open_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ``open`` that returns no file is an error that names the strategy."""
+    strategy = Sloppy("open", None)
+    get_registry().register_strategy(strategy, "test")
+    try:
+        with shmreduce.install(strategy=strategy.name), OtherProcess("fork") as other:
+            handle = other.ask(_send)
+            monkeypatch.setattr(Sloppy, "open", lambda *_: None)
+            with pytest.raises(PluginError, match=r"open\(\) of .* returned None"):
+                ForkingPickler.loads(handle)
+    finally:
+        get_registry().unregister_strategy(strategy)
+
+
+def _send() -> bytes:
+    return bytes(ForkingPickler.dumps(memoryview(bytearray(1_000_000))))
+
+
+@pytest.mark.parametrize("answer", ["", True, False, 5])
+def test_a_reason_is_a_sentence(answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``unusable_reason`` returns besides is quoted: it is no reason to read."""
+    monkeypatch.setattr(Broken, "unusable_reason", lambda _: answer)
+    with pytest.raises(StrategyUnusableError, match=f"it returned {answer!r}, neither"):
+        set_sharing_strategy("broken")
+
+
+@pytest.mark.parametrize("command", ["ls", "gc"])
+def test_commands_name_the_strategy_that_cannot_list_names(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line on standard error and exit status 2, as for any error."""
+    monkeypatch.setattr(Broken, "unusable_reason", lambda _: None)
+    monkeypatch.setattr(Broken, "names", lambda _: _raise_on_purpose())
+    assert main([command]) == 2
+    assert "names() of sharing strategy 'broken' raised" in capsys.readouterr().err
