@@ -203,8 +203,9 @@ def _positive(text: str) -> int:
 
 def _existing(path: Path | None) -> Path | None:
     if path is not None and not path.is_file():
+        reason = "it is no regular file" if path.exists() else "there is no such file"
         raise ConfigurationError(
-            f"cannot use {path} as the demo's input: there is no such file",
+            f"cannot use {path} as the demo's input: {reason}",
             setting="--input",
             value=str(path),
         )

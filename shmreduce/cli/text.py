@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Table", "print_json", "size_text", "time_text"]
 
+_ANY_WIDTH = 1_000_000
+"""Columns, more than any table has."""
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -92,20 +94,27 @@ class Table:
         return "\n".join([self.title, *(line.rstrip() for line in text)])
 
     def print(self) -> None:
-        """Print the table, drawn by rich if that is installed and a terminal is there."""
+        """Print the table, drawn by rich if that is installed and a terminal has room for it."""
         if sys.stdout.isatty():
             try:
                 from rich.console import Console
+                from rich.measure import Measurement
                 from rich.table import Table as RichTable
                 from rich.text import Text
             except ModuleNotFoundError:
                 pass  # the plain table says the same
             else:
-                drawn = RichTable(*self.columns, title=self.title, title_justify="left")
+                drawn = RichTable(title=self.title, title_justify="left")
+                for column in self.columns:
+                    drawn.add_column(column, overflow="fold")
                 for row in self.rows:
                     drawn.add_row(*(Text(cell) for cell in row))
-                Console().print(drawn)
-                return
+                console = Console()
+                unlimited = console.options.update(width=_ANY_WIDTH)
+                if Measurement.get(console, unlimited, drawn).minimum <= console.width:
+                    console.print(drawn)
+                    return
+                # Words cut into pieces of a few letters are not to be read.
         print(self.plain())
 
 

@@ -191,6 +191,8 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     assert "cannot use" in run("demo", f"--input={path}", status=2).stderr
     told = run("demo", f"--input={tmp_path / 'missing.npy'}", status=2).stderr
     assert "there is no such file" in told
+    told = run("demo", "--input", str(tmp_path), status=2).stderr
+    assert "it is no regular file" in told
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

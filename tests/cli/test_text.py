@@ -53,6 +53,43 @@ def test_a_table_on_a_terminal_is_drawn_by_rich(monkeypatch: pytest.MonkeyPatch)
     assert "[bold]kept" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("columns", [20, 40, 60])
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table whose words do not fit beside each other is plain lines, as into a pipe."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = Table("Narrow", ("segment", "owner", "open in"))
+    table.add("/dev/shm/shmreduce-0-26401-c71a84a0c639b424c07d39fdae85b320", 26401, "9038, 26401")
+    table.print()
+    assert terminal.getvalue() == f"{table.plain()}\n"
+
+
+def test_a_table_is_drawn_where_its_words_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sentences are wrapped inside their cells."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    table = Table("Wrapped", ("check", "found"))
+    table.add("kernel", "word " * 30)
+    table.print()
+    rows = [line for line in terminal.getvalue().splitlines() if line.startswith("│")]
+    assert {len(row) for row in rows} == {40}
+    assert terminal.getvalue().count("word") == 30
+
+
 def test_a_table_on_a_terminal_without_rich_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich is not needed for a table."""
 
