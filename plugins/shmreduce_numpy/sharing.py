@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["array_like", "fill", "new_array", "share_array"]
 
+_NOTHING = np.dtype([])
+"""Elements without bytes: an array of them takes no memory."""
+
 
 def new_array(shape: Any, dtype: Any, order: Any, mode: Mode, *, zeroed: bool = False) -> Any:
     """Return an array in a shared block of its own, all bytes zero or uninitialised.
@@ -38,7 +41,9 @@ def new_array(shape: Any, dtype: Any, order: Any, mode: Mode, *, zeroed: bool = 
     # adds dimensions, and shape may be a number.
     settled = np.empty((0,), dtype)
     _refuse_objects(settled.dtype)
-    outline = np.broadcast_to(np.empty((), settled.dtype), shape).shape + settled.shape[1:]
+    lengths = np.empty(shape, _NOTHING).shape
+    # Whether so many elements can be at all.
+    outline = np.broadcast_to(np.empty((), settled.dtype), lengths).shape + settled.shape[1:]
     order = _letter(order, "C")
     if order not in ("C", "F"):
         raise ValueError(f"order must be 'C' or 'F', not {order!r}")

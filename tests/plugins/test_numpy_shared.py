@@ -322,6 +322,16 @@ def test_impossible_shapes(shape: Any) -> None:
         shmreduce.empty(shape)
 
 
+@pytest.mark.parametrize("shape", ["x", None, [[1]], -1, (2, "a"), 1.5, (1 << 70,)])
+def test_what_is_no_shape_is_said_as_numpy_says_it(shape: Any) -> None:
+    """The error is that of ``numpy.zeros``, word for word."""
+    with pytest.raises((ValueError, TypeError)) as expected:
+        np.zeros(shape)
+    with pytest.raises(type(expected.value)) as caught:
+        shmreduce.zeros(shape)
+    assert str(caught.value) == str(expected.value)
+
+
 def test_find_block_of_an_ordinary_array() -> None:
     """Ordinary arrays, and views of foreign memory, lie in no block."""
     assert find_block_of(np.zeros(3)) is None
