@@ -9,6 +9,7 @@ Every error derives from :class:`ShmreduceError`, carries its facts as fields
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 __all__ = [
@@ -54,6 +55,15 @@ def _rebuild_error(
     return kind(message, **fields)
 
 
+def _portable(value: object) -> object:
+    """Return a field as it is pickled; a wrong argument, for one, may be any object."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return repr(value)
+    return value
+
+
 class ShmreduceError(Exception):
     """Base of every error that shmreduce raises.
 
@@ -62,8 +72,8 @@ class ShmreduceError(Exception):
     message : str
         What happened, where, and what to do about it.
     **fields
-        The facts behind the message. Each is also an attribute. A field must
-        be picklable, since errors travel from workers to parents.
+        The facts behind the message. Each is also an attribute. Errors travel from
+        workers to parents: what cannot be pickled arrives as its ``repr``.
 
     Examples
     --------
@@ -93,7 +103,8 @@ class ShmreduceError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in self._state().items() if value}
-        return _rebuild_error, (type(self), self.message, self.fields), state or None
+        fields = {name: _portable(value) for name, value in self.fields.items()}
+        return _rebuild_error, (type(self), self.message, fields), state or None
 
     def _state(self) -> dict[str, Any]:
         """Return what is pickled beside message and fields, where there is any."""

@@ -16,7 +16,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Protocol
 
 from shmreduce.contracts import check_nbytes
-from shmreduce.errors import OutOfSharedMemoryError, ShmreduceError
+from shmreduce.errors import ConfigurationError, OutOfSharedMemoryError, ShmreduceError
 from shmreduce.memory.filling import Filling
 from shmreduce.memory.handle import block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
@@ -277,6 +277,8 @@ class Message:
             If too many messages that name blocks of the segment are unread.
         LeaseTimeoutError
             If a process that is stopped has the block locked.
+        ConfigurationError
+            If ``block`` is none.
 
         Notes
         -----
@@ -288,7 +290,15 @@ class Message:
         if not self.shared_memory:
             return None
         runtime = self._current()
-        record = block._record
+        try:
+            record = block._record
+        except AttributeError:
+            raise ConfigurationError(
+                "block must be a Block, as find_block() returns for what lies in one, "
+                f"not {block!r}",
+                setting="block",
+                value=block,
+            ) from None
         inherited = record.live is not runtime.live
         if not _make_ready(runtime, record, used, inherited):
             return None

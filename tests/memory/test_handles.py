@@ -172,3 +172,11 @@ def test_a_truncated_message_is_released(installed: None) -> None:
     with pytest.raises(Exception, match=r"truncated|ran out|Ran out"):
         ForkingPickler.loads(data[:-20])
     assert process_state().unread == before
+
+
+@pytest.mark.parametrize("block", [None, b"bytes", 5])
+def test_only_a_block_can_be_referred_to(block: Any) -> None:
+    """What find_block() returns for memory of one's own is no block, and said to be none."""
+    with pytest.raises(shmreduce.ConfigurationError, match="must be a Block") as caught:
+        Message().refer(block, 5)
+    assert caught.value.setting == "block"

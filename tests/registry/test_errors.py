@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
 import pytest
 
+import shmreduce
 from shmreduce import errors
 
 ERRORS = [getattr(errors, name) for name in errors.__all__ if name != "ShmreduceWarning"]
@@ -37,3 +39,14 @@ def test_errors_survive_pickling(kind: type[errors.ShmreduceError], protocol: in
 def test_an_error_without_notes_gets_none(kind: type[errors.ShmreduceError]) -> None:
     """Where nobody has added a note there is no list of them afterwards, either."""
     assert not hasattr(pickle.loads(pickle.dumps(make(kind))), "__notes__")
+
+
+def test_an_error_about_what_cannot_be_pickled_survives() -> None:
+    """A wrong argument may be anything: it arrives as text, and all else as it is."""
+    wrong = threading.Lock()
+    with pytest.raises(errors.ConfigurationError) as caught:
+        shmreduce.Settings(strategy=wrong)  # type: ignore[arg-type]
+    assert caught.value.value is wrong
+    arrived = pickle.loads(pickle.dumps(caught.value))
+    assert str(arrived) == str(caught.value)
+    assert arrived.fields == {"setting": "strategy", "value": repr(wrong)}
