@@ -6,6 +6,7 @@ May import ``text`` and ``bench_page`` of this package, errors, extras and
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import asdict, replace
@@ -79,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.systems is not None:
         plan = replace(plan, systems=_known_systems(options.systems))
     if options.list:
-        _list(plan)
+        _list(plan, as_json=options.json)
         return 0
     chosen = selection(options.only)
     _check_files(options)
@@ -118,11 +119,10 @@ def _check_files(options: argparse.Namespace) -> None:
     """Raise for a file that cannot be written, before the hours of measuring and not after."""
     for name in ("results", "plot", "report"):
         path: Path | None = getattr(options, name)
-        if path is not None and not path.parent.is_dir():
+        reason = None if path is None else _reason_against(path, replaced=name == "results")
+        if reason is not None:
             raise ConfigurationError(
-                f"cannot write {path}: there is no folder {path.parent}",
-                setting=f"--{name}",
-                value=str(path),
+                f"cannot write {path}: {reason}", setting=f"--{name}", value=str(path)
             )
     if options.plot is not None:
         if options.plot.suffix not in _PICTURES:
@@ -132,6 +132,16 @@ def _check_files(options: argparse.Namespace) -> None:
                 value=str(options.plot),
             )
         import_extra("matplotlib.figure", extra="bench")
+
+
+def _reason_against(path: Path, *, replaced: bool) -> str | None:
+    """Return why a file cannot be written, or replaced by another, before that is tried."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.is_dir():
+        return "it is a folder"
+    changed = path if path.exists() and not replaced else path.parent
+    return None if os.access(changed, os.W_OK) else f"this user may not write to {changed}"
 
 
 def _known_systems(text: str) -> tuple[str, ...]:
@@ -150,10 +160,24 @@ def _known_systems(text: str) -> tuple[str, ...]:
     return chosen
 
 
-def _list(plan: Plan) -> None:
+def _list(plan: Plan, *, as_json: bool) -> None:
     from shmreduce.bench.suite import TITLES, rows_of
     from shmreduce.bench.systems.catalog import SYSTEMS
 
+    if as_json:
+        print_json(
+            {
+                "workloads": [
+                    {"name": name, "measures": title, "rows": rows_of(name, plan)}
+                    for name, title in TITLES.items()
+                ],
+                "systems": [
+                    {"name": system.name, "unusable": system.unusable_reason()}
+                    for system in SYSTEMS
+                ],
+            }
+        )
+        return
     workloads = Table("Workloads", ("name", "measures", "rows"))
     for name, title in TITLES.items():
         workloads.add(name, title, ", ".join(rows_of(name, plan)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from multiprocessing import current_process
@@ -435,6 +436,11 @@ def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out
     assert "10 B, 1 MiB" in told
     assert "multiprocessing" in told
+    assert main(["bench", "--quick", "--list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fresh = next(each for each in found["workloads"] if each["name"] == "fresh")
+    assert fresh["rows"] == ["10 B", "1 MiB"]
+    assert {"name": "multiprocessing", "unusable": None} in found["systems"]
 
 
 @pytest.mark.parametrize(
@@ -451,3 +457,21 @@ def test_the_command_refuses_unknown_names(
     """An unknown name is an error that lists those there are."""
     assert main(["bench", "--quick", *options]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny_plan")
+def test_the_command_does_not_measure_for_a_folder_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page that is there can be written all the same; results are replaced, so they cannot."""
+    page = tmp_path / "page.md"
+    page.touch()
+    # Root, who may run the tests, may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    for option in (f"--report={tmp_path / 'other.md'}", f"--results={page}"):
+        assert main(["bench", "--quick", "--only=import", option]) == 2
+        told = capsys.readouterr().err
+        assert f"this user may not write to {tmp_path}" in told
+        assert "import ..." not in told
+    assert main(["bench", "--quick", "--only=import", f"--report={page}"]) == 0
+    assert "import" in page.read_text()

@@ -204,6 +204,8 @@ def test_doctor_does_not_choose_between_plugins_in_conflict(broken_plugin: Path)
         ("--results=missing/results.json", "no folder missing"),
         ("--report=missing/page.md", "no folder missing"),
         ("--plot=missing/plot.png", "no folder missing"),
+        ("--report=.", "it is a folder"),
+        ("--results=.", "it is a folder"),
         ("--plot=plot.txt", "must end in .png or .svg"),
     ],
 )
