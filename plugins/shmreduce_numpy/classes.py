@@ -18,6 +18,7 @@ __all__ = [
     "base_of",
     "dtype_of",
     "flags_of",
+    "is_masked",
     "nbytes_of",
     "protocol_of",
     "shape_of",
@@ -74,7 +75,7 @@ def protocol_of(cls: type[np.ndarray[Any, Any]]) -> Protocol:
     if known is None:
         if _methods_of(cls) == _methods_of(np.ndarray):
             known = Protocol.ARRAY
-        elif _is_masked(cls) and _methods_of(cls) == _methods_of(np.ma.MaskedArray):
+        elif is_masked(cls) and _methods_of(cls) == _methods_of(np.ma.MaskedArray):
             known = Protocol.MASKED
         else:
             known = Protocol.OWN
@@ -82,7 +83,8 @@ def protocol_of(cls: type[np.ndarray[Any, Any]]) -> Protocol:
     return known
 
 
-def _is_masked(cls: type) -> bool:
+def is_masked(cls: type) -> bool:
+    """Return whether arrays of a class have masks."""
     # To import it takes longer than to import all of this plugin, in every new
     # process. Who has a masked array has done so.
     return "numpy.ma" in sys.modules and issubclass(cls, np.ma.MaskedArray)

@@ -21,6 +21,7 @@ __all__ = [
     "rebuild_part",
     "rebuild_small",
     "rebuild_view",
+    "set_attributes",
     "take_attributes",
 ]
 
@@ -137,6 +138,15 @@ def rebuild_masked(
 def rebuild_bytes(handle: bytes) -> bytes:
     """Return the contents of a block."""
     return bytes(import_block(handle).buffer)
+
+
+def set_attributes(array: np.ndarray[Any, Any], state: Any) -> None:
+    """Give ``array`` attributes as ``object.__getstate__`` returns them."""
+    named, in_slots = state if isinstance(state, tuple) else (state, None)
+    if named:
+        array.__dict__.update(named)
+    for name, value in (in_slots or {}).items():
+        setattr(array, name, value)
 
 
 def take_attributes(array: np.ndarray[Any, Any], template: np.ndarray[Any, Any]) -> None:

@@ -18,6 +18,7 @@ from shmreduce_numpy.classes import (
     address_of,
     dtype_of,
     flags_of,
+    is_masked,
     nbytes_of,
     protocol_of,
     shape_of,
@@ -27,6 +28,8 @@ from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.dtypes import describe_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shmreduce import Block, Message
 
 __all__ = ["reduce_array"]
@@ -79,8 +82,8 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         # However little of it the array covers: a shared block is never copied.
         handle = message.refer(block, block.nbytes)
         if handle is not None:
-            template = None if protocol is Protocol.ARRAY else _without_data(array)
-            return _reference(array, block, handle, template)
+            attributes = None if protocol is Protocol.ARRAY else _attributes(array)
+            return _reference(array, block, handle, attributes)
         # Only a copy will do: a receiver's cow pages are its own.
         block = None
     if protocol is Protocol.OWN:
@@ -92,7 +95,7 @@ def _reference(
     array: np.ndarray[Any, Any],
     block: Block,
     handle: bytes,
-    template: np.ndarray[Any, Any] | None = None,
+    attributes: tuple[Callable[[Any, Any], None], Any] | None = None,
 ) -> Any:
     flags = flags_of(array)
     # Those of an axis of length 1 may be anything.
@@ -112,10 +115,11 @@ def _reference(
     if type(array) is np.ndarray:
         return rebuild.rebuild_view, arguments
     reduced = rebuild.rebuild_view, (*arguments, type(array))
-    if template is None:
+    if attributes is None:
         return reduced
+    take, state = attributes
     # As state, not as an argument: an attribute may lead back to the array.
-    return *reduced, template, None, None, rebuild.take_attributes
+    return *reduced, state, None, None, take
 
 
 def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: Message) -> Any:
@@ -248,6 +252,24 @@ def _reduce_masked(array: Any) -> Any:
         array._fill_value,
         array.hardmask,
     )
+
+
+def _attributes(array: np.ndarray[Any, Any]) -> tuple[Callable[[Any, Any], None], Any]:
+    """Return what gives an array the attributes that a view of ``array`` would have.
+
+    As its class pickles them, with an empty array. Where that cannot be, since it is
+    the elements that the class pickles, or a mask of their number, as they are.
+    """
+    empty = _without_data(array)
+    try:
+        whole = isinstance(empty.__reduce_ex__(4), tuple) and not is_masked(type(array))
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+        # Where the class cannot be pickled at all, this says so.
+        array.__reduce_ex__(4)
+        whole = False
+    if whole:
+        return rebuild.take_attributes, empty
+    return rebuild.set_attributes, object.__getstate__(empty)
 
 
 def _without_data(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

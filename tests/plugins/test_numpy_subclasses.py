@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 from numpy import ma
+from numpy.ma import mrecords
 
 import shmreduce
 from shmreduce_numpy.classes import Protocol, protocol_of
@@ -405,3 +406,61 @@ def test_subclass_of_masked_array(count: int) -> None:
     original = masked(count).view(MaskedSubclass)
     received = round_trip(original)
     assert_same_masked(received, original)
+
+
+class Vector(np.ndarray):
+    """Is made anew from its elements."""
+
+    name: str
+    __slots__ = ("__dict__", "mark")
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.name = getattr(obj, "name", "v")
+        self.mark = getattr(obj, "mark", None)
+
+    def __reduce__(self) -> Any:
+        return _make_vector, (float(self[0]), float(self[1]), float(self[2]))
+
+
+def _make_vector(*elements: float) -> Any:
+    return np.array(elements).view(Vector)
+
+
+class Refusing(np.ndarray):
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it has a socket")
+
+
+def test_a_shared_array_of_a_class_that_is_pickled_by_its_elements() -> None:
+    """It travels without them, and its attributes as they are, those in slots too."""
+    shared = shmreduce.share(_make_vector(1, 2, 3))
+    shared.name, shared.mark = "north", "m"
+    whole, back = round_trip([shared, shared[::-1]])
+    assert type(whole) is type(back) is Vector
+    assert np.shares_memory(whole, shared)
+    assert back.tolist() == [3, 2, 1]
+    assert np.shares_memory(back, shared)
+    assert (whole.name, whole.mark, back.name) == ("north", "m", "north")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_class_that_refuses_to_be_pickled_is_heard(shared: bool) -> None:
+    """The error is the class's own, whether the array is shared or not."""
+    array: Any = np.zeros(LARGE).view(Refusing)
+    with pytest.raises(TypeError, match="it has a socket"):
+        round_trip(shmreduce.share(array) if shared else array)
+
+
+@pytest.mark.parametrize("mode", ["rw", "cow"])
+def test_shared_masked_records(mode: Any) -> None:
+    """NumPy's own class whose pickled form has a mask of as many elements."""
+    make: Any = mrecords.fromarrays
+    original: Any = make([np.arange(SMALL), np.ones(SMALL)], names="a,b")
+    original["b"][2] = ma.masked
+    shared = shmreduce.share(original, mode=mode)
+    received: Any = round_trip(shared)
+    assert type(received).__name__ == "MaskedRecords"
+    assert received.tolist() == original.tolist()
+    assert shmreduce.is_shared(received)
