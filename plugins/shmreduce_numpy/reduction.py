@@ -258,11 +258,14 @@ def _attributes(array: np.ndarray[Any, Any]) -> tuple[Callable[[Any, Any], None]
     """Return what gives an array the attributes that a view of ``array`` would have.
 
     As its class pickles them, with an empty array. Where that cannot be, since it is
-    the elements that the class pickles, or a mask of their number, as they are.
+    the elements that the class pickles, they go as they are.
     """
+    if is_masked(type(array)):
+        # An empty array has no mask, or no room for it.
+        return rebuild.set_attributes, object.__getstate__(array)
     empty = _without_data(array)
     try:
-        whole = isinstance(empty.__reduce_ex__(4), tuple) and not is_masked(type(array))
+        whole = isinstance(empty.__reduce_ex__(4), tuple)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
         # Where the class cannot be pickled at all, this says so.
         array.__reduce_ex__(4)

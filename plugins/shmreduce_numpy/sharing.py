@@ -12,7 +12,7 @@ import numpy as np
 
 from shmreduce import NotShareableError, allocate
 from shmreduce_numpy.blocks import array_over, root_of
-from shmreduce_numpy.classes import Protocol, dtype_of, protocol_of
+from shmreduce_numpy.classes import Protocol, dtype_of, is_masked, protocol_of
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.rebuild import rebuild_masked, take_attributes
 
@@ -86,6 +86,9 @@ def share_array(array: np.ndarray[Any, Any], mode: Mode) -> Any:
     _copy(np.ndarray.view(shared, np.ndarray), plain)
     if type(array) is not np.ndarray:
         take_attributes(shared, array)
+    if is_masked(type(array)):
+        # Not by setattr: a class may give that another meaning.
+        shared.__dict__["_mask"] = share_array(np.ma.getmaskarray(array), mode)
     return shared
 
 

@@ -453,14 +453,49 @@ def test_a_class_that_refuses_to_be_pickled_is_heard(shared: bool) -> None:
         round_trip(shmreduce.share(array) if shared else array)
 
 
-@pytest.mark.parametrize("mode", ["rw", "cow"])
-def test_shared_masked_records(mode: Any) -> None:
-    """NumPy's own class whose pickled form has a mask of as many elements."""
+class Measured(ma.MaskedArray):
+    """Masked, and pickles an attribute besides."""
+
+    unit: str | None
+
+    def _update_from(self, obj: Any) -> None:
+        super()._update_from(obj)  # type: ignore[misc]
+        self.unit = getattr(obj, "unit", None)
+
+    def __reduce__(self) -> Any:
+        function, arguments, state = cast("Any", super().__reduce__())
+        return function, arguments, (state, self.unit)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state[0])
+        self.unit = state[1]
+
+
+def make_measured() -> Any:
+    made: Any = ma.masked_array(np.arange(SMALL), np.arange(SMALL) % 3 == 0).view(Measured)
+    made.unit = "m"
+    return made
+
+
+def make_records() -> Any:
     make: Any = mrecords.fromarrays
-    original: Any = make([np.arange(SMALL), np.ones(SMALL)], names="a,b")
-    original["b"][2] = ma.masked
+    made = make([np.arange(SMALL), np.ones(SMALL)], names="a,b")
+    made[0] = ma.masked
+    return made
+
+
+@pytest.mark.parametrize("make", [make_measured, make_records])
+@pytest.mark.parametrize("mode", ["rw", "cow"])
+def test_a_masked_class_with_pickle_methods_shares_its_mask(make: Any, mode: Any) -> None:
+    """Mask and attributes arrive; the mask is shared like the data, and not with the source."""
+    original = make()
     shared = shmreduce.share(original, mode=mode)
-    received: Any = round_trip(shared)
-    assert type(received).__name__ == "MaskedRecords"
-    assert received.tolist() == original.tolist()
+    shared[1] = ma.masked
+    assert original.tolist() == make().tolist()
+    received = round_trip(shared)
+    assert type(received) is type(original)
+    assert received.tolist() == shared.tolist()
+    assert getattr(received, "unit", "m") == "m"
     assert shmreduce.is_shared(received)
+    received[2] = ma.masked
+    assert (received.tolist() == shared.tolist()) == (mode == "rw")
