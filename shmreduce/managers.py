@@ -84,7 +84,35 @@ _SERIALIZER = _Serializer("shmreduce")
 managers.listener_client[_SERIALIZER] = _Listener, _connect  # type: ignore[attr-defined]
 
 
-class SyncManager(managers.SyncManager):
+class BaseManager(managers.BaseManager):
+    """A manager as :class:`multiprocessing.managers.BaseManager`, which shares arrays.
+
+    It has no types of its own; see :class:`SyncManager` for everything else.
+
+    Examples
+    --------
+    >>> import shmreduce
+    >>> from shmreduce.managers import BaseManager
+    >>> class ListManager(BaseManager): ...
+    >>> ListManager.register("list", list, exposed=["__len__"])
+    >>> with ListManager(ctx=shmreduce.get_context("fork")) as manager:
+    ...     manager.list([1, 2]).__len__()
+    2
+    """
+
+    def __init__(
+        self,
+        address: Any = None,
+        authkey: bytes | None = None,
+        serializer: str = "pickle",
+        ctx: Any = None,
+        **named: Any,
+    ) -> None:
+        chosen = _SERIALIZER if serializer == "pickle" else serializer
+        super().__init__(address, authkey, chosen, ctx, **named)
+
+
+class SyncManager(managers.SyncManager, BaseManager):
     """A manager as :class:`multiprocessing.managers.SyncManager`, which shares arrays.
 
     What is sent to the server process and back is pickled by shmreduce; with an
@@ -93,11 +121,10 @@ class SyncManager(managers.SyncManager):
 
     Parameters
     ----------
-    address, authkey, **named
+    address, authkey, ctx, **named
         Those of the standard class.
     serializer : str
-        Taken as the standard class takes it, and not used: arrays would not be
-        shared by either of the two that there are.
+        As the standard class takes it. Arrays are shared with ``"pickle"``.
 
     Examples
     --------
@@ -108,20 +135,9 @@ class SyncManager(managers.SyncManager):
     np.float64(0.0)
     """
 
-    def __init__(
-        self,
-        address: Any = None,
-        authkey: bytes | None = None,
-        serializer: str = "pickle",  # noqa: ARG002 - may be given by its place
-        ctx: Any = None,
-        **named: Any,
-    ) -> None:
-        super().__init__(address, authkey, _SERIALIZER, ctx, **named)
-
 
 if TYPE_CHECKING:
     from multiprocessing.managers import (
-        BaseManager,
         BaseProxy,
         DictProxy,
         ListProxy,

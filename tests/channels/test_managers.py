@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.managers import SyncManager
+from shmreduce.managers import BaseManager, SyncManager
 from tests.conftest import PATIENCE, START_METHODS
 
 if TYPE_CHECKING:
@@ -73,6 +73,40 @@ def test_arguments_may_be_given_by_their_places() -> None:
         assert manager.Tray().put(np.zeros(SIZE)) == manager._process.pid
 
 
+class BareManager(BaseManager):
+    """Has nothing but its own type, as in the examples of the standard library."""
+
+
+BareManager.register("Tray", Tray)
+
+
+def test_managers_without_types_share_arrays() -> None:
+    """So do those that are made of a BaseManager, and who connects to them."""
+    started: Any = BareManager(authkey=b"key", ctx=shmreduce.get_context("fork"))
+    with started as manager:
+        connected: Any = BareManager(manager.address, b"key")
+        connected.connect()
+        for each in (manager, connected):
+            tray = each.Tray()
+            array = shmreduce.zeros(SIZE // 8)
+            assert tray.put(array)
+            tray.write(4.0)
+            assert array[-1] == 4
+            assert shmreduce.is_shared(tray.get())
+            assert not hasattr(each, "list")
+
+
+def test_another_serializer_is_that_of_the_standard_library() -> None:
+    """A manager that is told to talk otherwise can be connected to by one that is as well."""
+    context = shmreduce.get_context("fork")
+    named: Any = {"authkey": b"key", "serializer": "xmlrpclib"}
+    started: Any = BareManager(ctx=context, **named)
+    with started as manager:
+        connected: Any = standard.BaseManager(manager.address, **named)
+        connected.connect()
+        assert manager.Tray().get() is None
+
+
 def test_arrays_go_there_and_back_by_shared_memory(manager: Any) -> None:
     """A manager's process and its users see blocks, not copies in pickles."""
     tray = manager.Tray()
@@ -111,6 +145,7 @@ def test_manager_of_a_context(method: str) -> None:
     """The managers that ``Manager()`` makes share arrays, however they are started."""
     with shmreduce.get_context(method).Manager() as manager:
         assert isinstance(manager, SyncManager)
+        assert isinstance(manager, BaseManager)
         shelf = manager.dict(array=np.zeros(SIZE // 8))
         assert is_shared_memory(shelf["array"])
         queue = manager.Queue()
