@@ -55,7 +55,7 @@ def test_the_levels_of_logging_are_there(name: str) -> None:
         "dummy.Pool",
         "forkserver.ForkServer",
         "heap.Arena",
-        "managers.BaseManager",
+        "managers.Token",
         "pool.ThreadPool",
         "process.current_process",
         "queues.Full",
