@@ -248,15 +248,17 @@ def test_a_strategy_that_breaks_its_contract_is_told_so(call: str, answer: Any, 
 
 
 def test_a_receiver_is_told_what_open_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ``open`` that returns no file is an error that names the strategy."""
+    """An ``open`` that returns no file is an error that names the strategy; nothing is lost."""
     strategy = Sloppy("open", None)
     get_registry().register_strategy(strategy, "test")
     try:
         with shmreduce.install(strategy=strategy.name), OtherProcess("fork") as other:
             handle = other.ask(_send)
-            monkeypatch.setattr(Sloppy, "open", lambda *_: None)
-            with pytest.raises(PluginError, match=r"open\(\) of .* returned None"):
-                ForkingPickler.loads(handle)
+            with monkeypatch.context() as patch:
+                patch.setattr(Sloppy, "open", lambda *_: None)
+                with pytest.raises(PluginError, match=r"open\(\) of .* returned None"):
+                    ForkingPickler.loads(handle)
+            assert len(ForkingPickler.loads(handle)) == 1_000_000
     finally:
         get_registry().unregister_strategy(strategy)
 
