@@ -1,6 +1,6 @@
 """The errors that shmreduce raises.
 
-Imports nothing of shmreduce; everything else may import this module.
+May import ``signals``; everything else may import this module.
 
 Every error derives from :class:`ShmreduceError`, carries its facts as fields
 (``error.fields``, also readable as attributes) and survives pickling, notes
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
+
+from shmreduce.signals import is_from_handler
 
 __all__ = [
     "AllocatorUnavailableError",
@@ -59,7 +61,10 @@ def _portable(value: object) -> object:
     """Return a field as it is pickled; a wrong argument, for one, may be any object."""
     try:
         pickle.dumps(value)
-    except Exception:
+    except Exception as error:
+        # Whatever the object raises. What a handler does is for who pickles the error.
+        if is_from_handler(error):
+            raise
         return repr(value)
     return value
 

@@ -265,13 +265,13 @@ def _attributes(array: np.ndarray[Any, Any]) -> tuple[Callable[[Any, Any], None]
         return rebuild.set_attributes, object.__getstate__(array)
     empty = _without_data(array)
     try:
-        whole = isinstance(empty.__reduce_ex__(4), tuple)
+        reduced = empty.__reduce_ex__(4)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
         # Where the class cannot be pickled at all, this says so.
         array.__reduce_ex__(4)
-        whole = False
-    if whole:
-        return rebuild.take_attributes, empty
+    else:
+        if isinstance(reduced, tuple):
+            return rebuild.take_attributes, _Reduced(*reduced)
     return rebuild.set_attributes, object.__getstate__(empty)
 
 
@@ -303,15 +303,15 @@ def _move_bytes(value: Any, message: Message) -> Any:
         if taken is not None:
             memory, handle = taken
             memory[:] = value
-            return _BytesInBlock(handle)
+            return _Reduced(rebuild.rebuild_bytes, (handle,))
     return value
 
 
-class _BytesInBlock:
-    """Pickles as what becomes ``bytes`` again at the receiver."""
+class _Reduced:
+    """Stands in a message for an object that has been reduced already."""
 
-    def __init__(self, handle: bytes) -> None:
-        self._handle = handle
+    def __init__(self, *reduced: Any) -> None:
+        self._reduced = reduced
 
     def __reduce__(self) -> Any:
-        return rebuild.rebuild_bytes, (self._handle,)
+        return self._reduced

@@ -27,7 +27,8 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"borrowed_socket", "compiled", "errors", "processors", "signals", "standard_names"},
+    {"borrowed_socket", "compiled", "processors", "signals", "standard_names"},
+    {"errors"},
     {"contracts"},
     {"settings"},
     {"hookspecs", "registry"},

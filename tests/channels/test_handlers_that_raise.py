@@ -267,6 +267,16 @@ def struck_at_line(action: Callable[[], object], codes: set[Any], number: int) -
     return interrupted_by(trace, action)
 
 
+def takes_another(queue: Any) -> None:
+    """Put an object through a bounded queue, whose place must be free, and close it."""
+    queue.put(1, timeout=PATIENCE)
+    assert queue.get(timeout=PATIENCE) == 1
+    if hasattr(queue, "task_done"):
+        queue.task_done()
+    queue.close()
+    queue.join_thread()
+
+
 @pytest.mark.parametrize("goes_at_once", [True, False])
 @pytest.mark.parametrize("name", ["Queue", "JoinableQueue"])
 def test_ctrl_c_in_put_takes_no_place_for_ever(
@@ -290,13 +300,9 @@ def test_ctrl_c_in_put_takes_no_place_for_ever(
                 queue.get(timeout=0.01)
                 if name == "JoinableQueue":
                     queue.task_done()
-        queue.put(number, timeout=PATIENCE)
-        assert queue.get(timeout=PATIENCE) == number
+        takes_another(queue)
         if name == "JoinableQueue":
-            queue.task_done()
             in_time(queue.join)
-        queue.close()
-        queue.join_thread()
         if not struck:
             break
         number += 1
@@ -325,10 +331,7 @@ def test_ctrl_c_in_get_takes_no_place_for_ever(name: str, timeout: float | None)
         if queue._reader.poll(0):
             # Ctrl-C came before it was taken out.
             assert queue.get(timeout=PATIENCE)[0] == 1
-        queue.put(number, timeout=PATIENCE)
-        assert queue.get(timeout=PATIENCE) == number
-        queue.close()
-        queue.join_thread()
+        takes_another(queue)
         if not struck:
             break
         number += 1

@@ -10,6 +10,13 @@ import pytest
 from shmreduce.cli.text import Table, size_text, time_text
 
 
+class Terminal(io.StringIO):
+    """Keeps what is printed on it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**50, "1024 TiB")],
@@ -40,11 +47,6 @@ def test_a_table_into_a_pipe_is_plain_lines(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_table_on_a_terminal_is_drawn_by_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal the cells are drawn as they are, markup included."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     table = Table("Drawn", ("name",))
@@ -58,11 +60,6 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table whose words do not fit beside each other is plain lines, as into a pipe."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -74,11 +71,6 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(
 
 def test_a_table_is_drawn_where_its_words_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sentences are wrapped inside their cells."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "40")
@@ -92,11 +84,6 @@ def test_a_table_is_drawn_where_its_words_fit(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_table_on_a_terminal_without_rich_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich is not needed for a table."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     for name in ("rich", "rich.console", "rich.table", "rich.text"):
