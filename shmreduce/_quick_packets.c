@@ -18,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_VERSION 1
+#define SHMREDUCE_VERSION 2
 #define MOST_DESCRIPTORS 64 /* as packet_socket.py has it */
 #define LONGEST_LOOK 1e-3 /* seconds between two looks at what signals have come */
 
@@ -130,20 +130,10 @@ static PyObject *write_packet(PyObject *module, PyObject *arguments)
     return Py_NewRef(Py_None);
 }
 
-static void close_all(const int *descriptors, int count)
-{
-    int known = errno;
-
-    for (int place = 0; place < count; place++)
-        close(descriptors[place]);
-    errno = known;
-}
-
-/* The size and the list of descriptors; these are closed if it cannot be made. */
-static PyObject *describe(ssize_t size, struct msghdr *message)
+/* Put the descriptors of a message into the caller's list; close those that cannot be. */
+static int hand_over(struct msghdr *message, PyObject *list)
 {
     int descriptors[MOST_DESCRIPTORS], count = 0;
-    PyObject *list, *number, *both;
 
     for (struct cmsghdr *each = CMSG_FIRSTHDR(message); each; each = CMSG_NXTHDR(message, each)) {
         if (each->cmsg_level == SOL_SOCKET && each->cmsg_type == SCM_RIGHTS) {
@@ -155,26 +145,18 @@ static PyObject *describe(ssize_t size, struct msghdr *message)
             count += more;
         }
     }
-    list = PyList_New(count);
-    if (list == NULL) {
-        close_all(descriptors, count);
-        return NULL;
-    }
     for (int place = 0; place < count; place++) {
-        number = PyLong_FromLong(descriptors[place]);
-        if (number == NULL || PyList_SetItem(list, place, number) < 0) {
-            Py_DECREF(list);
-            close_all(descriptors, count);
-            return NULL;
+        PyObject *number = PyLong_FromLong(descriptors[place]);
+        int failed = number == NULL || PyList_Append(list, number) < 0;
+
+        Py_XDECREF(number);
+        if (failed) {
+            for (; place < count; place++)
+                close(descriptors[place]);
+            return -1;
         }
     }
-    number = PyLong_FromSsize_t(size);
-    both = number == NULL ? NULL : PyTuple_Pack(2, number, list);
-    Py_XDECREF(number);
-    Py_DECREF(list);
-    if (both == NULL)
-        close_all(descriptors, count);
-    return both;
+    return 0;
 }
 
 /* Look for a packet, again and again until a time if there is none. */
@@ -203,10 +185,11 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     union control control;
     struct msghdr message;
     ssize_t size = -1;
-    PyObject *found = NULL;
+    PyObject *list, *found = NULL;
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "iw*id", &fd, &buffer, &flags, &patience))
+    if (!PyArg_ParseTuple(arguments, "iw*idO!", &fd, &buffer, &flags, &patience, &PyList_Type,
+            &list))
         return NULL;
     if (patience > 0)
         until = seconds_now() + patience;
@@ -221,9 +204,11 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
         errno = reason;
         again = size < 0 ? is_to_be_repeated(until) : 0;
     }
-    if (size >= 0)
-        found = describe(size, &message);
-    else if (again == 0)
+    if (size >= 0) {
+        /* Before this call has returned, when no handler of a signal can raise. */
+        if (hand_over(&message, list) == 0)
+            found = PyLong_FromSsize_t(size);
+    } else if (again == 0)
         PyErr_SetFromErrno(PyExc_OSError);
     PyBuffer_Release(&buffer);
     return found;
@@ -231,7 +216,7 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
 
 static PyMethodDef methods[] = {
     {"write_packet", write_packet, METH_VARARGS, "write_packet(fd, data, descriptors, flags)"},
-    {"read_packet", read_packet, METH_VARARGS, "read_packet(fd, buffer, flags, patience)"},
+    {"read_packet", read_packet, METH_VARARGS, "read_packet(fd, buffer, flags, patience, descriptors)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.contracts import check_mode
-from shmreduce.errors import NotShareableError, PluginError
+from shmreduce.errors import NotShareableError, PluginError, ReducerError
 from shmreduce.process_registry import get_array_factory, get_registry, plugin_report
-from shmreduce.registry import qualified_name
+from shmreduce.registry import describe, qualified_name
 
 if TYPE_CHECKING:
     from shmreduce.contracts import ArrayFactory, Mode, Reducer
@@ -97,7 +97,16 @@ def is_shared(obj: Any) -> bool:
     """
     reducer = _find_reducer(obj)
     block = None if reducer is None else reducer.find_block(obj)
-    return block is not None and block.shared
+    shared = False if block is None else getattr(block, "shared", None)
+    if not isinstance(shared, bool):
+        raise ReducerError(
+            f"find_block() of reducer {describe(reducer)} returned {block!r}: it must return a "
+            "Block, as shmreduce.find_block() does, or None; mend it, or block its plugin",
+            reducer=describe(reducer),
+            type_name=qualified_name(type(obj)),
+            reason="find_block() returned no Block",
+        )
+    return shared
 
 
 def empty(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw") -> Any:

@@ -47,12 +47,11 @@ from shmreduce.packets import (
     pack_last,
     refers_to_nothing,
 )
+from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.settings import get_settings
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from shmreduce.packets import Packet
 
 __all__ = [
@@ -86,7 +85,7 @@ _LONGEST_PAUSE = 20
 _MOST_SLEEPS = 255
 """Waits in a row for which a reader sleeps at once, after looking was in vain."""
 
-_spare: list[bytearray] = []
+_spare: list[ReceiveBuffer] = []
 """Buffers to read into; a thread takes one for as long as it needs it."""
 
 
@@ -177,10 +176,10 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = take_buffer()
         try:
-            size, descriptors = self._read(buffer, 0)
-            if not descriptors and refers_to_nothing(buffer, size):
+            size = self._read(buffer, 0)
+            if not buffer.descriptors and refers_to_nothing(buffer, size):
                 return load_plain(buffer, size)
-            return _arrival(buffer, size, descriptors).load()
+            return _arrival(buffer, size).load()
         finally:
             give_buffer(buffer)
 
@@ -200,14 +199,14 @@ class Connection(multiprocessing.connection.Connection):
             self._bad_message_length()  # type: ignore[attr-defined]
         return data
 
-    def receive(self, buffer: bytearray, *, wait: bool) -> Arrival | None:
+    def receive(self, buffer: ReceiveBuffer, *, wait: bool) -> Arrival | None:
         """Receive, but do not unpickle yet.
 
         Returns None if there is nothing and it must not wait.
 
         Parameters
         ----------
-        buffer : bytearray
+        buffer : ReceiveBuffer
             From :func:`take_buffer`, to be given back by :func:`give_buffer` once the
             arrival has been loaded. Its first byte is not 0 any more once it has a
             message, also if the handler of a signal raises then.
@@ -217,8 +216,7 @@ class Connection(multiprocessing.connection.Connection):
         if self._handle is None or not self._readable:
             self._refuse()
         try:
-            size, descriptors = self._read(buffer, 0 if wait else _DO_NOT_WAIT)
-            return _arrival(buffer, size, descriptors)
+            return _arrival(buffer, self._read(buffer, 0 if wait else _DO_NOT_WAIT))
         except BlockingIOError:
             return None
 
@@ -270,7 +268,7 @@ class Connection(multiprocessing.connection.Connection):
     def _contents(self) -> bytes:
         buffer = take_buffer()
         try:
-            return _arrival(buffer, *self._read(buffer, 0)).contents()
+            return _arrival(buffer, self._read(buffer, 0)).contents()
         finally:
             give_buffer(buffer)
 
@@ -324,7 +322,7 @@ class Connection(multiprocessing.connection.Connection):
                 return
         self._socket.write(packet.data, (), flags)
 
-    def _watch(self, buffer: bytearray) -> tuple[int, Sequence[int]] | None:
+    def _watch(self, buffer: ReceiveBuffer) -> int | None:
         """Read a packet that comes soon; return None when it is better to sleep.
 
         To sleep and to be woken takes tens of microseconds, a hundred on a virtual
@@ -353,19 +351,19 @@ class Connection(multiprocessing.connection.Connection):
         self._in_vain = 0
         return found
 
-    def _read(self, buffer: bytearray, flags: int) -> tuple[int, Sequence[int]]:
-        """Read a packet; return its size and the descriptors that came beside it."""
+    def _read(self, buffer: ReceiveBuffer, flags: int) -> int:
+        """Read a packet and the descriptors beside it; return its size."""
         try:
-            found = None if flags & _DO_NOT_WAIT else self._watch(buffer)
-            if found is None:
-                found = self._socket.read(buffer, flags)
+            size = None if flags & _DO_NOT_WAIT else self._watch(buffer)
+            if size is None:
+                size = self._socket.read(buffer, flags)
         except ConnectionResetError:
             # The other end was closed with messages unread. Said once; what
             # was sent before can still be read.
-            found = self._socket.read(buffer, flags)
-        if not found[0]:
+            size = self._socket.read(buffer, flags)
+        if not size:
             raise EOFError
-        return found
+        return size
 
 
 def _check_kind(handle: int) -> None:
@@ -436,23 +434,26 @@ def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: 
     return kind(number, readable, writable)
 
 
-def _arrival(buffer: bytearray, size: int, descriptors: Sequence[int]) -> Arrival:
+def _arrival(buffer: ReceiveBuffer, size: int) -> Arrival:
     # While the message is unpickled somebody may print.
-    return Arrival(memoryview(buffer)[:size], all_clear_of_streams(descriptors))
+    all_clear_of_streams(buffer.descriptors)
+    return Arrival(buffer, size)
 
 
-def take_buffer() -> bytearray:
+def take_buffer() -> ReceiveBuffer:
     """Return a buffer to read into, whose first byte is 0, which that of a packet never is."""
     try:
         buffer = _spare.pop()
     except IndexError:
-        return bytearray(LARGEST_PACKET)
+        return ReceiveBuffer(LARGEST_PACKET)
     buffer[0] = 0
     return buffer
 
 
-def give_buffer(buffer: bytearray) -> None:
-    """Take back what :func:`take_buffer` gave out."""
+def give_buffer(buffer: ReceiveBuffer) -> None:
+    """Take back what :func:`take_buffer` gave out, and close the descriptors in it."""
+    if buffer.descriptors:
+        buffer.close_descriptors()
     if len(_spare) < _SPARE_BUFFERS:
         _spare.append(buffer)
 

@@ -11,7 +11,15 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    get_args,
+    runtime_checkable,
+)
 
 from shmreduce.errors import ConfigurationError, NotShareableError
 
@@ -298,6 +306,7 @@ class SharingStrategy(ABC):
         return ()
 
 
+@runtime_checkable
 class ArrayFactory(Protocol):
     """Makes arrays that are born shared, for ``shmreduce.empty`` and its like.
 
@@ -393,6 +402,7 @@ class AllocatorFunctions(NamedTuple):
     free: int
 
 
+@runtime_checkable
 class MemoryHandlers(Protocol):
     """Says where an array library gets the memory of new arrays from.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pluggy
 
 from shmreduce import hookspecs
+from shmreduce.contracts import ArrayFactory, MemoryHandlers
 from shmreduce.entry_points import (
     UnreadableEntryPoints,
     installed_entry_points,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from importlib.metadata import EntryPoint
 
-    from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer, SharingStrategy
+    from shmreduce.contracts import Reducer, SharingStrategy
     from shmreduce.settings import Settings
 
 __all__ = ["PluginReport", "Plugins"]
@@ -340,12 +341,25 @@ class Plugins:
 
         reducers = answers("shmreduce_reducers")
         strategies = answers("shmreduce_strategies")
-        factory = self._call(plugin, "shmreduce_array_factory")
+        factory = self._call_for_one(plugin, "shmreduce_array_factory", ArrayFactory)
         plugin.reducers, plugin.strategies = reducers, strategies
         plugin.array_factory = factory
 
     def _ask_for_memory_handlers(self, plugin: _Plugin) -> None:
-        self._call(plugin, "shmreduce_memory_handlers")
+        self._call_for_one(plugin, "shmreduce_memory_handlers", MemoryHandlers)
+
+    def _call_for_one(self, plugin: _Plugin, hook: str, kind: type) -> Any:
+        """Call a hook that answers with one object or None, and refuse another object."""
+        answer = self._call(plugin, hook)
+        if answer is not None and not isinstance(answer, kind):
+            raise PluginError(
+                f"{hook}() returned {answer!r}: it must return an object with the methods of "
+                f"{kind.__name__}, or None",
+                plugin=plugin.name,
+                distribution=plugin.distribution,
+                reason=f"{hook}() returned no {kind.__name__}",
+            )
+        return answer
 
     def _call(self, plugin: _Plugin, hook: str) -> Any:
         """Call a hook of the plugin alone, and return what the hook does."""

@@ -142,7 +142,8 @@ def shmreduce_array_factory() -> ArrayFactory | None:
     >>> from shmreduce import hookimpl
     >>> class Factory:
     ...     def empty(self, shape, dtype, order, mode):
-    ...         raise NotImplementedError("zeros, ones, full and array likewise")
+    ...         raise NotImplementedError("an array in a block of shmreduce.allocate()")
+    ...     zeros = ones = full = array = empty
     >>> @hookimpl
     ... def shmreduce_array_factory():
     ...     return Factory()

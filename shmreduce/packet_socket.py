@@ -1,6 +1,6 @@
 """A socket that reads and writes packets with descriptors beside them.
 
-May import :mod:`shmreduce.compiled`.
+May import :mod:`shmreduce.compiled` and, for a type, ``receive_buffer``.
 
 The socket module takes such a packet in half a dozen objects for each
 direction. ``_quick_packets.c``, where it was compiled, does it in one call.
@@ -19,6 +19,8 @@ from shmreduce.compiled import PACKETS, find_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from shmreduce.receive_buffer import ReceiveBuffer
 
 __all__ = ["MOST_DESCRIPTORS", "PacketSocket", "PlainPacketSocket", "QuickPacketSocket"]
 
@@ -67,18 +69,16 @@ class PlainPacketSocket(socket.socket):
         else:
             self.send(data, flags)
 
-    def read(
-        self, buffer: bytearray, flags: int, patience: float = 0.0
-    ) -> tuple[int, Sequence[int]]:
-        """Read a packet into a buffer; return its size and the descriptors that came beside it.
+    def read(self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0) -> int:
+        """Read a packet into a buffer, with the descriptors beside it; return its size.
 
-        The descriptors are the caller's, and are closed on exec. Where none is
-        free the kernel drops the rest (recvmsg(2), ``MSG_CTRUNC``).
+        The descriptors are closed on exec. Where none is free the kernel drops
+        the rest (recvmsg(2), ``MSG_CTRUNC``).
 
         Parameters
         ----------
-        buffer : bytearray
-            Long enough.
+        buffer : ReceiveBuffer
+            Long enough. The descriptors are added to its own.
         flags : int
             Of recvmsg(2).
         patience : float
@@ -102,7 +102,9 @@ class PlainPacketSocket(socket.socket):
                 if time.perf_counter() >= until:
                     raise
             else:
-                return size, _descriptors_in(control) if control else ()
+                if control:
+                    _add_descriptors(control, buffer.descriptors)
+                return size
 
 
 class QuickPacketSocket(PlainPacketSocket):
@@ -114,22 +116,18 @@ class QuickPacketSocket(PlainPacketSocket):
         """See :meth:`PlainPacketSocket.write`."""
         _module.write_packet(self.fileno(), data, descriptors, flags)
 
-    def read(
-        self, buffer: bytearray, flags: int, patience: float = 0.0
-    ) -> tuple[int, Sequence[int]]:
+    def read(self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0) -> int:
         """See :meth:`PlainPacketSocket.read`."""
-        found: tuple[int, Sequence[int]] = _module.read_packet(
-            self.fileno(), buffer, flags, patience
-        )
-        return found
+        size: int = _module.read_packet(self.fileno(), buffer, flags, patience, buffer.descriptors)
+        return size
 
 
-def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:
+def _add_descriptors(control: list[tuple[int, int, bytes]], descriptors: list[int]) -> None:
     found = array.array("i")
     for level, kind, data in control:
         if level == _SOCKET_LEVEL and kind == _RIGHTS:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()
+    descriptors.extend(found)
 
 
 PacketSocket: type[PlainPacketSocket] = PlainPacketSocket if _module is None else QuickPacketSocket

@@ -1,7 +1,7 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
 May import errors, signals, :mod:`shmreduce.memory`, ``born``, ``children``, ``pickling`` and, for
-a number, ``packet_socket``; does nothing with sockets.
+a number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
@@ -11,7 +11,6 @@ order. As many may be missing at the end as did not get through.
 
 from __future__ import annotations
 
-import os
 import pickle
 import struct
 import sys
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shmreduce.memory.segment import Segment
+    from shmreduce.receive_buffer import ReceiveBuffer
 
 __all__ = [
     "INLINE_BODY",
@@ -257,6 +257,10 @@ def _in_packet(
     leases: Sequence[Lease] = (),
 ) -> Packet:
     """Commit a message and return its packet, which has the leases of others, too, if given."""
+    if kind == _IN_BLOCK:
+        # Descriptors at the end may not get through, and without this one nothing would.
+        body = Handle.unpack(bytes(written)).token
+        segments = sorted(segments, key=lambda segment: segment.token != body)
     segments = segments[:MOST_DESCRIPTORS]
     tokens = [segment.token for segment in segments]
     data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))
@@ -315,38 +319,34 @@ def _load_whole(body: memoryview) -> Any:
 class Arrival:
     """A packet that was received.
 
-    Owns the descriptors until :meth:`load` or :meth:`contents`, one of which
-    must be called, once.
+    One of :meth:`load` and :meth:`contents` must be called, once.
 
     Parameters
     ----------
-    packet : memoryview
-        Not looked at any more afterwards.
-    descriptors : sequence of int
-        That came with it.
+    buffer : ReceiveBuffer
+        That it was read into, and whose the descriptors are. Must stay as it is
+        until that call has ended.
+    size : int
+        Bytes of the packet.
     """
 
     __slots__ = ("_arrived", "_body", "_count", "_kind")
 
-    def __init__(self, packet: memoryview, descriptors: Sequence[int]) -> None:
-        count = packet[1] if len(packet) >= _HEAD.size else 0
+    def __init__(self, buffer: ReceiveBuffer, size: int) -> None:
+        packet, descriptors = memoryview(buffer)[:size], buffer.descriptors
+        count = packet[1] if size >= _HEAD.size else 0
         start = _HEAD.size + _TOKEN_SIZE * count
-        if len(packet) < start or packet[0] not in _KINDS or len(descriptors) > count:
-            _refuse(packet, descriptors)
+        if size < start or packet[0] not in _KINDS or len(descriptors) > count:
+            _refuse(packet, len(descriptors))
         self._kind = packet[0]
         self._count = count
         self._body = packet[start:]
-        self._arrived: dict[bytes, int] = {}
-        if count:
-            tokens = packet[_HEAD.size : start]
-            # Of segments that are open here, too: one whose owner is dead is closed
-            # at any moment when nothing of it is in use, and comes from nowhere else.
-            for place, fd in enumerate(descriptors):
-                token = bytes(tokens[_TOKEN_SIZE * place : _TOKEN_SIZE * (place + 1)])
-                if token in self._arrived:
-                    os.close(fd)
-                else:
-                    self._arrived[token] = fd
+        # Of segments that are open here, too: one whose owner is dead is closed
+        # at any moment when nothing of it is in use, and comes from nowhere else.
+        self._arrived = {
+            bytes(packet[place : place + _TOKEN_SIZE]): fd
+            for place, fd in zip(range(_HEAD.size, start, _TOKEN_SIZE), descriptors, strict=False)
+        }
 
     def load(self) -> Any:
         """Return the object.
@@ -360,31 +360,25 @@ class Arrival:
         if not self._count:
             # It refers to nothing that could be claimed or released.
             return _load_whole(self._body)
-        try:
-            if self._kind == _IN_BLOCK:
-                # No name for the body: it would stay in a traceback.
-                return load_message(pickle.loads, self._import_body(_load_body), self._arrived)
-            return load_message(pickle.loads, self._body, self._arrived)
-        finally:
-            self._close()
+        if self._kind == _IN_BLOCK:
+            # No name for the body: it would stay in a traceback.
+            return load_message(pickle.loads, self._import_body(_load_body), self._arrived)
+        return load_message(pickle.loads, self._body, self._arrived)
 
     def contents(self) -> bytes:
         """Return the bytes of the message; what they refer to stays as long as they do."""
+        if self._kind == _IN_BLOCK:
+            data = bytes(self._import_body(_read_body))
+        else:
+            data = bytes(self._body)
+        if not self._count:
+            return data
+        # Who unpickles the bytes later does not have the descriptors.
+        loading = Loading(self._arrived)
         try:
-            if self._kind == _IN_BLOCK:
-                data = bytes(self._import_body(_read_body))
-            else:
-                data = bytes(self._body)
-            if not self._count:
-                return data
-            # Who unpickles the bytes later does not have the descriptors.
-            loading = Loading(self._arrived)
-            try:
-                return _HeldBytes(data, hold_message(data))
-            finally:
-                loading.close()
+            return _HeldBytes(data, hold_message(data))
         finally:
-            self._close()
+            loading.close()
 
     def _import_body(self, again: Any) -> memoryview:
         handle = bytes(self._body)
@@ -396,10 +390,6 @@ class Arrival:
             raise
         finally:
             loading.close()
-
-    def _close(self) -> None:
-        while self._arrived:
-            os.close(self._arrived.popitem()[1])
 
 
 class _HeldBytes(bytes):
@@ -422,11 +412,9 @@ class _HeldBytes(bytes):
             self._let_go()
 
 
-def _refuse(packet: memoryview, descriptors: Sequence[int]) -> NoReturn:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _refuse(packet: memoryview, descriptors: int) -> NoReturn:
     raise InvalidHandleError(
-        f"a packet of {len(packet)} bytes and {len(descriptors)} descriptors, which begins with "
+        f"a packet of {len(packet)} bytes and {descriptors} descriptors, which begins with "
         f"{bytes(packet[: _HEAD.size])!r}, is none of shmreduce: whoever wrote it used another "
         "version, or wrote to the descriptor itself. Only shmreduce may write to its connections",
         reason="no packet",

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
+    from shmreduce.receive_buffer import ReceiveBuffer
+
 __all__ = [
     "FAILED",
     "READY",
@@ -188,7 +190,7 @@ class _OwnChannel(Channel):
         return functools.partial(_unpickle, arrival, buffer)
 
 
-def _unpickle(arrival: packets.Arrival, buffer: bytearray) -> Any:
+def _unpickle(arrival: packets.Arrival, buffer: ReceiveBuffer) -> Any:
     try:
         return arrival.load()
     finally:

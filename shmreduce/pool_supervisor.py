@@ -331,9 +331,19 @@ class Supervisor:
             worker = self._start_worker(slot, progress)
         finally:
             turn.release()
+        try:
+            self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, worker)
+            self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
+        except BaseException:
+            # No memory for it, or its user watches too many files (epoll_ctl(2)). What
+            # it did would never be seen.
+            if worker.channel.fileno() in self._selector.get_map():
+                self._selector.unregister(worker.channel.fileno())
+            worker.process.kill()
+            worker.exit_code()
+            worker.close()
+            raise
         self.workers.append(worker)
-        self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, worker)
-        self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
 
     def _start_worker(self, slot: int, progress: WorkerProgress) -> WorkerHandle:
         # In turn from here on: a worker that is forked by another pool meanwhile must

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from shmreduce.connection import Connection
     from shmreduce.packets import Arrival
+    from shmreduce.receive_buffer import ReceiveBuffer
 
     _StandardQueue = multiprocessing.queues.Queue[Any]
     _StandardJoinableQueue = multiprocessing.queues.JoinableQueue[Any]
@@ -329,7 +330,7 @@ class Queue(_StandardQueue, Generic[_T]):
             self._reader.close()
             self._writer.close()
 
-    def _receive_within(self, buffer: bytearray, seconds: float) -> Arrival:
+    def _receive_within(self, buffer: ReceiveBuffer, seconds: float) -> Arrival:
         deadline = time.monotonic() + seconds
         # Another reader may be faster.
         while self._reader.poll(max(0.0, deadline - time.monotonic())):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.family import Family
 
-__all__ = ["SegmentHost", "create_segment"]
+__all__ = ["SegmentHost", "create_segment", "try_strategy"]
 
 
 class SegmentHost(Protocol):
@@ -94,7 +94,7 @@ def create_segment(
         slots,
         strategy.name,
     )
-    file = _create_file(header, strategy)
+    file = _create_file(header.size, token.hex(), strategy)
     try:
         return _open_new(file, header, tables, strategy, host)
     except BaseException as error:
@@ -105,9 +105,23 @@ def create_segment(
         raise
 
 
-def _create_file(header: SegmentHeader, strategy: SharingStrategy) -> SegmentFile:
+def try_strategy(strategy: SharingStrategy) -> None:
+    """Make a file with a strategy, open it as another process would, and remove it.
+
+    Raises
+    ------
+    SegmentError, PluginError, OSError
+        As :func:`create_segment`, or as the strategy gave it.
+    """
+    file = _create_file(PAGE_SIZE, os.urandom(16).hex(), strategy)
+    try:
+        os.close(check_answer(strategy, "open()", strategy.open(strategy.locator(file))).fd)
+    finally:
+        _discard_file(strategy, file)
+
+
+def _create_file(size: int, token: str, strategy: SharingStrategy) -> SegmentFile:
     """Have the file made, still empty."""
-    size, token = header.size, header.token.hex()
     try:
         made = check_answer(strategy, "create()", strategy.create(size, token))
         file = _clear_of_streams(strategy, made)

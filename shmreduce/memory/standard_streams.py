@@ -12,10 +12,6 @@ import fcntl
 import os
 import socket
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["all_clear_of_streams", "clear_of_streams", "seqpacket_pair"]
 
@@ -51,30 +47,32 @@ def clear_of_streams(fd: int) -> int:
         os.close(fd)
 
 
-def all_clear_of_streams(fds: Sequence[int]) -> Sequence[int]:
-    """Return :func:`clear_of_streams` of each, up to the first that cannot be had.
+def all_clear_of_streams(fds: list[int]) -> None:
+    """Put :func:`clear_of_streams` of each in its place, up to the first that cannot be had.
 
     Those that are left out are closed.
 
     Examples
     --------
     >>> reader, writer = os.pipe()
-    >>> all_clear_of_streams([reader, writer]) == [reader, writer]
+    >>> fds = [reader, writer]
+    >>> all_clear_of_streams(fds)
+    >>> fds == [reader, writer]
     True
     >>> os.close(reader), os.close(writer)
     (None, None)
     """
     if not fds or min(fds) > _STANDARD_ERROR:
-        return fds
-    clear: list[int] = []
+        return
     left = deque(fds)
+    # If a signal handler raises, one may stay open. None is ever closed twice.
+    fds.clear()
     try:
         while left:
-            clear.append(clear_of_streams(left.popleft()))
+            fds.append(clear_of_streams(left.popleft()))
     except OSError:
         for fd in left:
             os.close(fd)
-    return clear
 
 
 def seqpacket_pair() -> tuple[socket.socket, socket.socket]:

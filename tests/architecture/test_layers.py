@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"borrowed_socket", "compiled", "processors", "signals", "standard_names"},
+    {"borrowed_socket", "compiled", "processors", "receive_buffer", "signals", "standard_names"},
     {"errors"},
     {"contracts"},
     {"settings"},

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import ConfigurationError, NotShareableError, PluginError, install, is_shared, share
+from shmreduce import (
+    ConfigurationError,
+    NotShareableError,
+    PluginError,
+    ReducerError,
+    install,
+    is_shared,
+    share,
+)
+from shmreduce_numpy.reducer import NumpyReducer
 
 if TYPE_CHECKING:
     from tests.conftest import Children
@@ -70,6 +79,17 @@ def test_things_without_a_reducer_cannot_be_shared(thing: Any) -> None:
     with pytest.raises(NotShareableError, match="no reducer handles the type"):
         share(thing)
     assert not is_shared(thing)
+
+
+@pytest.mark.parametrize("answer", [5, "block"])
+def test_a_reducer_that_finds_no_block_is_told_so(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``is_shared`` names the reducer, and what it found."""
+    monkeypatch.setattr(NumpyReducer, "find_block", lambda *_: answer)
+    with pytest.raises(ReducerError, match=f"NumpyReducer returned {answer!r}: it must") as caught:
+        is_shared(np.zeros(3))
+    assert caught.value.type_name == "numpy.ndarray"
 
 
 def test_without_a_plugin_makers_say_why() -> None:

@@ -26,6 +26,7 @@ import shmreduce
 from shmreduce import packets
 from shmreduce.connection import Connection, Pipe
 from shmreduce.memory import runtime
+from shmreduce.memory.handle import Handle
 from shmreduce.packets import pack
 from tests.channels.channels import PATIENCE, context_of, eventually, within
 
@@ -736,3 +737,15 @@ def test_reader_out_of_descriptors_is_told_and_can_try_again(children: Children)
     assert within(here.recv) == 1 << 18
     here.close()
     children.join(process)
+
+
+def test_the_descriptor_of_the_message_itself_goes_first() -> None:
+    """Not all may get through: without it nothing of the message could be found."""
+    packet = pack([shmreduce.zeros(10), bytes(2 * packets.INLINE_BODY)])
+    try:
+        assert packet._body is not None
+        body = Handle.unpack(packet._body).token
+        assert len(packet.segments) == 2
+        assert packet.segments[0].token == body
+    finally:
+        packet.discard()

@@ -13,14 +13,18 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 
 import shmreduce
 from shmreduce import connection, discovery, process_registry, queues
 from shmreduce.connection import Connection
 from shmreduce.memory import headroom, locks
+from shmreduce.packet_socket import PacketSocket, PlainPacketSocket
+from shmreduce.packets import Arrival
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_results import ApplyResult, IMapIterator
+from shmreduce.receive_buffer import ReceiveBuffer
 from tests.channels.channels import PATIENCE, within
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
@@ -352,3 +356,67 @@ def test_a_pool_goes_on_after_ctrl_c_in_those_who_wait_for_it() -> None:
     struck_where_conditions_are_entered(lambda: result.wait(0.01))
     in_time(lambda: result.answer(0, True, 5))
     assert result.get(0) == 5
+
+
+def struck_at_step(action: Callable[[], object], codes: set[Any], number: int) -> bool:
+    """Do something; Ctrl-C comes before the n-th instruction of some functions.
+
+    Return whether it did.
+    """
+    steps = 0
+
+    def trace(frame: Any, event: str, _argument: object) -> Any:
+        nonlocal steps
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "call" and sys.version_info[:2] == (3, 12):
+            # It asks frames for that only when it is told to trace.
+            sys.settrace(trace)
+        if event == "opcode":
+            steps += 1
+            if steps > number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    return interrupted_by(trace, action)
+
+
+def leaves_none_open(call: str) -> bool:
+    """Return whether no descriptor stays open wherever Ctrl-C comes in a call that receives."""
+    functions: list[Any] = [
+        *(getattr(Connection, name) for name in ("recv", "recv_bytes", "receive")),
+        *(getattr(Connection, name) for name in ("_contents", "_read", "_watch")),
+        *(getattr(connection, name) for name in ("_arrival", "give_buffer")),
+        *(getattr(Arrival, name) for name in ("__init__", "load", "contents")),
+        PacketSocket.read,
+        ReceiveBuffer.close_descriptors,
+        queues.Queue.get,
+    ]
+    codes = {each.__code__ for each in functions}
+    queue = FORK.Queue()
+    receive = queue.get if call == "get" else getattr(queue._reader, call)
+    queue.put(np.ones(SIZE))
+    receive()
+    number = 0
+    struck = True
+    while struck:
+        queue.put(np.ones(SIZE))
+        before = psutil.Process().num_fds()
+        struck = struck_at_step(receive, codes, number)
+        if psutil.Process().num_fds() != before:
+            raise AssertionError(f"a descriptor stayed open after instruction {number}")
+        while queue._reader.poll(0):
+            receive()
+        number += 1
+    return number > 50
+
+
+@pytest.mark.parametrize("call", ["recv", "recv_bytes", "get"])
+def test_ctrl_c_while_a_message_is_received_leaves_no_descriptor_open(call: str) -> None:
+    """Those that came with it are closed, also if nobody was told of them."""
+    if PacketSocket is PlainPacketSocket:
+        pytest.skip("the socket module says what came in an object of its own")
+    # What was lost with Ctrl-C keeps its memory as long as its process lives.
+    assert wait_for_exit(in_forked_child(lambda: leaves_none_open(call))) == 0

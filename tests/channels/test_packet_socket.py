@@ -17,6 +17,7 @@ import pytest
 
 from shmreduce.compiled import PACKETS
 from shmreduce.packet_socket import MOST_DESCRIPTORS, PlainPacketSocket, QuickPacketSocket
+from shmreduce.receive_buffer import ReceiveBuffer
 from tests.channels.channels import PATIENCE
 from tests.compiler import needs_module
 from tests.faults.injection import no_descriptors
@@ -59,11 +60,10 @@ def open_files(count: int) -> Iterator[list[int]]:
             os.close(each)
 
 
-def sizes_of(descriptors: Any) -> list[int]:
+def sizes_of(buffer: ReceiveBuffer) -> list[int]:
     """Return the sizes of received files, which are closed."""
-    sizes = [os.fstat(each).st_size for each in descriptors]
-    for each in descriptors:
-        os.close(each)
+    sizes = [os.fstat(each).st_size for each in buffer.descriptors]
+    buffer.close_descriptors()
     return sizes
 
 
@@ -73,14 +73,15 @@ def test_a_packet_comes_whole_with_its_descriptors_in_order(
 ) -> None:
     """They are other numbers of the same files, closed on exec; the sender keeps its own."""
     here, there = ends
-    buffer = bytearray(SIZE)
+    buffer = ReceiveBuffer(SIZE)
     with open_files(count) as files:
         here.write(b"contents", files, 0)
-        size, received = there.read(buffer, 0)
+        size = there.read(buffer, 0)
         assert (size, bytes(buffer[:size])) == (8, b"contents")
+        received = buffer.descriptors
         assert all(fcntl.fcntl(each, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for each in received)
         assert not set(received) & set(files)
-        assert sizes_of(received) == list(range(count))
+        assert sizes_of(buffer) == list(range(count))
 
 
 def test_too_many_descriptors_are_refused(ends: tuple[Socket, Socket]) -> None:
@@ -90,7 +91,7 @@ def test_too_many_descriptors_are_refused(ends: tuple[Socket, Socket]) -> None:
         here.write(b"contents", [0] * (MOST_DESCRIPTORS + 1), 0)
     assert caught.value.errno == errno.EINVAL
     with pytest.raises(BlockingIOError):
-        there.read(bytearray(SIZE), DO_NOT_WAIT)
+        there.read(ReceiveBuffer(SIZE), DO_NOT_WAIT)
 
 
 def test_a_descriptor_that_is_closed_is_refused(ends: tuple[Socket, Socket]) -> None:
@@ -102,7 +103,7 @@ def test_a_descriptor_that_is_closed_is_refused(ends: tuple[Socket, Socket]) -> 
         with pytest.raises(OSError, match="Bad file descriptor"):
             here.write(b"contents", [files[0], closed], 0)
     with pytest.raises(BlockingIOError):
-        there.read(bytearray(SIZE), DO_NOT_WAIT)
+        there.read(ReceiveBuffer(SIZE), DO_NOT_WAIT)
 
 
 @pytest.mark.parametrize("descriptors", [3, [None], ["1"], [1 << 80], [(1 << 32) + 1]])
@@ -112,19 +113,19 @@ def test_what_are_no_descriptors_is_refused(descriptors: Any, ends: tuple[Socket
     with pytest.raises((TypeError, OverflowError)):
         here.write(b"contents", descriptors, 0)
     with pytest.raises(BlockingIOError):
-        there.read(bytearray(SIZE), DO_NOT_WAIT)
+        there.read(ReceiveBuffer(SIZE), DO_NOT_WAIT)
 
 
 def test_where_none_is_free_a_packet_comes_without(ends: tuple[Socket, Socket]) -> None:
     """The bytes are there (MSG_CTRUNC)."""
     here, there = ends
-    buffer = bytearray(SIZE)
+    buffer = ReceiveBuffer(SIZE)
     with open_files(2) as files:
         here.write(b"contents", files, 0)
         with no_descriptors():
-            size, received = there.read(buffer, 0)
+            size = there.read(buffer, 0)
         assert bytes(buffer[:size]) == b"contents"
-        assert list(received) == []
+        assert buffer.descriptors == []
 
 
 def test_what_is_no_descriptor_beside_a_packet_is_passed_over(
@@ -133,17 +134,20 @@ def test_what_is_no_descriptor_beside_a_packet_is_passed_over(
     """Credentials, say, which a socket may be asked for."""
     here, there = ends
     there.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    buffer = ReceiveBuffer(SIZE)
     with open_files(1) as files:
         here.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-        assert sizes_of(there.read(bytearray(SIZE), 0)[1]) == [0]
+        assert there.read(buffer, 0) == 1
+        assert sizes_of(buffer) == [0]
 
 
 def test_the_end_of_the_other_side_is_an_empty_packet(ends: tuple[Socket, Socket]) -> None:
     """As recv(2) tells it; who writes is told EPIPE."""
     here, there = ends
     here.close()
-    size, received = there.read(bytearray(SIZE), 0)
-    assert (size, list(received)) == (0, [])
+    buffer = ReceiveBuffer(SIZE)
+    assert there.read(buffer, 0) == 0
+    assert buffer.descriptors == []
     with pytest.raises(BrokenPipeError):
         there.write(b"x", (), int(socket.MSG_NOSIGNAL))
 
@@ -155,7 +159,7 @@ def test_a_closed_socket_is_told_of(call: str, ends: tuple[Socket, Socket]) -> N
     here.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         if call == "read":
-            here.read(bytearray(SIZE), 0)
+            here.read(ReceiveBuffer(SIZE), 0)
         else:
             here.write(b"x", (), 0)
 
@@ -163,24 +167,24 @@ def test_a_closed_socket_is_told_of(call: str, ends: tuple[Socket, Socket]) -> N
 def test_who_must_not_wait_is_told_so(ends: tuple[Socket, Socket]) -> None:
     """BlockingIOError, at once."""
     with pytest.raises(BlockingIOError):
-        ends[0].read(bytearray(SIZE), DO_NOT_WAIT)
+        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT)
 
 
 def test_who_has_patience_looks_until_it_is_over(ends: tuple[Socket, Socket]) -> None:
     """And not longer, and gives up the interpreter meanwhile."""
     began = time.perf_counter()
     with pytest.raises(BlockingIOError):
-        ends[0].read(bytearray(SIZE), DO_NOT_WAIT, 0.05)
+        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT, 0.05)
     assert 0.05 <= time.perf_counter() - began < PATIENCE
 
 
 def test_who_has_patience_finds_what_another_thread_writes(ends: tuple[Socket, Socket]) -> None:
     """The thread gets on while this one looks."""
     here, there = ends
-    buffer = bytearray(SIZE)
+    buffer = ReceiveBuffer(SIZE)
     thread = threading.Thread(target=here.write, args=(b"contents", (), 0))
     thread.start()
-    size, _ = there.read(buffer, DO_NOT_WAIT, PATIENCE)
+    size = there.read(buffer, DO_NOT_WAIT, PATIENCE)
     assert bytes(buffer[:size]) == b"contents"
     thread.join(PATIENCE)
 
@@ -209,27 +213,27 @@ def test_a_handler_that_raises_ends_a_wait(patience: float, ends: tuple[Socket, 
 
     began = time.perf_counter()
     with alarm_after(0.05, handle), pytest.raises(HandlerError):
-        ends[0].read(bytearray(SIZE), DO_NOT_WAIT if patience else 0, patience)
+        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT if patience else 0, patience)
     assert time.perf_counter() - began < PATIENCE
 
 
 def test_a_handler_that_returns_does_not(ends: tuple[Socket, Socket]) -> None:
     """The call goes on, as PEP 475 has it."""
     here, there = ends
-    buffer = bytearray(SIZE)
+    buffer = ReceiveBuffer(SIZE)
 
     def handle(_number: int, _frame: Any) -> None:
         here.write(b"contents", (), 0)
 
     with alarm_after(0.05, handle):
-        size, _ = there.read(buffer, 0)
+        size = there.read(buffer, 0)
     assert bytes(buffer[:size]) == b"contents"
 
 
 def test_a_handler_that_makes_room_lets_a_write_go_on(ends: tuple[Socket, Socket]) -> None:
     """The same of a pipe that is full."""
     here, there = ends
-    buffer = bytearray(SIZE)
+    buffer = ReceiveBuffer(SIZE)
     count = 0
     with pytest.raises(BlockingIOError):
         while True:
@@ -242,4 +246,4 @@ def test_a_handler_that_makes_room_lets_a_write_go_on(ends: tuple[Socket, Socket
 
     with alarm_after(0.05, handle):
         here.write(b"last", (), 0)
-    assert there.read(buffer, 0)[0] == 4
+    assert there.read(buffer, 0) == 4

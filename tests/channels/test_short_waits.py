@@ -16,6 +16,8 @@ from tests.channels.channels import PATIENCE, within
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shmreduce.receive_buffer import ReceiveBuffer
+
 _DO_NOT_WAIT = connection._DO_NOT_WAIT
 
 
@@ -35,7 +37,7 @@ class Looked:
         self._found = found
         self.looks = self.sleeps = 0
 
-    def read(self, buffer: bytearray, flags: int, patience: float = 0.0) -> Any:
+    def read(self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0) -> Any:
         if not flags & _DO_NOT_WAIT:
             self.sleeps += 1
         else:

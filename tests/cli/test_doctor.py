@@ -47,6 +47,16 @@ def test_for_people_there_is_a_table_and_a_line_for_each_remedy() -> None:
     assert "files of other processes" in done.stdout
 
 
+def test_a_directory_that_is_none_is_noticed(tmp_path: Path) -> None:
+    """By what looks at the directory, and by what looks at the strategy that needs it."""
+    file = tmp_path / "file"
+    file.touch()
+    findings = read_json("doctor", SHMREDUCE_DIRECTORY=str(file))
+    found = {each["name"]: each for each in findings}
+    for name in ("directory of named segments", "strategy file_system"):
+        assert found[name]["verdict"] == "warning"
+
+
 def test_a_problem_is_exit_status_1() -> None:
     """A strategy that was asked for and does not exist is a problem."""
     findings = read_json("doctor", status=1, SHMREDUCE_STRATEGY="nonsense")

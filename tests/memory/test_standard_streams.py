@@ -153,7 +153,8 @@ def test_of_several_files_those_that_cannot_be_moved_are_closed() -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         patch.setattr(fcntl, "fcntl", once)
-        found = standard_streams.all_clear_of_streams([moved, refused, last])
+        found = [moved, refused, last]
+        standard_streams.all_clear_of_streams(found)
     assert len(found) == 1
     os.close(found[0])
     for each in (moved, refused, last):

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import queue
+import selectors
 import signal
 import sys
 import threading
@@ -153,6 +154,43 @@ def test_an_executor_that_cannot_start_keeps_nothing(monkeypatch: pytest.MonkeyP
             executor.submit(len, bytes(1 << 20))
         assert executor._pending == set()
         assert executor.submit(abs, -2).result(PATIENCE) == 2
+
+
+def refuse_watch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Have the kernel refuse to watch a worker's connection (1) or its end (2), once."""
+    register = selectors.DefaultSelector.register
+    left = [number]
+
+    def refuses(self: Any, file: Any, events: int, data: Any = None) -> Any:
+        left[0] -= data is not None
+        if data is not None and left[0] == 0:
+            raise OSError(errno.ENOSPC, "no watch is left")
+        return register(self, file, events, data)
+
+    monkeypatch.setattr(selectors.DefaultSelector, "register", refuses)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_worker_that_cannot_be_watched_is_replaced(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets no tasks: nobody would see what becomes of them."""
+    with Pool(1, context=FORK) as pool:
+        first = pool.apply_async(os.getpid).get(PATIENCE)
+        refuse_watch(monkeypatch, number)
+        os.kill(first, signal.SIGKILL)
+        assert pool.apply_async(os.getpid).get(PATIENCE) != first
+        eventually(lambda: len(descendants()) == 1)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_pool_whose_workers_cannot_be_watched_is_not_made(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is the kernel's, and those that were started are gone."""
+    refuse_watch(monkeypatch, 2 + number)
+    with pytest.raises(OSError, match="no watch is left"):
+        Pool(2, context=FORK)
 
 
 def test_terminate_can_be_repeated_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,19 @@ REDUCER = """
     def shmreduce_reducers():
         return [TheReducer()]
 """
+FACTORY = """
+    from shmreduce import hookimpl
+
+    class Factory:
+        def empty(self):
+            return {made!r}
+
+        zeros = ones = full = array = empty
+
+    @hookimpl
+    def shmreduce_array_factory():
+        return Factory()
+"""
 STRATEGY = """
     from shmreduce import SharingStrategy, hookimpl
 
@@ -119,6 +132,12 @@ def report_of(plugins: Plugins, name: str) -> PluginReport:
     """Return the report on one plugin."""
     [report] = [each for each in plugins.reports() if each.name == name]
     return report
+
+
+def made_by(plugins: Plugins) -> Any:
+    """Return what the array factory of the plugins makes."""
+    factory: Any = plugins.array_factory()
+    return factory.empty()
 
 
 def test_shipped_plugins_are_found() -> None:
@@ -199,6 +218,10 @@ def test_plugins_come_sorted_and_once(installer: Installer) -> None:
             "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_array_factory():\n  1 / 0",
             "ZeroDivisionError",
         ),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_array_factory():\n return 5",
+            "returned 5: it must return an object with the methods of ArrayFactory",
+        ),
     ],
 )
 def test_broken_plugin_takes_nobody_down(installer: Installer, source: str, reason: str) -> None:
@@ -268,47 +291,56 @@ def test_damaged_metadata(installer: Installer, content: bytes) -> None:
 
 def test_one_module_by_two_names(installer: Installer) -> None:
     """The second name of a plugin is refused; what the first provides stays whole."""
-    source = """
-        from shmreduce import hookimpl
-
-        @hookimpl
-        def shmreduce_array_factory():
-            return "the factory"
-    """
+    source = FACTORY.format(made="the array")
     installer.install("zz", source)
     installer.install("aa", source, module="plugin_module_zz")
     plugins = installer.plugins()
     with pytest.warns(ShmreduceWarning, match="it is the same object as plugin 'zz'"):
         plugins.synchronise(Settings())
     assert [report.status for report in plugins.reports()] == ["broken", "loaded"]
-    factory: Any = plugins.array_factory()
-    assert factory == "the factory"
+    assert made_by(plugins) == "the array"
     plugins.synchronise(Settings(blocked=("zz",)))
     assert [report.status for report in plugins.reports()] == ["loaded", "blocked"]
-    factory = plugins.array_factory()
-    assert factory == "the factory"
+    assert made_by(plugins) == "the array"
 
 
-def test_broken_memory_handlers_take_nobody_down(installer: Installer) -> None:
-    """A plugin that raises when it is asked for memory handlers is passed over, and told of."""
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("5", "returned 5: it must return an object with the methods of MemoryHandlers"),
+    ],
+)
+def test_broken_memory_handlers_take_nobody_down(
+    installer: Installer, answer: str, reason: str
+) -> None:
+    """A plugin that has none when it is asked for them is passed over, and told of."""
     hook = """
         from shmreduce import hookimpl
 
+        class Handlers:
+            def get(self):
+                return "the handler"
+
+            make = set = get
+
         @hookimpl
         def shmreduce_memory_handlers():
-            {answer}
+            return {answer}
     """
-    installer.install("broken", hook.format(answer="1 / 0"))
-    installer.install("other", hook.format(answer="return 'the handlers'"))
+    installer.install("broken", hook.format(answer=answer))
+    installer.install("other", hook.format(answer="Handlers()"))
     plugins = installer.plugins()
     plugins.synchronise(Settings())
     with pytest.warns(ShmreduceWarning, match="'broken' of distribution dist-of-broken 1.5"):
-        handlers: Any = plugins.memory_handlers()
-    assert handlers == "the handlers"
+        handlers = plugins.memory_handlers()
+    assert handlers is not None
+    assert handlers.get() == "the handler"
     assert report_of(plugins, "broken").status == "broken"
-    assert "ZeroDivisionError" in report_of(plugins, "broken").reason
+    assert reason in report_of(plugins, "broken").reason
     handlers = plugins.memory_handlers()
-    assert handlers == "the handlers"
+    assert handlers is not None
+    assert handlers.get() == "the handler"
 
 
 def test_half_broken_plugin_leaves_nothing(installer: Installer) -> None:
@@ -405,19 +437,11 @@ def test_one_plugin_name_for_two_distributions(installer: Installer) -> None:
 
 def test_array_factory_of_the_first_name(installer: Installer) -> None:
     """Among several array factories that of the first plugin name is taken."""
-    source = """
-        from shmreduce import hookimpl
-
-        @hookimpl
-        def shmreduce_array_factory():
-            return "{name}"
-    """
     for name in ("beta", "alpha"):
-        installer.install(name, source.format(name=name))
+        installer.install(name, FACTORY.format(made=name))
     plugins = installer.plugins()
     plugins.synchronise(Settings())
-    factory: object = plugins.array_factory()
-    assert factory == "alpha"
+    assert made_by(plugins) == "alpha"
     assert report_of(plugins, "beta").array_factory
 
 

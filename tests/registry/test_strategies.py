@@ -247,6 +247,27 @@ def test_a_strategy_that_breaks_its_contract_is_told_so(call: str, answer: Any, 
     assert find_leaks(before) == []
 
 
+@pytest.mark.parametrize(
+    ("call", "verdicts", "value"),
+    [("create", ("warning", "problem"), "returned None"), ("", ("ok", "ok"), "works")],
+)
+def test_the_doctor_tries_each_strategy(call: str, verdicts: tuple[str, str], value: str) -> None:
+    """One that says it works, and does not, is a warning; a problem if it was chosen."""
+    strategy = Sloppy(call, lambda _: None)
+    before = take_census()
+    get_registry().register_strategy(strategy, "test")
+    try:
+        with shmreduce.install(strategy=strategy.name):
+            found = {each.name: each for each in installation.strategies(Machine())}
+    finally:
+        get_registry().unregister_strategy(strategy)
+    tried, chosen = found[f"strategy {strategy.name}"], found["chosen strategy"]
+    assert (tried.verdict, chosen.verdict) == verdicts
+    assert value in tried.value
+    assert found["strategy file_system"].verdict == "ok"
+    assert find_leaks(before) == []
+
+
 def test_a_receiver_is_told_what_open_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ``open`` that returns no file is an error that names the strategy; nothing is lost."""
     strategy = Sloppy("open", None)

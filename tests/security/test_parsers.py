@@ -38,6 +38,7 @@ from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.sweep import abandoned
 from shmreduce.packets import Arrival
+from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.settings import settings_from_environment
 from shmreduce.strategies import find_strategy
 
@@ -249,7 +250,7 @@ def test_packets_are_understood_or_refused(
     data: st.DataObject, kind: int, tokens: int, claimed: int, count: int
 ) -> None:
     """A packet with any head, cut off anywhere, with too few or too many descriptors, gives its
-    message or an error, and every descriptor is closed.
+    message or an error, and every descriptor stays its buffer's.
     """
     body = data.draw(st.sampled_from([b"", b"N.", b"not a pickle", MARK + b"damaged"]))
     packet = bytes([kind, claimed]) + b"".join(bytes([n] * 16) for n in range(tokens)) + body
@@ -257,22 +258,32 @@ def test_packets_are_understood_or_refused(
     ends = pipe_ends()
     descriptors = [next(ends) for _ in range(2 * ((count + 1) // 2))]
     whole = data.draw(st.booleans())
+    buffer = buffer_with(packet)
+    buffer.descriptors.extend(descriptors)
     with contextlib.suppress(Exception):
-        arrival = Arrival(memoryview(packet), descriptors)
+        arrival = Arrival(buffer, len(packet))
         if whole:
             arrival.load()
         else:
             arrival.contents()
+    # As it does when nobody has it any more: none of them was closed by anybody else.
+    buffer.close_descriptors()
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
+
+
+def buffer_with(packet: bytes) -> ReceiveBuffer:
+    buffer = ReceiveBuffer(len(packet))
+    buffer[:] = packet
+    return buffer
 
 
 @pytest.mark.parametrize("packet", [b"\1", b"\1\2" + 20 * b"t", b"\7\0N.", b"\0\0"])
 def test_a_packet_that_makes_no_sense_is_refused_by_name(packet: bytes) -> None:
     """It is an InvalidHandleError, not taken for the end of the connection."""
     with pytest.raises(shmreduce.InvalidHandleError):
-        Arrival(memoryview(packet), ())
+        Arrival(buffer_with(packet), len(packet))
 
 
 @FUZZ

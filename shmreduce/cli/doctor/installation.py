@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING
 
 from shmreduce.cli.doctor.findings import Finding
 from shmreduce.cli.plugins import find_plugins, is_usable
-from shmreduce.errors import ConfigurationError, StrategyUnusableError, UnknownStrategyError
+from shmreduce.errors import (
+    ConfigurationError,
+    ShmreduceError,
+    StrategyUnusableError,
+    UnknownStrategyError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shmreduce.contracts import SharingStrategy
     from shmreduce.discovery import PluginReport
     from shmreduce.memory.headroom import Machine
 
@@ -79,7 +85,7 @@ def strategies(_machine: Machine) -> Iterator[Finding]:
     from shmreduce.strategies import DEFAULT_ORDER, current_strategy, reason_against
 
     reasons = {
-        name: reason_against(claim.strategy)
+        name: reason_against(claim.strategy) or _fault_of(claim.strategy)
         for name, claim in sorted(get_registry().strategies().items())
     }
     default = next((name for name in DEFAULT_ORDER if reasons.get(name, "missing") is None), None)
@@ -90,7 +96,11 @@ def strategies(_machine: Machine) -> Iterator[Finding]:
             "chosen strategy", "problem", str(error), "name one that works: SHMREDUCE_STRATEGY"
         )
     else:
-        yield Finding("chosen strategy", "ok", chosen)
+        if reasons.get(chosen) is None:
+            yield Finding("chosen strategy", "ok", chosen)
+        else:
+            remedy = f"SHMREDUCE_STRATEGY={default}" if default else "mend what is named below"
+            yield Finding("chosen strategy", "problem", f"{chosen} does not work", remedy)
     for name, reason in reasons.items():
         title = f"strategy {name}"
         if reason is None:
@@ -98,6 +108,20 @@ def strategies(_machine: Machine) -> Iterator[Finding]:
         else:
             other = f"use {default} meanwhile" if default else "mend what it names"
             yield Finding(title, "warning", reason, other)
+
+
+def _fault_of(strategy: SharingStrategy) -> str | None:
+    """Return what is wrong with a strategy that says it works, or None."""
+    from shmreduce.memory.segment_creation import try_strategy
+
+    try:
+        try_strategy(strategy)
+    except ShmreduceError as error:
+        return str(error)
+    # A plugin may raise anything.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def allocator(_machine: Machine) -> Finding:

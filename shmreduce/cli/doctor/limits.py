@@ -65,7 +65,8 @@ def shared_memory_directory(machine: Machine) -> Finding:
     """Look at the directory of named segments; memfds are not bound by its size."""
     name = os.environ.get("SHMREDUCE_DIRECTORY") or "/dev/shm"  # noqa: S108 - only looked at
     try:
-        status = os.statvfs(machine.path(name))
+        # With a slash behind it a file is none: ENOTDIR.
+        status = os.statvfs(os.path.join(machine.path(name), ""))  # noqa: PTH118 - Path drops it
     except OSError as error:
         return Finding(
             "directory of named segments",

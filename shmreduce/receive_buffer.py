@@ -1,0 +1,58 @@
+"""What a packet is read into.
+
+Imports nothing of shmreduce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import deque
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ReceiveBuffer"]
+
+
+class ReceiveBuffer(bytearray):
+    """Room for one packet, and the owner of the descriptors that come with it.
+
+    They are in ``descriptors`` before the call that reads the packet returns: a
+    signal handler that raises between two steps of whoever reads leaves none open.
+
+    Parameters
+    ----------
+    size : int
+        Bytes.
+
+    Examples
+    --------
+    >>> buffer = ReceiveBuffer(8)
+    >>> buffer.descriptors.extend(os.pipe())
+    >>> buffer.close_descriptors()
+    >>> len(buffer), buffer.descriptors
+    (8, [])
+    """
+
+    __slots__ = ("descriptors",)
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.descriptors: list[int] = []
+
+    def close_descriptors(self) -> None:
+        """Close all that came, and forget them."""
+        # One expression, of calls in C: in a loop a handler could raise when a number is
+        # out of the list and not closed yet, or closed and still in the list.
+        numbers = map(self.descriptors.pop, repeat(-1, len(self.descriptors)))
+        deque(map(os.close, numbers), maxlen=0)
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # While the interpreter ends the globals of the module may be gone.
+        if self.descriptors and not is_ending():
+            with contextlib.suppress(OSError):
+                self.close_descriptors()
