@@ -176,7 +176,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _young_memory() -> Iterator[None]:
+def _young_memory() -> None:
     """Leave out of later collections what is there when the tests of a module begin.
 
     The tests collect garbage before and after each of thousands of them. The modules,
@@ -184,4 +184,3 @@ def _young_memory() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
-    yield

@@ -147,7 +147,7 @@ class IdleReturn:
         try:
             with heap.exclusive(wait=False) as got:
                 if got:
-                    heap.reap()
+                    heap.reap_after(0)
                     if time.monotonic() - heap.last_used >= seconds:
                         heap.cool(keep)
         except HeapBusyError:

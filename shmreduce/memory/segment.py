@@ -464,6 +464,37 @@ class Segment(LeaseSlots):
             self._unlink(block, slot)
         return True
 
+    def seems_held_by_dead(self, block: int, known: dict[int, bool]) -> bool:
+        """Return whether :meth:`drop_dead_holders` may find anything; without the block's lock.
+
+        A chain that changes meanwhile may be misread: then what is there is found
+        the next time.
+
+        Parameters
+        ----------
+        block : int
+            Of this segment.
+        known : dict of int to bool
+            Which holders were alive when they were first met with; is added to.
+        """
+        link = self.heads[block]
+        for _ in range(self.layout.slots):
+            if not link:
+                return False
+            try:
+                word = self.words[link - 1]
+                link = self._next[link - 1]
+            except IndexError:
+                # Damaged; who has the lock deals with it.
+                return True
+            if word & _HOLDER:
+                alive = known.get(word)
+                if alive is None:
+                    alive = known[word] = self.holder_alive(word)
+                if not alive:
+                    return True
+        return False
+
     @if_unlocked
     def drop_dead_holders(self, block: int) -> bool:
         """End the holds of killed processes; return whether the chain is empty now."""

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.memory import runtime
+from shmreduce.memory import locks, runtime
 from shmreduce.memory.inspection import leftovers, process_state
+from shmreduce.memory.layout import SHARED
 from shmreduce.testing.processes import OtherProcess
 from tests.memory.waiting import PATIENCE, eventually, receive
 
@@ -52,6 +53,35 @@ def test_what_a_killed_process_held_comes_back(shared: bool) -> None:
         assert process_state().out == 5
         other.kill()
         eventually(lambda: process_state().out == 0, "the blocks are free")
+
+
+@pytest.mark.usefixtures("strategy")
+def test_to_look_for_the_dead_is_to_ask_for_each_process_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not for each of the thousands of blocks that it holds."""
+    heap = runtime.current().heap(SHARED)
+    asked: list[int] = []
+    first_locked = locks.first_locked
+
+    def count(fd: int, start: int, *more: Any) -> Any:
+        asked.append(start)
+        return first_locked(fd, start, *more)
+
+    with OtherProcess("fork") as other, OtherProcess("fork") as third:
+        kept = [shmreduce.zeros(100, np.uint8) for _ in range(50)]
+        for array in kept:
+            other.ask(keep, array)
+        for array in kept[:20]:
+            third.ask(keep, array)
+        with monkeypatch.context() as patch:
+            patch.setattr(locks, "first_locked", count)
+            heap.reap()
+        assert 0 < len(asked) <= 2 * len(heap.segments)
+        other.kill()
+        del kept, array
+        # Which looks for the dead, too.
+        eventually(lambda: process_state().out == 20, "one process's are free")
 
 
 @pytest.mark.usefixtures("strategy")

@@ -177,6 +177,7 @@ def test_damaged_tables_are_errors(data: st.DataObject) -> None:
     segment.words[slot] = data.draw(st.sampled_from([segment.importer, 1 << 62 | 7]))
     actions: list[Callable[[], object]] = [
         lambda: segment.leases(0),
+        lambda: segment.seems_held_by_dead(0, {}),
         lambda: segment.drop_dead_holders(0),
         lambda: segment.try_release(0, slot),
         lambda: segment.consume(0, 0, slot, 7),
