@@ -429,7 +429,7 @@ def send_many() -> None:
     assert child.exitcode == 0
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(240)
 def test_a_hundred_thousand_arrays_need_few_descriptors_and_mappings() -> None:
     """100,000 live shared arrays of 4 KiB take at most 32 descriptors and 64 mappings,
     under ``ulimit -n 256``, at the sender and at the receiver.
@@ -438,7 +438,7 @@ def test_a_hundred_thousand_arrays_need_few_descriptors_and_mappings() -> None:
         [sys.executable, "-c", "from tests.memory.test_limits import send_many; send_many()"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=200,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
