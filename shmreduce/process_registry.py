@@ -14,7 +14,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shmreduce.discovery import Plugins
 from shmreduce.errors import ReducerConflictError, StrategyConflictError
 from shmreduce.registry import Registry, describe
 from shmreduce.settings import get_settings
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer
-    from shmreduce.discovery import PluginReport
+    from shmreduce.discovery import PluginReport, Plugins
 
 __all__ = [
     "get_array_factory",
@@ -79,6 +78,10 @@ def get_plugins() -> Plugins:
         return plugins
     with _process.lock:
         if _process.plugins is None:
+            # Not above: importlib.metadata and pluggy take as long to import as all else
+            # that a child needs which is sent no arrays.
+            from shmreduce.discovery import Plugins
+
             _process.plugins = Plugins(_process.registry)
         _process.plugins.mark_as_warned(_process.warned_by_parent)
         _process.plugins.synchronise(settings)

@@ -304,3 +304,42 @@ def test_a_child_that_installs_at_import_is_of_its_parents_family(
         timeout=60,
     ).stdout
     assert output.split() == ["500000", "True", "True"]
+
+
+WITHOUT_ARRAYS = """
+import sys
+
+import shmreduce
+
+UNNEEDED = {"importlib.metadata", "numpy", "pluggy"}
+
+
+def look(connection):
+    connection.send(sorted(UNNEEDED & sys.modules.keys()))
+
+
+if __name__ == "__main__":
+    context = shmreduce.get_context(sys.argv[1])
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=look, args=(there,))
+    process.start()
+    print(here.recv())
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_child_that_is_sent_no_arrays_imports_nothing_for_them(
+    method: str, tmp_path: Path
+) -> None:
+    """Each would take as long as all else that a child needs."""
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_ARRAYS)
+    output = subprocess.run(
+        [sys.executable, str(script), method],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    assert output == "[]\n"
