@@ -28,6 +28,7 @@ __all__ = [
     "LOCK_CHUNK",
     "LOCK_IMPORTER",
     "LOCK_OWNER",
+    "MAGIC",
     "SHARED",
     "Layout",
     "SegmentHeader",

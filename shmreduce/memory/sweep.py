@@ -1,6 +1,6 @@
 """Removes the names of segments whose owners were killed.
 
-May import contracts, errors, signals, ``locks``, ``layout`` and ``segment_file``.
+May import contracts, errors, signals, ``locks``, ``mapping``, ``layout`` and ``segment_file``.
 
 Only strategies with names need this: what has no name is freed by the kernel.
 Whoever makes a segment, and whoever ends normally, sweeps first, so leftovers
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from shmreduce.errors import InvalidHandleError, ShmreduceError
 from shmreduce.memory import locks
-from shmreduce.memory.layout import LOCK_OWNER
+from shmreduce.memory.layout import LOCK_OWNER, MAGIC
+from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.segment_file import check_file, contract_broken
 from shmreduce.signals import is_from_handler, is_from_system
 
@@ -98,9 +99,19 @@ def abandoned(name: str) -> bool:
     except InvalidHandleError:
         # Killed while making it, or about to finish making it. One that was only
         # stopped loses the name, no more: its locators lead to its descriptor too.
-        return time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
+        return _is_unfinished(fd) and time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
     except (OSError, ShmreduceError):
         return False
     finally:
         os.close(fd)
     return True
+
+
+def _is_unfinished(fd: int) -> bool:
+    """Return whether a file without a whole header can have been meant for a segment.
+
+    A strategy may list what is none, such as a file of the user's that happens to have
+    such a name: that is not to be removed.
+    """
+    start = os.pread(fd, PAGE_SIZE, 0)
+    return start.startswith(MAGIC) or not start.strip(b"\0")

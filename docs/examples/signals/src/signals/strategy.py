@@ -55,7 +55,7 @@ class RuntimeDirectoryStrategy(SharingStrategy):
     def names(self) -> list[str]:
         if self.unusable_reason() is not None:
             return []
-        return [str(path) for path in directory().glob("signals-*")]
+        return [str(path) for path in directory().glob("signals-" + 32 * "[0-9a-f]")]
 
 
 def directory() -> Path:
