@@ -274,7 +274,7 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
     fits = body.nbytes <= LARGEST_PACKET - _HEAD.size - MOST_DESCRIPTORS * _TOKEN_SIZE
     try:
         given = message.allocate(body.nbytes)
-    except OutOfSharedMemoryError:
+    except SegmentError:
         if fits:
             return None
         raise

@@ -16,7 +16,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Protocol
 
 from shmreduce.contracts import check_nbytes
-from shmreduce.errors import ConfigurationError, OutOfSharedMemoryError, ShmreduceError
+from shmreduce.errors import ConfigurationError, SegmentError, ShmreduceError
 from shmreduce.memory.filling import Filling
 from shmreduce.memory.handle import block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
@@ -156,8 +156,9 @@ class Message:
 
         Raises
         ------
-        OutOfSharedMemoryError, BudgetExceededError
-            If there is no room and the settings do not say to pickle instead.
+        OutOfSharedMemoryError, BudgetExceededError, SegmentError
+            If there is no room, or the system refuses a segment, and the settings do
+            not say to pickle instead.
         OutOfLeasesError
             If too many messages that name blocks of the segment are unread.
         ConfigurationError
@@ -173,7 +174,8 @@ class Message:
             segment, block = heap.allocate(nbytes)
         except HeapBusyError:
             return None
-        except OutOfSharedMemoryError:
+        except SegmentError:
+            # A full file system, and a limit on what this process may have, alike.
             if get_settings().on_exhausted == "pickle":
                 return None
             raise

@@ -318,6 +318,44 @@ def test_a_full_file_system_is_an_error_and_no_signal(tmp_path: Path, megabytes:
     assert finished.returncode == 0
 
 
+REFUSED = """
+import resource
+
+import numpy as np
+import shmreduce
+from multiprocessing.reduction import ForkingPickler
+
+shmreduce.install(strategy="file_system", on_exhausted="pickle")
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+data = ForkingPickler.dumps(np.ones(2_000_000, np.uint8))
+assert (ForkingPickler.loads(data) == 1).all()
+here, there = shmreduce.Pipe()
+here.send(np.ones(160_000, np.uint8))
+assert (there.recv() == 1).all()
+here.send_bytes(bytes(160_000))
+assert len(there.recv_bytes()) == 160_000
+with shmreduce.install(on_exhausted="raise"):
+    try:
+        ForkingPickler.dumps(np.ones(2_000_000, np.uint8))
+    except shmreduce.SegmentError as error:
+        print(error.operation)
+"""
+
+
+def test_where_no_segment_can_be_made_arrays_are_pickled_if_asked_for() -> None:
+    """``on_exhausted="pickle"`` is for limits of the process as for a full file system."""
+    finished = subprocess.run(
+        [sys.executable, "-c", REFUSED],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.stdout == "create\n", finished.stderr[-2000:]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.usefixtures("strategy")
 def test_another_users_segment_is_refused() -> None:
