@@ -34,7 +34,7 @@ from shmreduce.memory.layout import Layout
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.processes import is_alive
 from shmreduce.memory.segment import Segment
-from shmreduce.memory.segment_file import check_answer, check_file
+from shmreduce.memory.segment_file import check_file, check_opened
 from shmreduce.memory.sweep import sweep
 from shmreduce.signals import is_from_system
 from shmreduce.strategies import find_strategy
@@ -267,7 +267,7 @@ class Attachments:
         try:
             # Another description: the one that arrived is the sender's, too.
             file = (
-                check_answer(strategy, "open()", strategy.open(handle.locator))
+                check_opened(strategy, strategy.open(handle.locator))
                 if fd is None
                 else SegmentFile(locks.reopen(fd), None)
             )

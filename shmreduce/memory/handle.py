@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import Mode
 
 __all__ = [
+    "LONGEST_LOCATOR",
     "MARK",
     "Handle",
     "block_key",
@@ -45,6 +46,8 @@ _LEASE = struct.Struct("<IQ")
 _KEY = struct.Struct("<16sIQ")
 # boot, nbytes, pid, shared, mode, lengths of the strategy's name and of the locator
 _REST = struct.Struct("<16sQIBBHH")
+LONGEST_LOCATOR = 1 << 15
+"""Bytes: half of what there is room for, so that a handle can be :func:`padded`."""
 _FROM_LEASE = len(MARK) + _CHECKSUM.size
 _FROM_KEY = _FROM_LEASE + _LEASE.size
 _FROM_REST = _FROM_KEY + _KEY.size

@@ -1,7 +1,7 @@
 """One segment as one process has it open: its importers and its lease transitions.
 
 May import errors, contracts, ``standard_streams``, ``locks``, ``block_locks``, ``mapping``,
-``processes``, ``layout``, ``segment_file`` and ``lease_slots``.
+``handle``, ``processes``, ``layout``, ``segment_file`` and ``lease_slots``.
 
 Each block has a generation, which its owner raises when the block becomes free,
 and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
@@ -35,6 +35,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory import locks
 from shmreduce.memory.block_locks import if_unlocked, under_lock
+from shmreduce.memory.handle import LONGEST_LOCATOR
 from shmreduce.memory.layout import IMPORTERS, LOCK_IMPORTER, LOCK_OWNER, SegmentHeader
 from shmreduce.memory.lease_slots import MESSAGE, LeaseSlots
 from shmreduce.memory.processes import is_closing
@@ -171,6 +172,13 @@ class Segment(LeaseSlots):
                     "locator()",
                     f"returned {said!r} for {self.file}: it must return text, also where the "
                     "file's name is None",
+                )
+            size = len(said.encode(errors="surrogateescape"))
+            if size > LONGEST_LOCATOR:
+                raise contract_broken(
+                    self.strategy,
+                    "locator()",
+                    f"returned text of {size} bytes: there is room for {LONGEST_LOCATOR}",
                 )
             self._locator = said
         return self._locator

@@ -23,7 +23,12 @@ from shmreduce.memory.layout import LOCK_OWNER, Layout, SegmentHeader
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 from shmreduce.memory.owned_segment import OwnedSegment
 from shmreduce.memory.reservation import check_headroom, no_room
-from shmreduce.memory.segment_file import check_answer, check_new_file, reserve_pages
+from shmreduce.memory.segment_file import (
+    check_answer,
+    check_new_file,
+    check_opened,
+    reserve_pages,
+)
 from shmreduce.memory.size_classes import table_sizes
 from shmreduce.memory.standard_streams import clear_of_streams
 from shmreduce.signals import is_from_system
@@ -115,7 +120,7 @@ def try_strategy(strategy: SharingStrategy) -> None:
     """
     file = _create_file(PAGE_SIZE, os.urandom(16).hex(), strategy)
     try:
-        os.close(check_answer(strategy, "open()", strategy.open(strategy.locator(file))).fd)
+        os.close(check_opened(strategy, strategy.open(strategy.locator(file))).fd)
     finally:
         _discard_file(strategy, file)
 

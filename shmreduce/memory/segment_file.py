@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.contracts import SegmentFile
@@ -23,6 +24,7 @@ __all__ = [
     "check_answer",
     "check_file",
     "check_new_file",
+    "check_opened",
     "contract_broken",
     "reserve_pages",
     "room_left",
@@ -77,25 +79,44 @@ def check_answer(strategy: SharingStrategy, call: str, said: Any) -> SegmentFile
     return said
 
 
+def check_opened(strategy: SharingStrategy, said: Any) -> SegmentFile:
+    """Return what a strategy has opened, if it is a file that can be a segment."""
+    file = check_answer(strategy, "open()", said)
+    try:
+        _check_access(strategy, "open()", file.fd)
+    except BaseException:
+        with suppress(OSError):
+            os.close(file.fd)
+        raise
+    return file
+
+
 def check_new_file(strategy: SharingStrategy, file: SegmentFile, size: int) -> None:
     """Refuse a file that could not be a segment: it would be noticed by its receivers."""
-    try:
-        found = os.fstat(file.fd).st_size
-        access = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-        raise contract_broken(
-            strategy, "create()", f"returned a descriptor, {file.fd}, that is not open"
-        ) from error
+    _check_access(strategy, "create()", file.fd)
+    found = os.fstat(file.fd).st_size
     if found < size:
         raise contract_broken(
             strategy, "create()", f"made a file of {found} bytes where {size} were asked for"
         )
-    if access != os.O_RDWR:
+    if any(os.pread(file.fd, PAGE_SIZE, 0)):
+        # Another segment, whose tables would be written over, say.
         raise contract_broken(
-            strategy, "create()", "opened the file not for both reading and writing"
+            strategy, "create()", "returned a file that has contents: it must make a new one"
         )
+
+
+def _check_access(strategy: SharingStrategy, call: str, fd: int) -> None:
+    try:
+        access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        raise contract_broken(
+            strategy, call, f"returned a descriptor, {fd}, that is not open"
+        ) from error
+    if access != os.O_RDWR:
+        raise contract_broken(strategy, call, "opened the file not for both reading and writing")
 
 
 def check_file(fd: int, token: bytes | None) -> SegmentHeader:

@@ -212,6 +212,13 @@ def _open_for_reading(size: int) -> SegmentFile:
         os.close(fd)
 
 
+def _make_what_has_contents(size: int) -> SegmentFile:
+    fd = os.memfd_create("again")
+    os.ftruncate(fd, size)
+    os.pwrite(fd, b"shmreduc", 0)
+    return SegmentFile(fd, None)
+
+
 def _raise_on_purpose() -> None:
     raise RuntimeError("on purpose")
 
@@ -225,6 +232,7 @@ def _raise_on_purpose() -> None:
         pytest.param("create", _open_nothing, "is not open", id="closed"),
         pytest.param("create", _make_too_little, "made a file of 0 bytes where", id="too small"),
         pytest.param("create", _open_for_reading, "both reading and writing", id="read-only"),
+        pytest.param("create", _make_what_has_contents, "that has contents", id="not new"),
         pytest.param("names", lambda: None, r"names\(\) .* raised TypeError", id="no names"),
         pytest.param("names", lambda: [5], r"names\(\) .* listed 5", id="a name that is none"),
         pytest.param("names", _raise_on_purpose, "raised RuntimeError: on p", id="names raise"),
@@ -268,18 +276,45 @@ def test_the_doctor_tries_each_strategy(call: str, verdicts: tuple[str, str], va
     assert find_leaks(before) == []
 
 
-def test_a_receiver_is_told_what_open_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        pytest.param(lambda _: None, "returned None", id="nothing"),
+        pytest.param(_open_nothing, "is not open", id="closed"),
+        pytest.param(_open_for_reading, "both reading and writing", id="read-only"),
+    ],
+)
+def test_a_receiver_is_told_what_open_returned(
+    answer: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An ``open`` that returns no file is an error that names the strategy; nothing is lost."""
+    before = take_census()
     strategy = Sloppy("open", None)
     get_registry().register_strategy(strategy, "test")
     try:
         with shmreduce.install(strategy=strategy.name), OtherProcess("fork") as other:
             handle = other.ask(_send)
             with monkeypatch.context() as patch:
-                patch.setattr(Sloppy, "open", lambda *_: None)
-                with pytest.raises(PluginError, match=r"open\(\) of .* returned None"):
+                patch.setattr(Sloppy, "open", lambda *_: answer(4096))
+                with pytest.raises(PluginError, match=rf"open\(\) of .* {what}"):
                     ForkingPickler.loads(handle)
             assert len(ForkingPickler.loads(handle)) == 1_000_000
+    finally:
+        get_registry().unregister_strategy(strategy)
+    assert find_leaks(before) == []
+
+
+def test_a_locator_has_to_fit_into_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too long is the strategy's fault, which is named."""
+    strategy = Sloppy("locator", None)
+    monkeypatch.setattr(Sloppy, "locator", lambda *_: "x" * 40_000)
+    get_registry().register_strategy(strategy, "test")
+    try:
+        with (
+            shmreduce.install(strategy=strategy.name),
+            pytest.raises(PluginError, match=r"locator\(\) of .* 40000 bytes"),
+        ):
+            _send()
     finally:
         get_registry().unregister_strategy(strategy)
 
