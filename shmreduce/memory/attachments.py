@@ -321,7 +321,9 @@ class Attachments:
             advice = "raise the limit of open files (ulimit -n), then load the message again"
         elif error.errno in (errno.EACCES, errno.EPERM):
             advice = (
-                "the sender must be of the same user and inspectable through /proc; strategy "
+                "somebody has changed whose the file is, or who may open it"
+                if handle.strategy == "file_system"
+                else "the sender must be of the same user and inspectable through /proc; strategy "
                 "'file_system' does not need that"
             )
         else:

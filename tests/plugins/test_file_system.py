@@ -9,6 +9,7 @@ import os
 import secrets
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -207,6 +208,25 @@ def test_a_file_that_others_can_open_is_refused(directory: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(PermissionError):
         FileSystemStrategy().open(str(path))
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_receiver_is_not_told_to_take_the_strategy_that_it_has() -> None:
+    """Where somebody has changed the mode of a segment's file, that is what the error says."""
+    with shmreduce.install(strategy="file_system"), OtherProcess("fork") as other:
+        message, name = other.ask(_send_and_open_to_all)
+        with pytest.raises(shmreduce.AttachError, match="who may open it") as caught:
+            ForkingPickler.loads(message)
+        assert "'file_system'" not in str(caught.value)
+        Path(name).chmod(0o600)
+        assert len(ForkingPickler.loads(message)) == 1_000_000
+
+
+def _send_and_open_to_all() -> tuple[bytes, str]:
+    message = bytes(ForkingPickler.dumps(memoryview(bytearray(1_000_000))))
+    (name,) = (each for each in FileSystemStrategy().names() if f"-{os.getpid()}-" in each)
+    Path(name).chmod(0o644)
+    return message, name
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
