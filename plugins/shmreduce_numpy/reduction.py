@@ -246,7 +246,8 @@ def _reduce_masked(array: Any) -> Any:
     return rebuild.rebuild_masked, (
         type(array),
         np.ndarray.view(array, array.baseclass),
-        None if mask is np.ma.nomask else mask,
+        # A view: arrays that share a mask, as ``a`` and ``-a`` do, arrive independent.
+        None if mask is np.ma.nomask else np.ndarray.view(mask),
         # As NumPy pickles it: None, unlike the public fill_value, leaves the
         # default to follow the dtype.
         array._fill_value,

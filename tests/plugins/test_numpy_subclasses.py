@@ -351,6 +351,19 @@ def test_masked_views(count: int) -> None:
     assert_same_masked(round_trip(original), original)
 
 
+@SIZES
+def test_masked_arrays_that_share_a_mask_arrive_independent(count: int) -> None:
+    """What one of them masks is not masked in another, as when pickled."""
+    first = masked(count)
+    second = -first
+    mask = ma.getmask(first)
+    assert ma.getmask(second) is mask
+    received, other, bare = round_trip([first, second, mask])
+    received[2] = ma.masked
+    assert not ma.getmaskarray(other)[2]
+    assert not bare[2]
+
+
 def test_masked_matrix() -> None:
     """A masked array of a matrix stays one."""
     matrix = np.arange(4.0).reshape(2, 2).view(np.matrix)
