@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ReducerError
 from shmreduce.memory.inheritance import inheritance
+from shmreduce.memory.loading import Loading
 from shmreduce.process_registry import (
     mark_plugins_as_warned,
     registered_by_hand,
@@ -70,12 +71,16 @@ class PreparedProcess:
             inheritance(),
             CallOnLoad(_take_over, reducers, warned_plugins()),
             *self._calls,
+            # The standard library unpickles it outside of ForkingPickler.loads().
+            CallOnLoad(Loading),
             self._process,
         )
 
 
 def _last(*items: Any) -> Any:
-    return items[-1]
+    *_, loading, process = items
+    loading.close()
+    return process
 
 
 def _take_over(reducers: Iterable[Reducer], warned: Iterable[str]) -> None:

@@ -167,6 +167,17 @@ def test_shared_arrays_alias_both_ways(children: Children) -> None:
     assert shared[0, 5] == 4.0
 
 
+def write_and_read(front: Any, back: Any) -> float:
+    front[50] = 7
+    return float(back[10])
+
+
+def test_private_views_among_arguments_share_their_pages(children: Children) -> None:
+    """Views of a ``cow`` array that a process gets as arguments are views of the same pages."""
+    shared = shmreduce.zeros(100, mode="cow")
+    assert children.call(write_and_read, shared[:60], shared[40:]) == 7
+
+
 def test_shared_memoryviews_alias_both_ways(children: Children) -> None:
     """A memoryview of shared memory is one everywhere."""
     shared = shmreduce.share(memoryview(bytes(100)))
