@@ -404,9 +404,18 @@ class Heap:
             self._host.family.lower(freed)
 
     def unlink_names(self) -> None:
-        """Remove the names of all segments, which stay open."""
-        for segment in self.segments:
-            self._unlink(segment)
+        """Remove the names of all segments, which stay open.
+
+        If one cannot be removed its error is raised when all others have gone.
+        """
+        failed: Exception | None = None
+        for segment in list(self.segments):
+            try:
+                self._unlink(segment)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _unlink(self, segment: OwnedSegment) -> None:
         if segment.file.name is not None:

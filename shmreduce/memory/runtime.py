@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from shmreduce.errors import (
     LeaseTimeoutError,
     SegmentError,
-    ShmreduceError,
     ShmreduceWarning,
 )
 from shmreduce.memory import locks
@@ -290,8 +289,10 @@ def _try_to_tidy(step: Callable[[], object]) -> list[str]:
     """Take a step that removes names; return what to warn of."""
     try:
         step()
-    except (OSError, ShmreduceError) as error:
-        return [f"a name of shared memory could not be removed: {error}. Try `shmreduce gc`"]
+    except Exception as error:
+        # A strategy's own code may raise anything. The others' names are to go all the same.
+        what = f"{type(error).__name__}: {error}"
+        return [f"a name of shared memory could not be removed: {what}. Try `shmreduce gc`"]
     return []
 
 
