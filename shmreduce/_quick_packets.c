@@ -216,7 +216,8 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
 
 static PyMethodDef methods[] = {
     {"write_packet", write_packet, METH_VARARGS, "write_packet(fd, data, descriptors, flags)"},
-    {"read_packet", read_packet, METH_VARARGS, "read_packet(fd, buffer, flags, patience, descriptors)"},
+    {"read_packet", read_packet, METH_VARARGS,
+        "read_packet(fd, buffer, flags, patience, descriptors)"},
     {NULL, NULL, 0, NULL},
 };
 

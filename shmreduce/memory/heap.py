@@ -45,6 +45,8 @@ _REAP_SECONDS = 1.0
 """How often at most a heap that needs room looks for killed processes, if there is some left."""
 _REST = 20
 """For how many times as long as it took to look for killed processes that is not done again."""
+_LONGEST_REST = 10.0
+"""Seconds: the process may have been stopped while it looked."""
 
 
 class HeapBusyError(Exception):
@@ -327,7 +329,7 @@ class Heap:
 
         With a hundred thousand blocks out it takes a tenth of a second.
         """
-        pause = max(seconds, _REST * self._reaping_took)
+        pause = max(seconds, min(_REST * self._reaping_took, _LONGEST_REST))
         due = time.monotonic() - self._reaped > pause
         if due:
             self.reap()

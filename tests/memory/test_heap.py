@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,6 +134,34 @@ def test_cooling_spares_pages_that_a_neighbour_lives_on() -> None:
     view.release()
     del survivor_segment.records[survivor]
     heap.give_back(survivor_segment, survivor)
+    close(heap)
+
+
+def test_who_looked_long_for_the_dead_rests_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twenty times as long, so that it takes little of all time; a process that was stopped
+    meanwhile has not looked for hours.
+    """
+    heap = make_heap()
+    clock = [time.monotonic()]
+    told = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("shmreduce.memory.heap.time", told)
+
+    def looks_for(seconds: float) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(heap._host, "give_up", lambda: clock.append(clock.pop() + seconds))
+            heap.reap()
+
+    def is_due_after(seconds: float) -> bool:
+        clock[0] += seconds
+        return heap.reap_after(0.001)
+
+    looks_for(0.2)
+    assert not is_due_after(3.5)
+    assert is_due_after(0.6)
+    looks_for(3600)
+    assert is_due_after(11)
     close(heap)
 
 
