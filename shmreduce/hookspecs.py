@@ -93,7 +93,7 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
     >>> from shmreduce import SegmentFile, SharingStrategy, hookimpl, open_process_descriptor
     >>> class FolderStrategy(SharingStrategy):
     ...     name = "folder"
-    ...     folder = Path("/var/tmp/segments")
+    ...     folder = Path.home() / ".segments"
     ...     def unusable_reason(self):
     ...         return None if self.folder.is_dir() else f"there is no folder {self.folder}"
     ...     def create(self, size, token):
@@ -139,14 +139,28 @@ def shmreduce_array_factory() -> ArrayFactory | None:
 
     Examples
     --------
-    >>> from shmreduce import hookimpl
-    >>> class Factory:
+    One that makes memoryviews of bytes, of one axis:
+
+    >>> from shmreduce import allocate, hookimpl
+    >>> class Bytes:
+    ...     def full(self, shape, fill_value, dtype, order, mode):
+    ...         view = allocate(shape, mode).buffer
+    ...         view[:] = bytes([fill_value]) * shape
+    ...         return view
     ...     def empty(self, shape, dtype, order, mode):
-    ...         raise NotImplementedError("an array in a block of shmreduce.allocate()")
-    ...     zeros = ones = full = array = empty
+    ...         return self.full(shape, 0, dtype, order, mode)
+    ...     zeros = empty
+    ...     def ones(self, shape, dtype, order, mode):
+    ...         return self.full(shape, 1, dtype, order, mode)
+    ...     def array(self, obj, dtype, order, mode):
+    ...         view = self.empty(len(obj), dtype, order, mode)
+    ...         view[:] = bytes(obj)
+    ...         return view
     >>> @hookimpl
     ... def shmreduce_array_factory():
-    ...     return Factory()
+    ...     return Bytes()
+    >>> shmreduce_array_factory().ones(3, None, "C", "rw").tolist()
+    [1, 1, 1]
     """
     raise NotImplementedError
 

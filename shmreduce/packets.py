@@ -257,16 +257,17 @@ def _in_packet(
     leases: Sequence[Lease] = (),
 ) -> Packet:
     """Commit a message and return its packet, which has the leases of others, too, if given."""
-    if kind == _IN_BLOCK:
+    body = bytes(written) if kind == _IN_BLOCK else None
+    if body is not None:
         # Descriptors at the end may not get through, and without this one nothing would.
-        body = Handle.unpack(bytes(written)).token
-        segments = sorted(segments, key=lambda segment: segment.token != body)
+        first = Handle.unpack(body).token
+        segments = sorted(segments, key=lambda segment: segment.token != first)
     segments = segments[:MOST_DESCRIPTORS]
     tokens = [segment.token for segment in segments]
     data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))
     leases = [*leases, *message.leases()]
     message.commit()
-    return Packet(data, segments, leases, bytes(written) if kind == _IN_BLOCK else None)
+    return Packet(data, segments, leases, body)
 
 
 def _move_to_block(body: memoryview, message: Message) -> bytes | None:

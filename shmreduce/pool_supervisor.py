@@ -331,19 +331,17 @@ class Supervisor:
             worker = self._start_worker(slot, progress)
         finally:
             turn.release()
+        self.workers.append(worker)
         try:
             self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, worker)
             self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
         except BaseException:
             # No memory for it, or its user watches too many files (epoll_ctl(2)). What
             # it did would never be seen.
-            if worker.channel.fileno() in self._selector.get_map():
-                self._selector.unregister(worker.channel.fileno())
             worker.process.kill()
             worker.exit_code()
-            worker.close()
+            self._remove(worker)
             raise
-        self.workers.append(worker)
 
     def _start_worker(self, slot: int, progress: WorkerProgress) -> WorkerHandle:
         # In turn from here on: a worker that is forked by another pool meanwhile must
@@ -399,9 +397,9 @@ class Supervisor:
                 continue
 
     def _remove(self, worker: WorkerHandle) -> None:
-        if not worker.disconnected:
-            self._selector.unregister(worker.channel.fileno())
-        self._selector.unregister(worker.sentinel)
+        for descriptor in (worker.channel.fileno(), worker.sentinel):
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
         self.workers.remove(worker)
         worker.close()
 

@@ -21,8 +21,9 @@ __all__ = ["ReceiveBuffer"]
 class ReceiveBuffer(bytearray):
     """Room for one packet, and the owner of the descriptors that come with it.
 
-    They are in ``descriptors`` before the call that reads the packet returns: a
-    signal handler that raises between two steps of whoever reads leaves none open.
+    They are in ``descriptors`` when :meth:`PacketSocket.read` returns, so a signal
+    handler that raises later leaves none open. Where the module in C is used, nor does
+    one that raises before.
 
     Parameters
     ----------

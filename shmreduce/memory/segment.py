@@ -485,21 +485,11 @@ class Segment(LeaseSlots):
         known : dict of int to bool
             Which holders were alive when they were first met with; is added to.
         """
-        link = self.heads[block]
-        for _ in range(self.layout.slots):
-            if not link:
-                return False
-            try:
-                word = self.words[link - 1]
-                link = self._next[link - 1]
-            except IndexError:
-                # Damaged; who has the lock deals with it.
-                return True
+        for word in self.leases(block):
             if word & _HOLDER:
-                alive = known.get(word)
-                if alive is None:
-                    alive = known[word] = self.holder_alive(word)
-                if not alive:
+                if word not in known:
+                    known[word] = self.holder_alive(word)
+                if not known[word]:
                     return True
         return False
 

@@ -390,10 +390,12 @@ def leaves_none_open(call: str) -> bool:
         *(getattr(Connection, name) for name in ("_contents", "_read", "_watch")),
         *(getattr(connection, name) for name in ("_arrival", "give_buffer")),
         *(getattr(Arrival, name) for name in ("__init__", "load", "contents")),
-        PacketSocket.read,
         ReceiveBuffer.close_descriptors,
         queues.Queue.get,
     ]
+    if PacketSocket is not PlainPacketSocket:
+        # The socket module says what came in an object of its own: lost there, it is open.
+        functions.append(PacketSocket.read)
     codes = {each.__code__ for each in functions}
     queue = FORK.Queue()
     receive = queue.get if call == "get" else getattr(queue._reader, call)
@@ -416,7 +418,5 @@ def leaves_none_open(call: str) -> bool:
 @pytest.mark.parametrize("call", ["recv", "recv_bytes", "get"])
 def test_ctrl_c_while_a_message_is_received_leaves_no_descriptor_open(call: str) -> None:
     """Those that came with it are closed, also if nobody was told of them."""
-    if PacketSocket is PlainPacketSocket:
-        pytest.skip("the socket module says what came in an object of its own")
     # What was lost with Ctrl-C keeps its memory as long as its process lives.
     assert wait_for_exit(in_forked_child(lambda: leaves_none_open(call))) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -242,20 +241,23 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_main_module_that_registers_in_every_process(method: str, tmp_path: Path) -> None:
-    """A script whose top level registers a reducer is no conflict in its children."""
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM)
-    output = subprocess.run(
-        [sys.executable, "-W", "error", str(script), method],
-        env=dict(os.environ),
+def output_of(program: str, folder: Path, *arguments: str) -> str:
+    """Return what a program prints that is a file, so that its children import it."""
+    script = folder / "script.py"
+    script.write_text(program)
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(script), *arguments],
         check=True,
         capture_output=True,
         text=True,
         timeout=60,
     ).stdout
-    assert output.split() == ["reducer", "file_system"]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_main_module_that_registers_in_every_process(method: str, tmp_path: Path) -> None:
+    """A script whose top level registers a reducer is no conflict in its children."""
+    assert output_of(PROGRAM, tmp_path, method).split() == ["reducer", "file_system"]
 
 
 INSTALLED_AT_IMPORT = """
@@ -294,15 +296,7 @@ def test_a_child_that_installs_at_import_is_of_its_parents_family(
     how: str, tmp_path: Path
 ) -> None:
     """What it has sent can be read when it has ended, and what it had reserved before counts."""
-    script = tmp_path / "script.py"
-    script.write_text(INSTALLED_AT_IMPORT)
-    output = subprocess.run(
-        [sys.executable, "-W", "error", str(script), *how.split()],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
+    output = output_of(INSTALLED_AT_IMPORT, tmp_path, *how.split())
     assert output.split() == ["500000", "True", "True"]
 
 
@@ -333,13 +327,4 @@ def test_a_child_that_is_sent_no_arrays_imports_nothing_for_them(
     method: str, tmp_path: Path
 ) -> None:
     """Each would take as long as all else that a child needs."""
-    script = tmp_path / "script.py"
-    script.write_text(WITHOUT_ARRAYS)
-    output = subprocess.run(
-        [sys.executable, str(script), method],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
-    assert output == "[]\n"
+    assert output_of(WITHOUT_ARRAYS, tmp_path, method) == "[]\n"

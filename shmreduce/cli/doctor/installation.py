@@ -96,7 +96,7 @@ def strategies(_machine: Machine) -> Iterator[Finding]:
             "chosen strategy", "problem", str(error), "name one that works: SHMREDUCE_STRATEGY"
         )
     else:
-        if reasons.get(chosen) is None:
+        if reasons[chosen] is None:
             yield Finding("chosen strategy", "ok", chosen)
         else:
             remedy = f"SHMREDUCE_STRATEGY={default}" if default else "mend what is named below"

@@ -66,7 +66,7 @@ def shared_memory_directory(machine: Machine) -> Finding:
     name = os.environ.get("SHMREDUCE_DIRECTORY") or "/dev/shm"  # noqa: S108 - only looked at
     try:
         # With a slash behind it a file is none: ENOTDIR.
-        status = os.statvfs(os.path.join(machine.path(name), ""))  # noqa: PTH118 - Path drops it
+        status = os.statvfs(f"{machine.path(name)}/")
     except OSError as error:
         return Finding(
             "directory of named segments",
