@@ -41,6 +41,7 @@ from shmreduce.packets import (
     LARGEST_PACKET,
     SMALL_PACKET,
     Arrival,
+    PlainArrival,
     load_plain,
     pack,
     pack_bytes,
@@ -52,7 +53,7 @@ from shmreduce.settings import get_settings
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
-    from shmreduce.packets import Packet
+    from shmreduce.packets import Packet, Received
 
 __all__ = [
     "Client",
@@ -177,7 +178,7 @@ class Connection(multiprocessing.connection.Connection):
         buffer = take_buffer()
         try:
             size = self._read(buffer, 0)
-            if not buffer.descriptors and refers_to_nothing(buffer, size):
+            if refers_to_nothing(buffer, size):
                 return load_plain(buffer, size)
             return _arrival(buffer, size).load()
         finally:
@@ -199,7 +200,7 @@ class Connection(multiprocessing.connection.Connection):
             self._bad_message_length()  # type: ignore[attr-defined]
         return data
 
-    def receive(self, buffer: ReceiveBuffer, *, wait: bool) -> Arrival | None:
+    def receive(self, buffer: ReceiveBuffer, *, wait: bool) -> Received | None:
         """Receive, but do not unpickle yet.
 
         Returns None if there is nothing and it must not wait.
@@ -434,7 +435,9 @@ def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: 
     return kind(number, readable, writable)
 
 
-def _arrival(buffer: ReceiveBuffer, size: int) -> Arrival:
+def _arrival(buffer: ReceiveBuffer, size: int) -> Received:
+    if refers_to_nothing(buffer, size):
+        return PlainArrival(buffer, size)
     # While the message is unpickled somebody may print.
     all_clear_of_streams(buffer.descriptors)
     return Arrival(buffer, size)

@@ -2,7 +2,7 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``pickling``, ``remote`` and ``standard_pools``.
+``children``, ``pickling``, ``plain_objects``, ``remote`` and ``standard_pools``.
 
 What is installed
 -----------------
@@ -42,7 +42,8 @@ from shmreduce.children import CallOnLoad, PreparedProcess
 from shmreduce.errors import ReducerConflictError, ShmreduceError
 from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
-from shmreduce.pickling import PASSES_ON, ask_reducer, dump_message, load_message
+from shmreduce.pickling import ask_reducer, dump_message, load_message
+from shmreduce.plain_objects import PASSES_ON
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from shmreduce.born import moving
 from shmreduce.children import CallOnLoad
@@ -46,7 +46,10 @@ __all__ = [
     "SMALL_PACKET",
     "Arrival",
     "Packet",
+    "PlainArrival",
+    "Received",
     "load_plain",
+    "load_whole",
     "pack",
     "pack_bytes",
     "pack_last",
@@ -64,9 +67,6 @@ _KINDS = _IN_PACKET, _IN_BLOCK = 1, 2
 _TOKEN_SIZE = 16
 _PLAIN = _HEAD.pack(_IN_PACKET, 0)
 _PROTOCOL = 5
-_LEAVES = frozenset((type(None), bool, int, float, str, bytes))
-_FEW_ITEMS, _FEW_LEVELS = 16, 3
-"""How far an object is looked at before it is pickled: further would take as long as pickling."""
 
 
 class Packet:
@@ -170,8 +170,6 @@ def pack(obj: Any) -> Packet:
         If it is large and there is no room. Nothing is held then, as after
         any error of pickling.
     """
-    if _is_plain(obj):
-        return _make(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
     return _make(*dumps(obj, block_from=INLINE_BODY))
 
 
@@ -202,26 +200,6 @@ def pack_last(held: list[Any]) -> Packet:
                 message.rollback()
             raise
     return _make(data, message)
-
-
-def _is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
-    """Whether nobody would be asked about any part of a small object when it is pickled.
-
-    The quickest pickler does then, as a pickler asks nobody about the types of
-    the language itself.
-    """
-    kind = type(obj)
-    if kind is dict:
-        if len(obj) > _FEW_ITEMS or not _LEAVES.issuperset(map(type, obj)):
-            return False
-        obj = obj.values()
-    elif kind is not tuple and kind is not list:
-        return kind in _LEAVES
-    elif len(obj) > _FEW_ITEMS:
-        return False
-    if _LEAVES.issuperset(map(type, obj)):
-        return True
-    return depth > 0 and all(_is_plain(each, depth - 1) for each in obj)
 
 
 def pack_bytes(data: memoryview) -> Packet:
@@ -298,23 +276,41 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
     return handle
 
 
-def refers_to_nothing(buffer: bytearray, size: int) -> bool:
+def refers_to_nothing(buffer: ReceiveBuffer, size: int) -> bool:
     """Whether a buffer begins with a packet of this size that has its whole message in itself."""
-    return size > _HEAD.size and buffer.startswith(_PLAIN)
+    return size >= _HEAD.size and buffer.startswith(_PLAIN) and not buffer.descriptors
 
 
-def load_plain(packet: bytearray, size: int) -> Any:
+def load_plain(buffer: ReceiveBuffer, size: int) -> Any:
     """Return the object of such a packet."""
-    return _load_whole(memoryview(packet)[_HEAD.size : size])
+    return load_whole(memoryview(buffer)[_HEAD.size : size])
 
 
-def _load_whole(body: memoryview) -> Any:
+def load_whole(body: bytes | memoryview) -> Any:
+    """Unpickle a message that has everything in itself."""
     try:
         return pickle.loads(body)
     except OSError as error:
         if is_exhausted(error):
             raise unloaded(error, body) from error
         raise
+
+
+class PlainArrival:
+    """Such a packet; see :class:`Arrival`."""
+
+    __slots__ = ("_body",)
+
+    def __init__(self, buffer: ReceiveBuffer, size: int) -> None:
+        self._body = memoryview(buffer)[_HEAD.size : size]
+
+    def load(self) -> Any:
+        """Return the object."""
+        return load_whole(self._body)
+
+    def contents(self) -> bytes:
+        """Return the bytes of the message."""
+        return bytes(self._body)
 
 
 class Arrival:
@@ -331,7 +327,7 @@ class Arrival:
         Bytes of the packet.
     """
 
-    __slots__ = ("_arrived", "_body", "_count", "_kind")
+    __slots__ = ("_arrived", "_body", "_kind")
 
     def __init__(self, buffer: ReceiveBuffer, size: int) -> None:
         packet, descriptors = memoryview(buffer)[:size], buffer.descriptors
@@ -340,7 +336,6 @@ class Arrival:
         if size < start or packet[0] not in _KINDS or len(descriptors) > count:
             _refuse(packet, len(descriptors))
         self._kind = packet[0]
-        self._count = count
         self._body = packet[start:]
         # Of segments that are open here, too: one whose owner is dead is closed
         # at any moment when nothing of it is in use, and comes from nowhere else.
@@ -358,9 +353,6 @@ class Arrival:
             If a segment cannot be opened here; ``message_bytes`` then has the
             message, which ``pickle.loads`` can try again.
         """
-        if not self._count:
-            # It refers to nothing that could be claimed or released.
-            return _load_whole(self._body)
         if self._kind == _IN_BLOCK:
             # No name for the body: it would stay in a traceback.
             return load_message(pickle.loads, self._import_body(_load_body), self._arrived)
@@ -372,8 +364,6 @@ class Arrival:
             data = bytes(self._import_body(_read_body))
         else:
             data = bytes(self._body)
-        if not self._count:
-            return data
         # Who unpickles the bytes later does not have the descriptors.
         loading = Loading(self._arrived)
         try:
@@ -391,6 +381,9 @@ class Arrival:
             raise
         finally:
             loading.close()
+
+
+Received: TypeAlias = "Arrival | PlainArrival"
 
 
 class _HeldBytes(bytes):

@@ -1,7 +1,7 @@
 """One run of a pickler: reducers by type, and what becomes of the message.
 
 May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
-``children`` and ``presized_pickle``.
+``children``, ``plain_objects`` and ``presized_pickle``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
 
@@ -42,6 +42,7 @@ from shmreduce.memory.attachments import EXHAUSTED
 from shmreduce.memory.loading import Loading, discard_message, import_block
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message, take_mover
+from shmreduce.plain_objects import ATOMS, is_plain, override_of_others
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from shmreduce.registry import ReducerClaim
 
 __all__ = [
-    "PASSES_ON",
     "Begun",
     "Pickled",
     "Pickler",
@@ -68,16 +68,12 @@ __all__ = [
     "unloaded",
 ]
 
-PASSES_ON = "_shmreduce_passes_on"
-"""Where a ``reducer_override`` that does what :class:`Pickler` does by itself keeps the next."""
 _MESSAGE = "_shmreduce_message"
 """Where a pickler keeps the message of the run under way; None until it is needed."""
 _MOVER = "_shmreduce_mover"
 """Where a pickler keeps who moves the arrays of that message, if anybody."""
 _PROTOCOL = 5
 """The first with buffers out of band: https://peps.python.org/pep-0574/"""
-_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
-"""What a pickler never asks anybody about."""
 _ALIGNMENT = 64
 """Of the buffers in a block, as Arrow asks for:
 https://arrow.apache.org/docs/format/Columnar.html#buffer-alignment-and-padding"""
@@ -357,8 +353,7 @@ class Pickler(ForkingPickler):
         if claim is not None:
             result = ask_reducer(self, obj, claim, outranked=_NOBODY, shared_memory=_always)
         if result is NotImplemented:
-            others = getattr(ForkingPickler, "reducer_override", None)
-            others = getattr(others, PASSES_ON, others)
+            others = override_of_others()
             if others is not None:
                 return others(self, obj)
         return result
@@ -445,9 +440,9 @@ def dumps(obj: Any, block_from: int | None = None) -> Pickled:
     >>> message is None
     True
     """
-    kind = type(obj)
-    if kind in _ATOMS:
+    if is_plain(obj):
         return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
+    kind = type(obj)
     mover = take_mover(obj)
     claim = get_registry().find(kind)
     if claim is None or kind in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
@@ -475,7 +470,7 @@ def _says_all(arguments: Any) -> bool:
         return False
     for each in arguments:
         kind = type(each)
-        if kind not in _ATOMS and (kind is not tuple or not _ATOMS.issuperset(map(type, each))):
+        if kind not in ATOMS and (kind is not tuple or not ATOMS.issuperset(map(type, each))):
             return False
     return True
 

@@ -42,8 +42,10 @@ class Backpressure:
     def release(self, weight: int) -> None:
         """Give back what was acquired."""
         with self._lock:
+            was_full = self._used >= self._limit
             self._used -= weight
-            self._changed.notify_all()
+            if was_full and self._used < self._limit:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Let everybody go who waits."""

@@ -16,13 +16,16 @@ the pool lives as long as they do.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import struct
 import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, packets, pickling
 from shmreduce.born.moving import Moves
+from shmreduce.memory.handle import MARK
 from shmreduce.memory.loading import discard_message
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ __all__ = [
 
 STOP = b"\0"
 """To a worker: leave. No pickle looks like that."""
+_SEVERAL = b"\1"
+"""To a worker: several tasks, behind their number and their sizes. No pickle looks like that."""
 READY = "ready"
 """From a worker: the initializer is done."""
 FAILED = "failed"
@@ -109,6 +114,15 @@ class Channel:
         """Send bytes, such as :meth:`dumps` returns; OSError if the other side is gone."""
         self._connection.send_bytes(data)
 
+    def send_tasks(self, tasks: list[Any]) -> None:
+        """Send pickled tasks, small ones if there are several, for :meth:`receive_tasks`."""
+        self.send_bytes(tasks[0] if len(tasks) == 1 else _join(tasks))
+
+    def receive_tasks(self) -> list[bytes]:
+        """Wait for what :meth:`send_tasks` sends; for errors see :meth:`receive_bytes`."""
+        data = self.receive_bytes()
+        return _split(data) if data.startswith(_SEVERAL) else [data]
+
     def send_packed(self, message: Any) -> None:
         """Send what :meth:`pack` returned; OSError if the other side is gone."""
         self._connection.send_bytes(message)
@@ -170,6 +184,9 @@ class _OwnChannel(Channel):
 
     @staticmethod
     def loads(data: Any) -> Any:
+        if len(data) <= packets.SMALL_PACKET and MARK not in data:
+            # Without shared memory there is nothing that could have to be given back.
+            return packets.load_whole(data)
         return pickling.loads(data)
 
     def send_bytes(self, data: Any) -> None:
@@ -184,13 +201,24 @@ class _OwnChannel(Channel):
 
     def receive(self) -> Callable[[], Any]:
         buffer = connection.take_buffer()
-        arrival = self._connection.receive(buffer, wait=True)
+        arrival = self._connection.receive(buffer, wait=False)
         if arrival is None:
-            raise EOFError
+            raise BlockingIOError
         return functools.partial(_unpickle, arrival, buffer)
 
 
-def _unpickle(arrival: packets.Arrival, buffer: ReceiveBuffer) -> Any:
+def _join(tasks: list[bytes | memoryview]) -> bytes:
+    count = len(tasks)
+    return b"".join((_SEVERAL, struct.pack(f"<B{count}I", count, *map(len, tasks)), *tasks))
+
+
+def _split(data: bytes) -> list[bytes]:
+    sizes = struct.unpack_from(f"<{data[1]}I", data, 2)
+    ends = itertools.accumulate(sizes, initial=2 + 4 * data[1])
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _unpickle(arrival: packets.Received, buffer: ReceiveBuffer) -> Any:
     try:
         return arrival.load()
     finally:

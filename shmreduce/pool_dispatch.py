@@ -47,8 +47,10 @@ __all__ = ["Dispatcher"]
 
 _SHORT_TASK = 1e-3
 """Seconds: tasks that take less are worth sending ahead."""
-_PREFETCHED = 4
-"""Short tasks that a worker may have: it then need not sleep between them."""
+_TINY_TASK = 2e-4
+"""Seconds: to send tasks that take less takes longer than to do them."""
+_PREFETCHED, _PREFETCHED_TINY = 4, 8
+"""Short and tiny tasks that a worker may have: it then need not sleep between them."""
 _PREFETCH_BYTES = 2 << 10
 """Bytes of a task that may be sent to a worker that is not reading."""
 
@@ -132,58 +134,80 @@ class Dispatcher:
         if not self._waiting:
             return
         for worker in workers:
-            if not worker.tasks:
-                self._send_next(worker)
-        if self._mean_seconds < _SHORT_TASK and len(self._waiting) > _PREFETCHED * len(workers):
+            while not worker.tasks and self._send_next(worker):
+                pass
+        depth = self._prefetched()
+        if len(self._waiting) > depth * len(workers):
             for worker in workers:
-                while self._may_prefetch(worker):
-                    if not self._send_next(worker, limit=_PREFETCH_BYTES):
-                        break
+                if 0 < len(worker.tasks) <= depth // 2:
+                    self._prefetch(worker, depth - len(worker.tasks))
 
-    def _may_prefetch(self, worker: WorkerHandle) -> bool:
-        """Return whether the next task can be sent to a worker that is at another one."""
-        return (
-            0 < len(worker.tasks) < _PREFETCHED
-            and len(self._waiting) > 0
-            and self._waiting[0].receiver is worker.tasks[0].receiver
-            and time.monotonic() - worker.busy_since < _SHORT_TASK
-        )
+    def _prefetched(self) -> int:
+        """Return how many tasks a worker may have."""
+        if self._mean_seconds < _TINY_TASK:
+            return _PREFETCHED_TINY
+        return _PREFETCHED if self._mean_seconds < _SHORT_TASK else 1
 
-    def _send_next(self, worker: WorkerHandle, limit: int | None = None) -> bool:
-        """Send the next task to a worker that can take one; False if it was not sent."""
-        while self._waiting and worker.ready and not (worker.disconnected or worker.lost_answers):
-            if self._max_tasks is not None and worker.sent >= self._max_tasks:
-                return False
-            if limit is not None and len(self._waiting[0].data) > limit:
-                return False
+    def _send_next(self, worker: WorkerHandle) -> bool:
+        """Send the next task to an idle worker; False if there is none, or it can take none."""
+        task = self._take_for(worker)
+        return task is not None and self._send(worker, [task])
+
+    def _prefetch(self, worker: WorkerHandle, count: int) -> None:
+        """Send the next tasks, in one packet, to a worker that is at another one."""
+        if time.monotonic() - worker.busy_since >= _SHORT_TASK:
+            return
+        receiver = worker.tasks[0].receiver
+        tasks: list[Task] = []
+        while len(tasks) < count and self._waiting:
+            first = self._waiting[0]
+            if first.receiver is not receiver or len(first.data) > _PREFETCH_BYTES:
+                break
+            task = self._take_for(worker, len(tasks))
+            if task is None:
+                break
+            tasks.append(task)
+        if tasks:
+            self._send(worker, tasks)
+
+    def _take_for(self, worker: WorkerHandle, more: int = 0) -> Task | None:
+        """Take the next task for a worker that gets ``more`` before it; None if it gets none."""
+        if not worker.ready or worker.disconnected or worker.lost_answers:
+            return None
+        if self._max_tasks is not None and worker.sent + more >= self._max_tasks:
+            return None
+        while self._waiting:
             task = self._waiting.popleft()
             task.leave_queue()
             # One that is given to a second worker was wanted when the first got it.
-            if not task.started and not task.receiver.begin():
-                task.discard()
-                continue
-            task.started = True
-            if not worker.tasks:
-                worker.busy_since = time.monotonic()
-            worker.tasks.append(task)
-            worker.sent += 1
-            try:
-                worker.channel.send_bytes(task.data)
-            except ConnectionError:
-                # It has died. Its process will be seen to end, and the task goes on then.
+            if task.started or task.receiver.begin():
+                task.started = True
+                return task
+            task.discard()
+        return None
+
+    def _send(self, worker: WorkerHandle, tasks: list[Task]) -> bool:
+        """Send tasks to a worker, whose they are from now on; False if it takes no more."""
+        if not worker.tasks:
+            worker.busy_since = time.monotonic()
+        worker.tasks.extend(tasks)
+        worker.sent += len(tasks)
+        try:
+            worker.channel.send_tasks([task.data for task in tasks])
+        except ConnectionError:
+            # It has died. Its process will be seen to end, and the tasks go on then.
+            return False
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, ShmreduceError):
+                # Nobody knows how much of it was written: as if it had died.
+                worker.process.kill()
                 return False
-            except Exception as error:
-                if isinstance(error, OSError) and not isinstance(error, ShmreduceError):
-                    # Nobody knows how much of it was written: as if it had died.
-                    worker.process.kill()
-                    return False
-                # No memory for a large one.
+            # No memory for a large one.
+            for task in tasks:
                 worker.tasks.pop()
                 worker.sent -= 1
                 self._fail(task, error)
-                continue
-            return True
-        return False
+        return True
 
     # Answers, and workers that give none
 

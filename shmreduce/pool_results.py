@@ -63,7 +63,8 @@ class _Event:
         # Taken by its own ``with``: that of a Condition is Python code, in which
         # Ctrl-C may come between the lock and the block, and it stays taken.
         self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
+        # Made by the first who waits: most results are there before they are asked for.
+        self._condition: threading.Condition | None = None
         self._is_set = False
 
     def is_set(self) -> bool:
@@ -72,11 +73,16 @@ class _Event:
     def set(self) -> None:
         with self._lock:
             self._is_set = True
-            self._condition.notify_all()
+            if self._condition is not None:
+                self._condition.notify_all()
 
     def wait(self, timeout: float | None) -> None:
+        if self._is_set:
+            return
         with self._lock:
             if not self._is_set:
+                if self._condition is None:
+                    self._condition = threading.Condition(self._lock)
                 self._condition.wait(timeout)
 
 

@@ -15,9 +15,10 @@ anybody else's way.
 
 1. The parent starts the worker. It calls the initializer and says ``ready``,
    or ``failed`` with the exception, and leaves.
-2. The parent sends tasks. A worker does them one by one, in order, and sends
-   one answer ``(succeeded, value)`` for each, in order. So answers carry no
-   number: an answer belongs to the oldest task that has none.
+2. The parent sends tasks, several small ones in one packet where many wait. A
+   worker does them one by one, in order, and sends one answer
+   ``(succeeded, value)`` for each, in order. So answers carry no number: an
+   answer belongs to the oldest task that has none.
 3. Before it looks into a task the worker counts it in shared memory
    (:class:`~shmreduce.pool_worker_progress.WorkerProgress`), and notes there
    which item of it it is at.
@@ -321,7 +322,7 @@ class Supervisor:
     def _add_worker(self) -> None:
         slot = next(i for i in itertools.count() if all(i != w.slot for w in self.workers))
         progress = WorkerProgress(self._table, slot)
-        progress.begun = 0
+        progress.begin(0)
         turn = _starting
         while not turn.acquire(timeout=_LOCK_POLL):
             # The collector may have this pool end in the thread that has the turn.

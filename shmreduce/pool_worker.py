@@ -7,6 +7,7 @@ is described in :mod:`shmreduce.pool_supervisor`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import signal
@@ -141,22 +142,16 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
 
 def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions) -> None:
     done = 0
-    data: bytes | Exception
-    around = shared_allocations() if options.shared_allocations else contextlib.nullcontext()
+    received: collections.deque[bytes | Exception] = collections.deque()
+    around = shared_allocations() if options.shared_allocations else None
     while options.max_tasks is None or done < options.max_tasks:
-        try:
-            data = channel.receive_bytes()
-        except (EOFError, OSError):
-            # The parent is gone.
+        if not received and not _receive(channel, received):
             return
-        except Exception as error:
-            # The memory of a large task cannot be opened: no descriptor is free, say.
-            data = error
+        data = received.popleft()
         if data == STOP:
             return
         done += 1
-        progress.position = 0
-        progress.begun = done
+        progress.begin(done)
         if not _answer(channel, data, progress, options, around):
             return
         # Arrays of this task are not to live until the next one comes.
@@ -166,12 +161,24 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
             gc.collect(0)
 
 
+def _receive(channel: Channel, received: collections.deque[bytes | Exception]) -> bool:
+    """Wait for tasks; False if the parent is gone."""
+    try:
+        received.extend(channel.receive_tasks())
+    except (EOFError, OSError):
+        return False
+    except Exception as error:
+        # The memory of a large task cannot be opened: no descriptor is free, say.
+        received.append(error)
+    return True
+
+
 def _answer(
     channel: Channel,
     data: bytes | Exception,
     progress: WorkerProgress,
     options: WorkerOptions,
-    around: AbstractContextManager[object],
+    around: AbstractContextManager[object] | None,
 ) -> bool:
     """Do one task and send its answer; False if there is nobody to send it to."""
     # In a list, so that there is no reference to it but one that others can drop.
@@ -202,29 +209,36 @@ def _run(
     data: bytes | Exception,
     progress: WorkerProgress,
     catch: type[BaseException],
-    around: AbstractContextManager[object],
+    around: AbstractContextManager[object] | None,
 ) -> tuple[bool, Any]:
     try:
         if isinstance(data, Exception):
             raise data
         how, function, arguments, keywords = channel.loads(data)
         del data
+        if around is None:
+            return True, _call(how, function, arguments, keywords, progress)
         with around:
-            if how == ONCE:
-                return True, function(*arguments, **keywords)
-            return True, _run_all(how, function, arguments, progress)
+            return True, _call(how, function, arguments, keywords, progress)
     except KeyboardInterrupt:
         raise
     except catch as error:
         return False, with_traceback(error)
 
 
-def _run_all(
-    how: int, function: Callable[..., Any], items: tuple[Any, ...], progress: WorkerProgress
-) -> list[Any]:
+def _call(
+    how: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    progress: WorkerProgress,
+) -> Any:
+    if how == ONCE:
+        return function(*arguments, **keywords)
     results = []
-    for position, item in enumerate(items):
-        progress.position = position
+    for position, item in enumerate(arguments):
+        if position:
+            progress.go_on(position)
         results.append(function(item) if how == EACH else function(*item))
     return results
 

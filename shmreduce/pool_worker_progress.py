@@ -33,7 +33,7 @@ class ProgressTable:
 
     def __init__(self, descriptor: Descriptor) -> None:
         self._descriptor = descriptor
-        self._words = memoryview(mmap.mmap(descriptor.fileno(), 0)).cast("Q")
+        self.words = memoryview(mmap.mmap(descriptor.fileno(), 0)).cast("Q")
 
     @classmethod
     def for_workers(cls, count: int) -> ProgressTable:
@@ -45,12 +45,6 @@ class ProgressTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProgressTable, (self._descriptor,)
-
-    def __getitem__(self, place: int) -> int:
-        return self._words[place]
-
-    def __setitem__(self, place: int, number: int) -> None:
-        self._words[place] = number
 
 
 class WorkerProgress:
@@ -64,26 +58,32 @@ class WorkerProgress:
         Which worker it is.
     """
 
-    __slots__ = ("_start", "_table")
+    __slots__ = ("_begun", "_position", "_slot", "_table", "_words")
 
     def __init__(self, table: ProgressTable, slot: int) -> None:
-        self._table = table
-        self._start = _PER_WORKER * slot
+        self._table, self._slot = table, slot
+        self._words = table.words
+        self._begun = _PER_WORKER * slot
+        self._position = self._begun + 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorkerProgress, (self._table, self._slot)
 
     @property
     def begun(self) -> int:
         """How many tasks the worker has begun."""
-        return self._table[self._start]
-
-    @begun.setter
-    def begun(self, number: int) -> None:
-        self._table[self._start] = number
+        return self._words[self._begun]
 
     @property
     def position(self) -> int:
         """Which item of its task it is at."""
-        return self._table[self._start + 1]
+        return self._words[self._position]
 
-    @position.setter
-    def position(self, number: int) -> None:
-        self._table[self._start + 1] = number
+    def begin(self, tasks: int) -> None:
+        """Take note that the worker begins with one task more, at its first item."""
+        self._words[self._position] = 0
+        self._words[self._begun] = tasks
+
+    def go_on(self, position: int) -> None:
+        """Take note of which item of its task the worker is at."""
+        self._words[self._position] = position

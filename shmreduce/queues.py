@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shmreduce.connection import Connection
-    from shmreduce.packets import Arrival
+    from shmreduce.packets import Received
     from shmreduce.receive_buffer import ReceiveBuffer
 
     _StandardQueue = multiprocessing.queues.Queue[Any]
@@ -330,7 +330,7 @@ class Queue(_StandardQueue, Generic[_T]):
             self._reader.close()
             self._writer.close()
 
-    def _receive_within(self, buffer: ReceiveBuffer, seconds: float) -> Arrival:
+    def _receive_within(self, buffer: ReceiveBuffer, seconds: float) -> Received:
         deadline = time.monotonic() + seconds
         # Another reader may be faster.
         while self._reader.poll(max(0.0, deadline - time.monotonic())):

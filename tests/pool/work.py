@@ -81,6 +81,16 @@ def end_at_2_by_sigkill(x: int) -> int:
     return end_at(x, 2, "SIGKILL")
 
 
+def noted(call: tuple[str, int, str | None]) -> int:
+    """Append a call's number and the worker to a file; return the square, or end as it says."""
+    path, number, how = call
+    with Path(path).open("a") as file:
+        file.write(f"{number} {os.getpid()}\n")
+    if how is not None:
+        end(how)
+    return number * number
+
+
 def end_once(path: str, value: Any) -> float:
     """Spoil the array and kill the process in the first call; return its sum in the second."""
     try:

@@ -1,0 +1,149 @@
+"""Tasks of microseconds: several go to a worker in one packet."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import shmreduce
+from shmreduce import WorkerDied, pool_channel
+from shmreduce.pool import Pool
+from tests.channels.channels import eventually
+from tests.conftest import PATIENCE
+from tests.pool.work import LARGE, noted, set_first, square
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Children
+
+
+@pytest.fixture
+def packets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tasks went in each packet that had several; all tasks count as tiny."""
+    monkeypatch.setattr("shmreduce.pool_dispatch._TINY_TASK", PATIENCE)
+    monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
+    counts: list[int] = []
+    join = pool_channel._join
+
+    def counting(tasks: list[Any]) -> bytes:
+        counts.append(len(tasks))
+        return join(tasks)
+
+    monkeypatch.setattr(pool_channel, "_join", counting)
+    return counts
+
+
+@pytest.fixture(params=["shmreduce", "multiprocessing"])
+def context(request: pytest.FixtureRequest, children: Children) -> Any:
+    """A context whose connections are ours, and one of the standard library's."""
+    if request.param == "shmreduce":
+        return shmreduce.get_context(children.method)
+    return children.context
+
+
+@contextlib.contextmanager
+def held(pool: Pool, count: int) -> Iterator[None]:
+    """Keep the pool's thread from its work until so many tasks have been given to the pool."""
+    holding, ready = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        holding.set()
+        ready.wait(PATIENCE)
+
+    pool.apply_async(square, (1,), callback=hold)
+    assert holding.wait(PATIENCE)
+    try:
+        yield
+        inbox = pool._supervisor._dispatcher._inbox
+        eventually(lambda: inbox.qsize() == count)
+    finally:
+        ready.set()
+
+
+def test_each_is_done_once(context: Any, packets: list[int], tmp_path: Path) -> None:
+    """And its result is in its place."""
+    done = tmp_path / "done"
+    with Pool(2, context=context) as pool:
+        with held(pool, 300):
+            result = pool.map_async(noted, [(str(done), x, None) for x in range(300)], chunksize=1)
+        assert result.get(PATIENCE) == [x * x for x in range(300)]
+        pool.close()
+        pool.join()
+    assert sorted(int(line.split()[0]) for line in done.read_text().splitlines()) == [*range(300)]
+    assert max(packets) > 1
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_death_costs_the_task_that_was_begun(
+    context: Any, packets: list[int], tmp_path: Path, retries: int
+) -> None:
+    """Those behind it in the packet go to the next worker, those before it are not done again."""
+    done = tmp_path / "done"
+    calls = [(str(done), x, "SIGKILL" if x == 50 else None) for x in range(100)]
+    with Pool(1, context=context, retries=retries) as pool:
+        with held(pool, 100):
+            results = pool.imap(noted, calls)
+        for number in range(100):
+            if number == 50:
+                with pytest.raises(WorkerDied) as caught:
+                    results.next(PATIENCE)
+                assert caught.value.index == 50
+            else:
+                assert results.next(PATIENCE) == number**2
+        pool.close()
+        pool.join()
+    begun = collections.Counter(int(line.split()[0]) for line in done.read_text().splitlines())
+    assert begun == {number: 1 + retries * (number == 50) for number in range(100)}
+    assert max(packets) > 1
+
+
+def test_a_worker_gets_no_more_than_it_may_do(
+    context: Any, packets: list[int], tmp_path: Path
+) -> None:
+    """With ``maxtasksperchild`` it leaves after so many, also when they come together."""
+    done = tmp_path / "done"
+    with Pool(1, context=context, maxtasksperchild=5) as pool:
+        calls = [(str(done), x, None) for x in range(23)]
+        with held(pool, 23):
+            result = pool.map_async(noted, calls, chunksize=1)
+        assert result.get(PATIENCE) == [x * x for x in range(23)]
+        pool.close()
+        pool.join()
+    pids = collections.Counter(line.split()[1] for line in done.read_text().splitlines())
+    # The first had another before.
+    assert sorted(pids.values()) == [4, 4, 5, 5, 5]
+    assert 1 < max(packets) < 5
+
+
+def test_shared_arrays_go_with_each_of_them(children: Children, packets: list[int]) -> None:
+    """Parts of one, which the worker reads and writes in place."""
+    shared = shmreduce.array(np.arange(LARGE // 8, dtype=float))
+    parts = [shared[10 * x : 10 * x + 10] for x in range(1000)]
+    with Pool(2, context=shmreduce.get_context(children.method)) as pool:
+        with held(pool, len(parts)):
+            result = pool.map_async(set_first, parts, chunksize=1)
+        result.get(PATIENCE)
+        pool.close()
+        pool.join()
+    assert (shared[:10_000:10] == 7).all()
+    assert max(packets) > 1
+
+
+def test_large_tasks_go_alone(packets: list[int]) -> None:
+    """A worker that is not reading is sent no more than its connection takes."""
+    large = os.urandom(4 << 10)
+    with Pool(1, context=shmreduce.get_context("fork")) as pool:
+        for items, several in ([large] * 50, False), (range(50), True):
+            with held(pool, 50):
+                result = pool.map_async(repr, items, chunksize=1)
+            assert result.get(PATIENCE) == [repr(item) for item in items]
+            assert bool(packets) == several
+    pool.join()
