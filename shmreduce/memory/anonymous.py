@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 
 from shmreduce.memory.standard_streams import clear_of_streams
 
@@ -42,5 +41,8 @@ def anonymous_file(name: str) -> int:
                 raise
         else:
             return clear_of_streams(made)
+    # Where it is needed: it imports a dozen modules, in each child that is spawned.
+    import tempfile
+
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
         return clear_of_streams(os.dup(file.fileno()))

@@ -251,6 +251,8 @@ def output_of(program: str, folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         timeout=60,
+        # A fork server looks there for what it preloads, not beside the script.
+        cwd=folder,
     ).stdout
 
 

@@ -1,0 +1,13 @@
+"""Imports what children need of shmreduce, for a fork server to do so once for all of them.
+
+May import ``context``, ``discovery``, ``pool``, ``queues`` and ``spawn_child``.
+
+    multiprocessing.set_forkserver_preload(["numpy", "shmreduce.preload"])
+
+It imports modules and does nothing else: plugins are looked for in each child, by
+its parent's settings.
+"""
+
+from shmreduce import context, discovery, pool, queues, spawn_child
+
+__all__ = ["context", "discovery", "pool", "queues", "spawn_child"]
