@@ -117,8 +117,7 @@ static PyObject *write_packet(PyObject *module, PyObject *arguments)
         /* With the interpreter's lock: to let it go, and to wait for it behind a thread
          * that computes, may take a thousand times as long as this call. */
         written = sendmsg(fd, &message, flags | MSG_DONTWAIT);
-        if (written >= 0 || (errno == EAGAIN && flags & MSG_DONTWAIT))
-            again = 0;
+        again = written < 0 && errno == EAGAIN && !(flags & MSG_DONTWAIT);
     }
     while (again > 0) {
         PyThreadState *state = PyEval_SaveThread();

@@ -297,7 +297,7 @@ def load_whole(body: bytes | memoryview) -> Any:
 
 
 class PlainArrival:
-    """Such a packet; see :class:`Arrival`."""
+    """A packet that has its whole message in itself, as most do; as :class:`Arrival`."""
 
     __slots__ = ("_body",)
 

@@ -137,8 +137,8 @@ class Channel:
         """
         return self._connection.recv_bytes()
 
-    def receive(self) -> Callable[[], Any]:
-        """Wait for an answer, and return what unpickles it; to be called once.
+    def receive(self) -> Callable[[], Any] | None:
+        """Return what unpickles the next answer, to be called once; None if it is not there yet.
 
         Raises
         ------
@@ -199,11 +199,11 @@ class _OwnChannel(Channel):
     def send_packed(self, message: Any) -> None:
         self._connection.transmit(message, patient=True)
 
-    def receive(self) -> Callable[[], Any]:
+    def receive(self) -> Callable[[], Any] | None:
         buffer = connection.take_buffer()
         arrival = self._connection.receive(buffer, wait=False)
         if arrival is None:
-            raise BlockingIOError
+            return None
         return functools.partial(_unpickle, arrival, buffer)
 
 

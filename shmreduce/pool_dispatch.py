@@ -138,9 +138,11 @@ class Dispatcher:
                 pass
         depth = self._prefetched()
         if len(self._waiting) > depth * len(workers):
+            now = time.monotonic()
             for worker in workers:
-                if 0 < len(worker.tasks) <= depth // 2:
-                    self._prefetch(worker, depth - len(worker.tasks))
+                has = len(worker.tasks)
+                if 0 < has <= depth // 2 and now - worker.busy_since < _SHORT_TASK:
+                    self._prefetch(worker, depth - has)
 
     def _prefetched(self) -> int:
         """Return how many tasks a worker may have."""
@@ -149,42 +151,42 @@ class Dispatcher:
         return _PREFETCHED if self._mean_seconds < _SHORT_TASK else 1
 
     def _send_next(self, worker: WorkerHandle) -> bool:
-        """Send the next task to an idle worker; False if there is none, or it can take none."""
-        task = self._take_for(worker)
-        return task is not None and self._send(worker, [task])
+        """Send the next task to an idle worker; False if there is none, or it takes none."""
+        while self._waiting and self._may_get(worker, 1):
+            task = self._waiting.popleft()
+            if self._begin(task):
+                return self._send(worker, [task])
+        return False
 
     def _prefetch(self, worker: WorkerHandle, count: int) -> None:
         """Send the next tasks, in one packet, to a worker that is at another one."""
-        if time.monotonic() - worker.busy_since >= _SHORT_TASK:
-            return
         receiver = worker.tasks[0].receiver
         tasks: list[Task] = []
-        while len(tasks) < count and self._waiting:
-            first = self._waiting[0]
-            if first.receiver is not receiver or len(first.data) > _PREFETCH_BYTES:
+        while self._waiting and len(tasks) < count and self._may_get(worker, len(tasks) + 1):
+            task = self._waiting[0]
+            if task.receiver is not receiver or len(task.data) > _PREFETCH_BYTES:
                 break
-            task = self._take_for(worker, len(tasks))
-            if task is None:
-                break
-            tasks.append(task)
+            self._waiting.popleft()
+            if self._begin(task):
+                tasks.append(task)
         if tasks:
             self._send(worker, tasks)
 
-    def _take_for(self, worker: WorkerHandle, more: int = 0) -> Task | None:
-        """Take the next task for a worker that gets ``more`` before it; None if it gets none."""
+    def _may_get(self, worker: WorkerHandle, count: int) -> bool:
+        """Return whether a worker can take so many tasks more."""
         if not worker.ready or worker.disconnected or worker.lost_answers:
-            return None
-        if self._max_tasks is not None and worker.sent + more >= self._max_tasks:
-            return None
-        while self._waiting:
-            task = self._waiting.popleft()
-            task.leave_queue()
-            # One that is given to a second worker was wanted when the first got it.
-            if task.started or task.receiver.begin():
-                task.started = True
-                return task
-            task.discard()
-        return None
+            return False
+        return self._max_tasks is None or worker.sent + count <= self._max_tasks
+
+    def _begin(self, task: Task) -> bool:
+        """Take note that a worker gets a task; False if nobody wants it any more."""
+        task.leave_queue()
+        # One that is given to a second worker was wanted when the first got it.
+        if task.started or task.receiver.begin():
+            task.started = True
+            return True
+        task.discard()
+        return False
 
     def _send(self, worker: WorkerHandle, tasks: list[Task]) -> bool:
         """Send tasks to a worker, whose they are from now on; False if it takes no more."""

@@ -432,6 +432,8 @@ class Supervisor:
         except (EOFError, OSError):
             self._stop_listening(worker)
             return
+        if unpickle is None:
+            return
         forget_announced()
         try:
             kind, value = unpickle()

@@ -154,6 +154,10 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
         progress.begin(done)
         if not _answer(channel, data, progress, options, around):
             return
+        if isinstance(data, Exception) and not isinstance(data, ShmreduceError):
+            # No memory, say: there may have been more tasks in the packet, which go to
+            # the next worker. What the other errors are about travels alone.
+            return
         # Arrays of this task are not to live until the next one comes.
         del data
         if gc.isenabled():

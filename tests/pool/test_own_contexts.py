@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import WorkerDied
+from shmreduce import WorkerDied, connection
 from shmreduce.pool import Pool
 from tests.conftest import PATIENCE, START_METHODS
 from tests.pool.work import LARGE, doubled_in_place, filled, first_of, total
@@ -46,6 +46,23 @@ def test_arrays_and_large_pickles(method: str) -> None:
         assert (array[0], doubled[0], again[0]) == (1, 2, 4)
         assert pool.map(str.upper, [text] * 3, chunksize=1) == ["X" * LARGE] * 3
     pool.join()
+
+
+def test_news_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is said to have something, and has nothing, changes nothing."""
+    receive = connection.Connection.receive
+    asked = []
+
+    def nothing_at_first(self: connection.Connection, buffer: Any, *, wait: bool) -> Any:
+        asked.append(wait)
+        return None if len(asked) % 2 else receive(self, buffer, wait=wait)
+
+    monkeypatch.setattr(connection.Connection, "receive", nothing_at_first)
+    with shmreduce.get_context("fork").Pool(1) as pool:
+        assert pool.map(total, [np.ones(LARGE // 8)] * 3, chunksize=1) == [LARGE / 8] * 3
+    pool.join()
+    # The pool's thread never waits for one worker alone.
+    assert set(asked) == {False}
 
 
 def test_the_executor_uses_them_by_default() -> None:

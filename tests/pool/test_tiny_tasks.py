@@ -123,6 +123,34 @@ def test_a_worker_gets_no_more_than_it_may_do(
     assert 1 < max(packets) < 5
 
 
+def test_a_packet_for_which_a_worker_has_no_memory_fails_one_task(
+    packets: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many others were in it nobody knows: the worker leaves, and they go to the next."""
+    done, failed = tmp_path / "done", tmp_path / "failed"
+    receive = pool_channel.Channel.receive_tasks
+
+    def without_memory(channel: pool_channel.Channel) -> list[bytes]:
+        tasks = receive(channel)
+        if len(tasks) > 1 and not failed.exists():
+            failed.touch()
+            raise MemoryError
+        return tasks
+
+    monkeypatch.setattr(pool_channel.Channel, "receive_tasks", without_memory)
+    with Pool(1, context=shmreduce.get_context("fork")) as pool:
+        calls = [(str(done), x, None) for x in range(50)]
+        with held(pool, 50):
+            result = pool.map_async(noted, calls, chunksize=1)
+        with pytest.raises(MemoryError):
+            result.get(PATIENCE)
+        pool.close()
+        pool.join()
+    numbers = [int(line.split()[0]) for line in done.read_text().splitlines()]
+    assert len(numbers) == len(set(numbers)) == 49
+    assert max(packets) > 1
+
+
 def test_shared_arrays_go_with_each_of_them(children: Children, packets: list[int]) -> None:
     """Parts of one, which the worker reads and writes in place."""
     shared = shmreduce.array(np.arange(LARGE // 8, dtype=float))
