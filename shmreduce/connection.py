@@ -42,7 +42,6 @@ from shmreduce.packets import (
     SMALL_PACKET,
     Arrival,
     PlainArrival,
-    load_plain,
     pack,
     pack_bytes,
     pack_last,
@@ -177,10 +176,7 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = take_buffer()
         try:
-            size = self._read(buffer, 0)
-            if refers_to_nothing(buffer, size):
-                return load_plain(buffer, size)
-            return _arrival(buffer, size).load()
+            return _arrival(buffer, self._read(buffer, 0)).load()
         finally:
             give_buffer(buffer)
 

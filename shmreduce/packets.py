@@ -48,7 +48,6 @@ __all__ = [
     "Packet",
     "PlainArrival",
     "Received",
-    "load_plain",
     "load_whole",
     "pack",
     "pack_bytes",
@@ -279,11 +278,6 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
 def refers_to_nothing(buffer: ReceiveBuffer, size: int) -> bool:
     """Whether a buffer begins with a packet of this size that has its whole message in itself."""
     return size >= _HEAD.size and buffer.startswith(_PLAIN) and not buffer.descriptors
-
-
-def load_plain(buffer: ReceiveBuffer, size: int) -> Any:
-    """Return the object of such a packet."""
-    return load_whole(memoryview(buffer)[_HEAD.size : size])
 
 
 def load_whole(body: bytes | memoryview) -> Any:

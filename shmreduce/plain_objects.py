@@ -9,6 +9,7 @@ asks for the reducer of each part.
 
 from __future__ import annotations
 
+from itertools import repeat
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -53,13 +54,7 @@ def is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
             return False
         if ATOMS.issuperset(map(type, obj)):
             return True
-        if not depth:
-            return False
-        # Not all(...), whose generator would take longer than the rest.
-        for each in obj:  # noqa: SIM110
-            if type(each) not in ATOMS and not is_plain(each, depth - 1):
-                return False
-        return True
+        return depth > 0 and all(map(is_plain, obj, repeat(depth - 1)))
     if kind is dict:
         return not obj or (
             len(obj) <= _FEW_ITEMS

@@ -77,8 +77,6 @@ class _Event:
                 self._condition.notify_all()
 
     def wait(self, timeout: float | None) -> None:
-        if self._is_set:
-            return
         with self._lock:
             if not self._is_set:
                 if self._condition is None:

@@ -58,13 +58,11 @@ class WorkerProgress:
         Which worker it is.
     """
 
-    __slots__ = ("_begun", "_position", "_slot", "_table", "_words")
+    __slots__ = ("_slot", "_table", "_words")
 
     def __init__(self, table: ProgressTable, slot: int) -> None:
         self._table, self._slot = table, slot
-        self._words = table.words
-        self._begun = _PER_WORKER * slot
-        self._position = self._begun + 1
+        self._words = table.words[_PER_WORKER * slot : _PER_WORKER * (slot + 1)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WorkerProgress, (self._table, self._slot)
@@ -72,18 +70,18 @@ class WorkerProgress:
     @property
     def begun(self) -> int:
         """How many tasks the worker has begun."""
-        return self._words[self._begun]
+        return self._words[0]
 
     @property
     def position(self) -> int:
         """Which item of its task it is at."""
-        return self._words[self._position]
+        return self._words[1]
 
     def begin(self, tasks: int) -> None:
         """Take note that the worker begins with one task more, at its first item."""
-        self._words[self._position] = 0
-        self._words[self._begun] = tasks
+        self._words[1] = 0
+        self._words[0] = tasks
 
     def go_on(self, position: int) -> None:
         """Take note of which item of its task the worker is at."""
-        self._words[self._position] = position
+        self._words[1] = position

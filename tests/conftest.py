@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import pytest
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from shmreduce.memory.family import Letter
+
+_Reducer = TypeVar("_Reducer", bound=shmreduce.Reducer)
 
 pytest_plugins = ["shmreduce.testing.pytest_plugin"]
 
@@ -46,6 +49,16 @@ def letters() -> list[Letter]:
         found.append(letter)
         os.close(fd)
     return found
+
+
+@contextlib.contextmanager
+def registered(reducer: _Reducer) -> Iterator[_Reducer]:
+    """Have a reducer registered."""
+    shmreduce.register_reducer(reducer)
+    try:
+        yield reducer
+    finally:
+        shmreduce.unregister_reducer(reducer)
 
 
 class Children:

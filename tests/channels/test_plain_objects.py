@@ -16,6 +16,7 @@ import shmreduce
 from shmreduce import Reducer
 from shmreduce.pickling import Pickler, dumps
 from shmreduce.plain_objects import is_plain
+from tests.conftest import registered
 from tests.pool.work import square
 
 if TYPE_CHECKING:
@@ -49,10 +50,8 @@ def take_cube() -> Any:
 @pytest.fixture
 def reducer() -> Iterator[CubeReducer]:
     """A reducer for functions, registered."""
-    reducer = CubeReducer()
-    shmreduce.register_reducer(reducer)
-    yield reducer
-    shmreduce.unregister_reducer(reducer)
+    with registered(CubeReducer()) as reducer:
+        yield reducer
 
 
 @given(OBJECTS)

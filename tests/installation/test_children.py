@@ -13,7 +13,7 @@ import pytest
 import shmreduce
 from shmreduce import Reducer, ReducerError, get_settings, get_sharing_strategy
 from shmreduce.forking import _state
-from tests.conftest import PATIENCE, Children
+from tests.conftest import PATIENCE, Children, registered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,10 +45,8 @@ class SignalReducer(Reducer):
 @pytest.fixture
 def reducer() -> Iterator[SignalReducer]:
     """A reducer for signals, registered."""
-    reducer = SignalReducer()
-    shmreduce.register_reducer(reducer)
-    yield reducer
-    shmreduce.unregister_reducer(reducer)
+    with registered(SignalReducer()) as reducer:
+        yield reducer
 
 
 def what_holds_here() -> tuple[str, int, bool]:

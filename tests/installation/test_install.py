@@ -29,6 +29,7 @@ from shmreduce import (
     pickling,
     uninstall,
 )
+from tests.conftest import registered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,10 +65,8 @@ class SignalReducer(Reducer):
 @pytest.fixture
 def reducer() -> Iterator[SignalReducer]:
     """A reducer for signals, registered."""
-    reducer = SignalReducer()
-    shmreduce.register_reducer(reducer)
-    yield reducer
-    shmreduce.unregister_reducer(reducer)
+    with registered(SignalReducer()) as reducer:
+        yield reducer
 
 
 def snapshot() -> tuple[dict[str, Any], dict[Any, Any], dict[str, Any], Settings]:

@@ -46,7 +46,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["Process", "Pool", "ProcessPoolExecutor", "start_processes"])
+@pytest.mark.parametrize("way", ["Process", "Pool", "ProcessPoolExecutor", "spawn"])
 def test_children_of_such_a_server_import_nothing_of_shmreduce(way: str, tmp_path: Path) -> None:
     """``shmreduce.preload`` is all there is to import, however they are started."""
     (tmp_path / "preloaded.py").write_text("import sys\nNAMES = frozenset(sys.modules)\n")
