@@ -10,18 +10,22 @@
 #include <Python.h>
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
+#include <sched.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_VERSION 2
+#define SHMREDUCE_VERSION 3
 #define MOST_DESCRIPTORS 64 /* as packet_socket.py has it */
 #define BRIEF 4096 /* bytes of a packet that takes no time to copy */
 #define LONGEST_LOOK 1e-3 /* seconds between two looks at what signals have come */
+#define STEP 2e-4 /* seconds between two looks at what else runs */
 
 union control {
     char bytes[CMSG_SPACE(MOST_DESCRIPTORS * sizeof(int))];
@@ -34,6 +38,36 @@ static double seconds_now(void)
 
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+static double earlier(double one, double other)
+{
+    return one < other ? one : other;
+}
+
+/* As all_taken() of processors.py. */
+static int all_taken(void)
+{
+    char text[128], *running = text;
+    cpu_set_t usable;
+    ssize_t size;
+    int fd = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+
+    if (fd < 0)
+        return 1;
+    size = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[size < 0 ? 0 : size] = '\0';
+    for (int space = 0; space < 3; space++) {
+        running = strchr(running, ' ');
+        if (running == NULL)
+            return 1;
+        running++;
+    }
+    /* It fails where there are more processors than the set has room for. */
+    if (sched_getaffinity(0, sizeof usable, &usable) < 0)
+        return 1;
+    return strtol(running, NULL, 10) > CPU_COUNT(&usable);
 }
 
 /* Whether a call that has failed is to be made again; -1 if a signal handler raises.
@@ -184,10 +218,27 @@ static ssize_t look(int fd, const Py_buffer *buffer, int flags, double until,
     return size;
 }
 
+/* Look until a time, and on until the last one, as long as all who run have a processor;
+ * it is 0 afterwards if they do not. */
+static ssize_t look_on(int fd, const Py_buffer *buffer, int flags, double until, double *last,
+    struct msghdr *message, union control *control)
+{
+    ssize_t size = look(fd, buffer, flags, until, message, control);
+
+    while (size < 0 && errno == EAGAIN && (until = seconds_now()) < *last) {
+        if (all_taken()) {
+            *last = 0;
+            errno = EAGAIN;
+        } else
+            size = look(fd, buffer, flags, earlier(until + STEP, *last), message, control);
+    }
+    return size;
+}
+
 static PyObject *read_packet(PyObject *module, PyObject *arguments)
 {
     int fd, flags, again = 1;
-    double patience, until = 0;
+    double patience, spare, until = 0, last = 0;
     Py_buffer buffer;
     union control control;
     struct msghdr message;
@@ -195,25 +246,29 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     PyObject *list, *found = NULL;
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "iw*idO!", &fd, &buffer, &flags, &patience, &PyList_Type,
-            &list))
+    if (!PyArg_ParseTuple(arguments, "iw*iddO!", &fd, &buffer, &flags, &patience, &spare,
+            &PyList_Type, &list))
         return NULL;
-    if (patience > 0)
+    if (patience > 0) {
         until = seconds_now() + patience;
-    else if (flags & MSG_DONTWAIT) {
+        last = until + spare;
+    } else if (flags & MSG_DONTWAIT) {
         size = look(fd, &buffer, flags, 0, &message, &control);
         again = 0;
     }
     while (again > 0) {
-        double now = patience > 0 ? seconds_now() : 0, pause = now + LONGEST_LOOK;
+        double pause = patience > 0 ? seconds_now() + LONGEST_LOOK : 0;
+        double end = earlier(last, pause);
         PyThreadState *state = PyEval_SaveThread();
         int reason;
 
-        size = look(fd, &buffer, flags, pause < until ? pause : until, &message, &control);
+        size = look_on(fd, &buffer, flags, earlier(until, pause), &end, &message, &control);
         reason = errno;
         PyEval_RestoreThread(state);
         errno = reason;
-        again = size < 0 ? is_to_be_repeated(until) : 0;
+        if (end == 0)
+            last = 0;
+        again = size < 0 ? is_to_be_repeated(last) : 0;
     }
     if (size >= 0) {
         /* Before this call has returned, when no handler of a signal can raise. */
@@ -228,7 +283,7 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
 static PyMethodDef methods[] = {
     {"write_packet", write_packet, METH_VARARGS, "write_packet(fd, data, descriptors, flags)"},
     {"read_packet", read_packet, METH_VARARGS,
-        "read_packet(fd, buffer, flags, patience, descriptors)"},
+        "read_packet(fd, buffer, flags, patience, spare, descriptors)"},
     {NULL, NULL, 0, NULL},
 };
 

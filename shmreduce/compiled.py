@@ -31,7 +31,7 @@ __all__ = [
     "reason_against",
 ]
 
-MODULE_VERSION = 2
+MODULE_VERSION = 3
 """Of the modules' functions; their sources have the same number."""
 FOLDER = Path(__file__).parent
 """The package's, below which all parts are."""

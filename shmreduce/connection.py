@@ -82,6 +82,11 @@ _WAITS_FROM = 16 << 20
 """Bytes from which ``send_bytes`` waits for the reader, lest streams fill the memory."""
 _LONGEST_PAUSE = 20
 """Milliseconds."""
+_ANYWAY = 3e-4
+"""Seconds for which a reader looks whoever else runs; for longer only where processors are free.
+
+A processor that looks is none that the kernel would wake somebody on.
+"""
 _MOST_SLEEPS = 255
 """Waits in a row for which a reader sleeps at once, after looking was in vain."""
 
@@ -340,8 +345,9 @@ class Connection(multiprocessing.connection.Connection):
             return read(buffer, _DO_NOT_WAIT)
         except BlockingIOError:
             pass
+        at_once = min(limit, _ANYWAY)
         try:
-            found = read(buffer, _DO_NOT_WAIT, limit)
+            found = read(buffer, _DO_NOT_WAIT, at_once, limit - at_once)
         except BlockingIOError:
             self._in_vain = self._sleeps = min(2 * self._in_vain + 1, _MOST_SLEEPS)
             return None

@@ -1,6 +1,6 @@
 """A socket that reads and writes packets with descriptors beside them.
 
-May import :mod:`shmreduce.compiled` and, for a type, ``receive_buffer``.
+May import :mod:`shmreduce.compiled`, ``processors`` and, for a type, ``receive_buffer``.
 
 The socket module takes such a packet in half a dozen objects for each
 direction. ``_quick_packets.c``, where it was compiled, does it in one call.
@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.compiled import PACKETS, find_module
+from shmreduce.processors import all_taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +31,8 @@ _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
 # Plain integers: to combine members of an enumeration takes longer than to send.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
+_STEP = 2e-4
+"""Seconds between two looks at what else runs."""
 _module: Any = find_module(PACKETS)[0]
 
 
@@ -69,7 +72,9 @@ class PlainPacketSocket(socket.socket):
         else:
             self.send(data, flags)
 
-    def read(self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0) -> int:
+    def read(
+        self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0, spare: float = 0.0
+    ) -> int:
         """Read a packet into a buffer, with the descriptors beside it; return its size.
 
         The descriptors are closed on exec. Where none is free the kernel drops
@@ -84,6 +89,8 @@ class PlainPacketSocket(socket.socket):
         patience : float
             Seconds for which to look again where there is nothing, and it must
             not wait.
+        spare : float
+            Seconds for which to go on with that, as long as all who run have a processor.
 
         Raises
         ------
@@ -93,14 +100,19 @@ class PlainPacketSocket(socket.socket):
             As recvmsg(2) says.
         """
         until = time.perf_counter() + patience if patience else 0.0
+        last = until + spare
         while True:
             try:
                 size, control, _, _ = self.recvmsg_into(
                     [buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
-                if time.perf_counter() >= until:
+                now = time.perf_counter()
+                if now < until:
+                    continue
+                if now >= last or all_taken():
                     raise
+                until = min(now + _STEP, last)
             else:
                 if control:
                     _add_descriptors(control, buffer.descriptors)
@@ -116,9 +128,13 @@ class QuickPacketSocket(PlainPacketSocket):
         """See :meth:`PlainPacketSocket.write`."""
         _module.write_packet(self.fileno(), data, descriptors, flags)
 
-    def read(self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0) -> int:
+    def read(
+        self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0, spare: float = 0.0
+    ) -> int:
         """See :meth:`PlainPacketSocket.read`."""
-        size: int = _module.read_packet(self.fileno(), buffer, flags, patience, buffer.descriptors)
+        size: int = _module.read_packet(
+            self.fileno(), buffer, flags, patience, spare, buffer.descriptors
+        )
         return size
 
 

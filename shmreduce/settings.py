@@ -52,8 +52,9 @@ class Settings:
         never gives up. ``SHMREDUCE_MESSAGE_TIMEOUT``.
     short_wait : float
         Seconds for which a reader of a channel of shmreduce looks for a message
-        again and again before it sleeps, where that has been worth while; 0
-        never does. ``SHMREDUCE_SHORT_WAIT``.
+        again and again before it sleeps, where that has been worth while; after
+        0.3 ms only as long as no process waits for a processor. 0 never does.
+        ``SHMREDUCE_SHORT_WAIT``.
     on_exhausted : {"raise", "pickle"}
         Whether an array for which there is no shared memory left raises an
         error or is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.
@@ -92,7 +93,7 @@ class Settings:
     idle_seconds: float = 5.0
     idle_keep: int = 128 * MEBIBYTE
     message_timeout: float | None = None
-    short_wait: float = 0.0003
+    short_wait: float = 0.001
     on_exhausted: Literal["raise", "pickle"] = "raise"
     autoload: bool = True
     plugins: tuple[str, ...] = ()

@@ -31,7 +31,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define SHMREDUCE_VERSION 2
+#define SHMREDUCE_VERSION 3
 
 #ifndef F_OFD_SETLK
 #define F_OFD_SETLK 37

@@ -8,15 +8,19 @@ import fcntl
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shmreduce import packet_socket
 from shmreduce.compiled import PACKETS
 from shmreduce.packet_socket import MOST_DESCRIPTORS, PlainPacketSocket, QuickPacketSocket
+from shmreduce.processors import usable_processors
 from shmreduce.receive_buffer import ReceiveBuffer
 from tests.channels.channels import PATIENCE
 from tests.compiler import needs_module
@@ -187,6 +191,55 @@ def test_who_has_patience_finds_what_another_thread_writes(ends: tuple[Socket, S
     size = there.read(buffer, DO_NOT_WAIT, PATIENCE)
     assert bytes(buffer[:size]) == b"contents"
     thread.join(PATIENCE)
+
+
+@pytest.fixture
+def every_processor_taken() -> Iterator[None]:
+    """One process more than there are processors runs, and never sleeps."""
+    spin = "import sys; sys.stdout.write('x'); sys.stdout.flush()\nwhile True: pass"
+    with ExitStack() as stack:
+        for _ in range(usable_processors() + 1):
+            process = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.read(1) == b"x"
+        yield
+
+
+def test_who_has_time_to_spare_leaves_the_processor_to_others(
+    ends: tuple[Socket, Socket], every_processor_taken: None
+) -> None:
+    """Long before it is over, but not before its patience is."""
+    began = time.perf_counter()
+    with pytest.raises(BlockingIOError):
+        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT, 0.05, 2 * PATIENCE)
+    assert 0.05 <= time.perf_counter() - began < PATIENCE
+
+
+def test_who_has_patience_and_time_to_spare_finds_what_comes(ends: tuple[Socket, Socket]) -> None:
+    """As with patience alone."""
+    here, there = ends
+    buffer = ReceiveBuffer(SIZE)
+    thread = threading.Thread(target=here.write, args=(b"contents", (), 0))
+    thread.start()
+    size = there.read(buffer, DO_NOT_WAIT, PATIENCE, PATIENCE)
+    assert bytes(buffer[:size]) == b"contents"
+    thread.join(PATIENCE)
+
+
+def test_time_to_spare_comes_to_its_end(
+    ends: tuple[Socket, Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where processors are free all the time, as the socket in Python is told here."""
+    monkeypatch.setattr(packet_socket, "all_taken", lambda: False)
+    began = time.perf_counter()
+    with pytest.raises(BlockingIOError):
+        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT, 0.01, 0.05)
+    assert 0.01 <= time.perf_counter() - began < PATIENCE
+    if not isinstance(ends[0], QuickPacketSocket):
+        assert time.perf_counter() - began >= 0.06
 
 
 class HandlerError(Exception):

@@ -37,7 +37,9 @@ class Looked:
         self._found = found
         self.looks = self.sleeps = 0
 
-    def read(self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0) -> Any:
+    def read(
+        self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0, spare: float = 0.0
+    ) -> Any:
         if not flags & _DO_NOT_WAIT:
             self.sleeps += 1
         else:
@@ -45,7 +47,7 @@ class Looked:
             self.looks += not patience
             if self._found == "by waiting" or (self._found == "by looking" and not patience):
                 raise BlockingIOError
-        return self._real.read(buffer, flags, patience)
+        return self._real.read(buffer, flags, patience, spare)
 
     def close(self) -> None:
         self._real.close()
