@@ -6,6 +6,7 @@ Imports nothing of shmreduce.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 __all__ = ["all_taken", "usable_processors"]
 
@@ -38,7 +39,7 @@ def all_taken() -> bool:
     """
     try:
         # As bytes: to import the codec of a text file takes longer than all the rest.
-        with open("/proc/loadavg", "rb", buffering=0) as file:
+        with Path("/proc/loadavg").open("rb", buffering=0) as file:
             running, _, _ = file.read().split()[3].partition(b"/")
             return int(running) > usable_processors()
     except (OSError, ValueError, IndexError):
