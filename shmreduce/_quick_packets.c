@@ -218,8 +218,8 @@ static ssize_t look(int fd, const Py_buffer *buffer, int flags, double until,
     return size;
 }
 
-/* Look until a time, and on until the last one, as long as all who run have a processor;
- * it is 0 afterwards if they do not. */
+/* Look until a time, and on until the last one, as long as all who run have a processor.
+ * If they do not the last one is 0 afterwards: there is to be no other look. */
 static ssize_t look_on(int fd, const Py_buffer *buffer, int flags, double until, double *last,
     struct msghdr *message, union control *control)
 {

@@ -90,7 +90,8 @@ class PlainPacketSocket(socket.socket):
             Seconds for which to look again where there is nothing, and it must
             not wait.
         spare : float
-            Seconds for which to go on with that, as long as all who run have a processor.
+            Seconds for which to go on with that after the patience, as long as all who run
+            have a processor.
 
         Raises
         ------

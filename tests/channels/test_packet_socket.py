@@ -182,13 +182,16 @@ def test_who_has_patience_looks_until_it_is_over(ends: tuple[Socket, Socket]) ->
     assert 0.05 <= time.perf_counter() - began < PATIENCE
 
 
-def test_who_has_patience_finds_what_another_thread_writes(ends: tuple[Socket, Socket]) -> None:
+@pytest.mark.parametrize("spare", [0.0, PATIENCE])
+def test_who_has_patience_finds_what_another_thread_writes(
+    spare: float, ends: tuple[Socket, Socket]
+) -> None:
     """The thread gets on while this one looks."""
     here, there = ends
     buffer = ReceiveBuffer(SIZE)
     thread = threading.Thread(target=here.write, args=(b"contents", (), 0))
     thread.start()
-    size = there.read(buffer, DO_NOT_WAIT, PATIENCE)
+    size = there.read(buffer, DO_NOT_WAIT, PATIENCE, spare)
     assert bytes(buffer[:size]) == b"contents"
     thread.join(PATIENCE)
 
@@ -216,17 +219,6 @@ def test_who_has_time_to_spare_leaves_the_processor_to_others(
     with pytest.raises(BlockingIOError):
         ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT, 0.05, 2 * PATIENCE)
     assert 0.05 <= time.perf_counter() - began < PATIENCE
-
-
-def test_who_has_patience_and_time_to_spare_finds_what_comes(ends: tuple[Socket, Socket]) -> None:
-    """As with patience alone."""
-    here, there = ends
-    buffer = ReceiveBuffer(SIZE)
-    thread = threading.Thread(target=here.write, args=(b"contents", (), 0))
-    thread.start()
-    size = there.read(buffer, DO_NOT_WAIT, PATIENCE, PATIENCE)
-    assert bytes(buffer[:size]) == b"contents"
-    thread.join(PATIENCE)
 
 
 def test_time_to_spare_comes_to_its_end(
