@@ -88,7 +88,8 @@ def ordinal_of(uuid: bytes) -> int:
     CudaDeviceError
         If it does not see the device.
     """
-    for ordinal, known in list(_uuids.items()):
+    # A copy, since other threads ask, too.
+    for ordinal, known in _uuids.copy().items():
         if known == uuid:
             return ordinal
     visible = visible_uuids()

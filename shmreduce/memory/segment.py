@@ -247,13 +247,15 @@ class Segment(LeaseSlots):
     def unread(self) -> list[Sent]:
         """Return this process's messages that nobody has read."""
         found = []
-        # A list first, since other threads send meanwhile. Only what has been read is
-        # taken out: another thread that asks at the same time must see the others.
-        for nonce, sent in list(self.outbox.items()):
-            if self.words[sent.slot] == MESSAGE | nonce:
+        # A list first, since other threads send meanwhile. Not of items: before CPython 3.12
+        # each pair that is made may set off the garbage collector, and that other threads.
+        # Only what has been read is taken out: another thread that asks at the same time
+        # must see the others.
+        for sent in list(self.outbox.values()):
+            if self.words[sent.slot] == MESSAGE | sent.nonce:
                 found.append(sent)
             else:
-                self.outbox.pop(nonce, None)
+                self.outbox.pop(sent.nonce, None)
         return found
 
     def give_up(self, timeout: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import multiprocessing
 import os
 import threading
@@ -434,3 +435,32 @@ def test_a_heap_that_this_thread_is_in_is_passed_over_when_others_make_room() ->
     shared, other = state.heap(SHARED), state.spare_heap(SHARED)
     with shared.exclusive():
         assert state.cool_others(other) >= 0
+
+
+def test_who_looks_for_unread_messages_can_be_interrupted_by_who_sends() -> None:
+    """While the outbox is gone through, the garbage collector may run, and with it another
+    thread, which sends: what is unread is found all the same.
+    """
+    array = shmreduce.ones(1000)
+    segment = own_segment_of(array)
+    messages = [bytes(ForkingPickler.dumps(array)) for _ in range(100)]
+    unread = set(segment.outbox)
+    sent: list[bytes] = []
+
+    def send(phase: str, _: object) -> None:
+        if phase == "start" and len(sent) < 10:
+            sent.append(b"")
+            sent[-1] = bytes(ForkingPickler.dumps(array))
+
+    before = gc.get_threshold()
+    gc.callbacks.append(send)
+    try:
+        gc.set_threshold(1)
+        found = segment.unread()
+    finally:
+        gc.callbacks.remove(send)
+        gc.set_threshold(*before)
+    assert len(unread) >= len(messages)
+    assert unread <= {each.nonce for each in found}
+    for message in messages + sent:
+        ForkingPickler.loads(message)
