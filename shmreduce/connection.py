@@ -27,7 +27,6 @@ import time
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, cast
 
-from shmreduce.born import moving
 from shmreduce.borrowed_socket import ask_socket
 from shmreduce.errors import ConfigurationError
 from shmreduce.memory import locks
@@ -42,7 +41,6 @@ from shmreduce.packets import (
     SMALL_PACKET,
     Arrival,
     PlainArrival,
-    pack,
     pack_bytes,
     pack_last,
     refers_to_nothing,
@@ -145,11 +143,6 @@ class Connection(multiprocessing.connection.Connection):
         OSError
             If the connection is closed, or meant for reading alone.
         """
-        if self._handle is None or not self._writable:
-            self._refuse()
-        if not moving.started:
-            self.transmit(pack(obj))
-            return
         held = [obj]
         # So that the caller's may be the last reference.
         del obj
@@ -158,7 +151,8 @@ class Connection(multiprocessing.connection.Connection):
     def send_last(self, held: list[Any]) -> None:
         """Send the one object in a list, which is emptied, as :meth:`send` does.
 
-        Arrays born in shared memory that nobody has any more then are moved.
+        Arrays that nobody has any more then are moved: those born in shared memory, and
+        those that were received by value.
         """
         if self._handle is None or not self._writable:
             self._refuse()

@@ -1,7 +1,7 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
-May import errors, signals, :mod:`shmreduce.memory`, ``born``, ``children``, ``pickling`` and, for
-a number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
+May import errors, signals, :mod:`shmreduce.memory`, ``moving``, ``children``, ``pickling`` and,
+for a number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
@@ -16,7 +16,6 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
-from shmreduce.born import moving
 from shmreduce.children import CallOnLoad
 from shmreduce.errors import (
     AttachError,
@@ -30,6 +29,7 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import Loading, hold_message, import_block
 from shmreduce.memory.message import Lease, Message
+from shmreduce.moving import Moves
 from shmreduce.packet_socket import MOST_DESCRIPTORS
 from shmreduce.pickling import dumps, is_exhausted, load_message, loads_again, unloaded
 from shmreduce.signals import is_from_system
@@ -175,29 +175,29 @@ def pack(obj: Any) -> Packet:
 def pack_last(held: list[Any]) -> Packet:
     """Return the packet of the one object in a list, which is emptied.
 
-    Arrays born in shared memory that nobody has afterwards are moved.
+    Arrays that nobody has afterwards are moved: those born in shared memory, and those
+    that were received by value.
 
     Raises
     ------
     OutOfSharedMemoryError, BudgetExceededError
         As :func:`pack`. The object may have gone then.
     """
-    if not moving.started:
-        packet = pack(held[0])
+    moves = Moves(held, passes_on=True)
+    message: Message | None = None
+    try:
+        pickled, message = dumps(held[0], INLINE_BODY, moves)
         held.clear()
-        return packet
-    with moving.Moves(held) as moves:
-        pickled, message = dumps(held[0], block_from=INLINE_BODY)
-        try:
-            held.clear()
-            data = moves.settle(pickled)
-            if message is not None and data is not pickled:
-                # It is another pickle now, in ordinary memory.
-                message.take_back(pickled)
-        except BaseException:
-            if message is not None:
-                message.rollback()
-            raise
+        data = moves.settle(pickled)
+        if message is not None and data is not pickled:
+            # It is another pickle now, in ordinary memory.
+            message.take_back(pickled)
+    except BaseException:
+        if message is not None:
+            message.rollback()
+        raise
+    finally:
+        moves.give_up()
     return _make(data, message)
 
 

@@ -22,6 +22,7 @@ from contextlib import suppress
 # is forked in the middle of that waits for the import lock for ever.
 from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shmreduce.children import CallOnLoad
@@ -353,6 +354,9 @@ class Pickler(ForkingPickler):
         if claim is not None:
             result = ask_reducer(self, obj, claim, outranked=_NOBODY, shared_memory=_always)
         if result is NotImplemented:
+            if self._mover is not None and not isinstance(obj, _NAMED):
+                # Its own methods are called now, and may write to arrays.
+                self._mover.cut_off()
             others = override_of_others()
             if others is not None:
                 return others(self, obj)
@@ -364,6 +368,8 @@ class Pickler(ForkingPickler):
 
 
 _NOBODY: Mapping[type, object] = {}
+_NAMED = (type, FunctionType, BuiltinFunctionType)
+"""What is pickled as a name, by no methods of its own."""
 
 
 def _always() -> bool:
@@ -410,7 +416,7 @@ class _Buffers:
         return handle, places
 
 
-def dumps(obj: Any, block_from: int | None = None) -> Pickled:
+def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -> Pickled:
     """Pickle an object for a channel of shmreduce.
 
     Parameters
@@ -420,6 +426,8 @@ def dumps(obj: Any, block_from: int | None = None) -> Pickled:
     block_from : int, optional
         Bytes from which the pickle may be in a block of the message, for which
         see :meth:`Message.handle_of`.
+    mover : Mover, optional
+        Who moves the arrays of the object; else whom :func:`take_mover` names.
 
     Returns
     -------
@@ -443,7 +451,7 @@ def dumps(obj: Any, block_from: int | None = None) -> Pickled:
     if is_plain(obj):
         return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
     kind = type(obj)
-    mover = take_mover(obj)
+    mover = mover or take_mover(obj)
     claim = get_registry().find(kind)
     if claim is None or kind in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
         return _dump_whole(obj, mover, block_from=block_from)

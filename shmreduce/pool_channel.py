@@ -24,9 +24,9 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, packets, pickling
-from shmreduce.born.moving import Moves
 from shmreduce.memory.handle import MARK
 from shmreduce.memory.loading import discard_message
+from shmreduce.moving import Moves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ class Channel:
     def pack_last(held: list[Any]) -> Any:
         """Pickle the one object in a list, which is emptied, as :meth:`pack` does.
 
-        Arrays born in shared memory that nobody has afterwards are moved.
+        Arrays that nobody has afterwards are moved.
         """
         with Moves(held) as moves:
             data = ForkingPickler.dumps(held[0])

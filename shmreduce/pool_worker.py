@@ -188,8 +188,7 @@ def _answer(
     # In a list, so that there is no reference to it but one that others can drop.
     held = [_run(channel, data, progress, options.catch, around)]
     try:
-        moving = options.shared_allocations
-        message = channel.pack_last(held) if moving else channel.pack(held[0])
+        message = channel.pack_last(held)
     except KeyboardInterrupt:
         raise
     except options.catch as error:

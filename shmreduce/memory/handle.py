@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LONGEST_LOCATOR",
     "MARK",
+    "ROOM_FOR_ANOTHER",
     "Handle",
     "block_key",
     "check_handle",
@@ -48,6 +49,8 @@ _KEY = struct.Struct("<16sIQ")
 _REST = struct.Struct("<16sQIBBHH")
 LONGEST_LOCATOR = 1 << 15
 """Bytes: half of what there is room for, so that a handle can be :func:`padded`."""
+ROOM_FOR_ANOTHER = 16
+"""Bytes by which a handle that replaces another in a pickle may be longer."""
 _FROM_LEASE = len(MARK) + _CHECKSUM.size
 _FROM_KEY = _FROM_LEASE + _LEASE.size
 _FROM_REST = _FROM_KEY + _KEY.size

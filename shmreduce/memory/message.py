@@ -1,7 +1,7 @@
 """The sender's side of one pickled message: what it gives out.
 
-May import errors, settings, contracts, ``layout``, ``handle``, ``lease_slots``, ``segment``,
-``heap``, ``record``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
+May import errors, settings, strategies, contracts, ``layout``, ``handle``, ``lease_slots``,
+``segment``, ``heap``, ``record``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from shmreduce.contracts import check_nbytes
 from shmreduce.errors import ConfigurationError, SegmentError, ShmreduceError
 from shmreduce.memory.filling import Filling
-from shmreduce.memory.handle import block_key, pack_constant, pack_handle
+from shmreduce.memory.handle import ROOM_FOR_ANOTHER, block_key, pack_constant, pack_handle
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.lease_slots import NONCE_MASK
@@ -26,6 +26,7 @@ from shmreduce.memory.parts import BLOCK_SIZE, LARGEST_PART, PARTS_FROM, PartedB
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import Segment, Sent
 from shmreduce.settings import get_settings
+from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
@@ -56,13 +57,30 @@ os.register_at_fork(after_in_child=_new_nonces)
 
 
 class Mover(Protocol):
-    """Lets arrays travel without a copy whose memory nobody else has; see ``born.moving``."""
+    """Lets arrays travel without a copy whose memory nobody else has; see ``shmreduce.moving``."""
 
     def serves(self, obj: object) -> bool:
         """Return whether this is the object whose arrays it moves."""
 
+    @property
+    def takes_born(self) -> bool:
+        """Whether there can be anything for :meth:`move` here."""
+
     def move(self, message: Message, address: int, used: int) -> bytes | None:
         """See :meth:`Message.move`."""
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether :meth:`pass_on` may be called."""
+
+    def cut_off(self) -> None:
+        """Let writes to what was passed on so far not reach the message from now on."""
+
+    def pass_on(self, message: Message, block: Block, lease: Lease, handle: bytes) -> None:
+        """Take care of a by-value block that a message names though it is not cut off yet.
+
+        Writes of this process must not show in it when somebody can see the message.
+        """
 
 
 class _SendingHere(threading.local):
@@ -287,7 +305,9 @@ class Message:
         A shared block always can (but a ``cow`` one at a receiver, whose pages
         are its own). A block received by value can if this process is its
         only user: its pages here become copy-on-write, so that the receiver
-        gets the bytes of this instant.
+        gets the bytes of this instant. In a channel of shmreduce that is put off,
+        and not done at all if nobody has the block when the message is complete.
+        The handle must stand in the pickle as it is.
         """
         if not self.shared_memory:
             return None
@@ -302,7 +322,10 @@ class Message:
                 value=block,
             ) from None
         inherited = record.live is not runtime.live
-        if not _make_ready(runtime, record, used, inherited):
+        if not _can_travel(record, used, inherited):
+            return None
+        mover = None if record.shared else self._mover_for(record)
+        if mover is None and not record.shared and not runtime.live.make_private(record):
             return None
         segment, mark = record.segment, object()
         if inherited:
@@ -311,25 +334,16 @@ class Message:
             taken = self._add(segment, record.block, record.generation)
         finally:
             segment.unpin(mark)
-        written = record.written
-        # A forked child that sends what it inherited is another sender.
-        if written is None or segment is not record.segment:
-            written = _constant(
-                segment,
-                record.block,
-                record.generation,
-                record.nbytes,
-                shared=record.shared,
-                mode=record.mode,
-            )
-            if segment is record.segment:
-                record.written = written
-        return pack_handle(taken.slot, taken.nonce, written)
+        room = 0 if mover is None else ROOM_FOR_ANOTHER
+        handle = pack_handle(taken.slot, taken.nonce, _what_names(record, segment, room))
+        if mover is not None:
+            mover.pass_on(self, block, taken, handle)
+        return handle
 
     @property
     def moves(self) -> bool:
         """Whether :meth:`move` can be worth a try."""
-        return self._mover is not None
+        return self._mover is not None and self._mover.takes_born
 
     def move(self, address: int, used: int) -> bytes | None:
         """Return a handle by which memory from ``shared_allocations`` travels without a copy.
@@ -431,6 +445,21 @@ class Message:
         while self._is_ours():
             self._taken.pop().undo()
 
+    def _mover_for(self, record: Record) -> Mover | None:
+        """Return who passes a received block on, if that can be put off until it is dropped.
+
+        Somebody may have it then, and the kernel refuse private pages: so a copy must be
+        sure to get its memory, and to be named by a handle of the same length.
+        """
+        if (
+            self._mover is None
+            or not self._mover.passes_on
+            or get_settings().on_exhausted == "pickle"
+            or current_strategy() is not record.segment.strategy
+        ):
+            return None
+        return self._mover
+
     def _let_go_of_parts(self) -> None:
         if self._parted is not None:
             self._parted.close()
@@ -463,8 +492,8 @@ class Message:
         return runtime
 
 
-def _make_ready(runtime: Runtime, record: Record, used: int, inherited: bool) -> bool:
-    """Return whether a block travels without a copy; one by value is private here from now on."""
+def _can_travel(record: Record, used: int, inherited: bool) -> bool:
+    """Return whether a block can travel without a copy; one by value must be cut off then."""
     if record.shared:
         # The pages of a receiver are its own.
         return record.mode != "cow" or record.slot is None
@@ -474,7 +503,6 @@ def _make_ready(runtime: Runtime, record: Record, used: int, inherited: bool) ->
         or inherited
         or record.segment.capacities[record.block] < _PRIVATE_FROM
         or 2 * used < record.nbytes
-        or not runtime.live.make_private(record)
     )
 
 
@@ -515,10 +543,40 @@ class Lease:
         self.segment.unpin(self)
 
 
+def _what_names(record: Record, segment: Segment, room: int) -> bytes:
+    """Return what is the same in all handles that this process makes for a block it holds."""
+    # A forked child that sends what it inherited is another sender.
+    usual = segment is record.segment and not room
+    if usual and record.written is not None:
+        return record.written
+    written = _constant(
+        segment,
+        record.block,
+        record.generation,
+        record.nbytes,
+        shared=record.shared,
+        mode=record.mode,
+        room=room,
+    )
+    if usual:
+        record.written = written
+    return written
+
+
 def _constant(
-    segment: Segment, block: int, generation: int, nbytes: int, *, shared: bool, mode: Mode
+    segment: Segment,
+    block: int,
+    generation: int,
+    nbytes: int,
+    *,
+    shared: bool,
+    mode: Mode,
+    room: int = 0,
 ) -> bytes:
-    """Return what is the same in all handles of this process for a block."""
+    """Return what is the same in all handles of this process for a block.
+
+    With ``room``, those bytes longer, as by :func:`padded`.
+    """
     return pack_constant(
         block_key(segment.token, block, generation),
         segment.header.boot,
@@ -527,5 +585,5 @@ def _constant(
         shared,
         mode,
         segment.strategy.name,
-        segment.locator,
+        segment.locator + "\0" * room,
     )

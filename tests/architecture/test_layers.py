@@ -38,6 +38,7 @@ LAYERS = [
     {"strategies"},
     {"memory"},
     {"born"},
+    {"moving"},
     {"children", "remote", "arrays", "plain_objects", "presized_pickle", "standard_pools"},
     {"pickling"},
     {"forking"},

@@ -12,7 +12,7 @@ import pytest
 
 import shmreduce
 from shmreduce import ReducerError, import_block
-from shmreduce.born.moving import Moves
+from shmreduce.moving import Moves
 from tests.born.allocator import LARGE, filled
 
 if TYPE_CHECKING:

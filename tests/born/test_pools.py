@@ -12,6 +12,7 @@ import pytest
 import shmreduce
 from shmreduce import pool as pool_module
 from shmreduce.born import allocations, library, moving
+from shmreduce.moving import Moves
 from tests.born.allocator import filled, is_born, needs_allocator
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def test_what_is_moved_is_where_it_was_born_and_what_is_kept_is_not() -> None:
 
 def lack_memory(number: int) -> Any:
     """Return an array of which this worker will find, once pickled, that it cannot go on."""
-    moves: Any = moving.Moves
+    moves: Any = Moves
     original = moves.settle
 
     def settle(*_: Any) -> Any:
@@ -203,6 +204,7 @@ def test_without_the_allocator_a_pool_says_so(
     nothing is different.
     """
     monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setattr(moving, "started", False)
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "allocator.so")
     for kind in (shmreduce.get_context("fork").Pool, shmreduce.ProcessPoolExecutor):
         with pytest.raises(shmreduce.AllocatorUnavailableError, match="build-helper"):

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -45,7 +46,7 @@ from tests.stress.links import Link
 from tests.stress.pattern import complaint, fill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.faults.plan import Plan
 
@@ -100,13 +101,24 @@ class CountedLink(Link):
         if message[0] != "arrays":
             self.link.send(message)
             return
+        with self._counted() as number:
+            self.link.send((*message, self.row, number))
+
+    def pass_on(self, held: list[Any]) -> None:
+        with self._counted() as number:
+            held.append((*held.pop(), self.row, number))
+            self.link.pass_on(held)
+
+    @contextmanager
+    def _counted(self) -> Iterator[int]:
+        """Yield the number of a message, and take note of what becomes of it."""
         number = self._count
         self._count += 1
         sent = self.tally.sent[self.row]
         # A feeder thread may fail to send it before send() is back.
         sent[number] = TRYING if self.pickles_at_once else SENT
         try:
-            self.link.send((*message, self.row, number))
+            yield number
         except BaseException:
             sent[number] = REFUSED
             raise

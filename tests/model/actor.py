@@ -13,6 +13,7 @@ from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.loading import Loading, discard_message, import_block
 from shmreduce.memory.message import Message
 from shmreduce.memory.owned_segment import OwnedSegment
+from shmreduce.moving import Moves
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -37,6 +38,7 @@ class Actor:
     def __init__(self, *, shared: bool) -> None:
         self.kind = SHARED if shared else BY_VALUE
         self.views: dict[Any, Any] = {}
+        self.passing: tuple[Message, Moves, bytes] | None = None
 
     def allocate(self, key: Any, value: int) -> tuple[bytes, int]:
         """Make a shared block full of ``value``; return segment and number."""
@@ -64,6 +66,31 @@ class Actor:
         handle = message.refer(self.views[key], SIZE)
         message.commit()
         return handle
+
+    def pass_on(self, key: Any) -> bool:
+        """Pickle a block that may be dropped before the message is complete."""
+        moves = Moves([])
+        message = Message(mover=moves)
+        handle = message.refer(self.views[key], SIZE)
+        if handle is None:
+            return False
+        self.passing = message, moves, handle
+        return True
+
+    def keep(self) -> bytes:
+        """Complete that message, with the view still there; return the handle."""
+        if self.passing is None:
+            raise RuntimeError("there is no such message")
+        message, moves, handle = self.passing
+        self.passing = None
+        settled: bytes = moves.settle(handle)
+        message.commit()
+        return settled
+
+    def let_go(self, key: Any) -> bytes:
+        """Complete that message when the view has gone; return the handle."""
+        del self.views[key]
+        return self.keep()
 
     def load(self, key: Any, handle: bytes) -> str | int:
         """Load a message; return what the bytes are, or the error's name."""
@@ -131,6 +158,7 @@ class Actor:
             return pid
         # Inherited views are told apart from those of the child's own.
         self.views = {(*key[:2], True): view for key, view in self.views.items()}
+        self.passing = None
         try:
             self.serve(connection)
         finally:

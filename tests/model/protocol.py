@@ -42,6 +42,7 @@ GUARDS = {
     "message once": "a by-value message is loaded once",
     "alone": "who is not alone with a by-value block gets pages of its own",
     "private to forward": "who sends a by-value block on keeps its pages to itself",
+    "private to keep": "... also who was to drop it before anybody sees the message, and did not",
     "private to fork": "who forks keeps the pages of by-value blocks to itself",
     "chunk": "slots are taken by one process at a time",
     "hint first": "the hint of a release is cleared before the chain is looked at",

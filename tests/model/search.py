@@ -119,7 +119,8 @@ def _messages(world: World, state: State, block: int) -> list[int]:
 def _lost_message(world: World, state: State) -> str | None:
     """A message that nobody has loaded keeps its block."""
     words = world.table(state, "words")
-    for each in state.mail:
+    passing = {each.passing for each in state.people if each.passing is not None}
+    for each in state.mail | passing:
         if words[each.slot] == each.nonce and (
             not state.out[each.block] or state.lives[each.block] != each.life
         ):

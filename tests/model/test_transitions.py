@@ -152,7 +152,7 @@ class Bench:
         name, arguments = expected.doing.name, expected.doing.arguments
         if name in ("collect", "reap"):
             return self._look_after(name, arguments[0], has_record=expected.has_record)
-        if name in ("post", "forward"):
+        if name in ("post", "forward", "pass on"):
             view, nonce = arguments
             if name == "post":
                 return segment.start_message(view.block, nonce)
@@ -160,6 +160,9 @@ class Bench:
                 return segment.add_message(view.block, view.generation, nonce)
             except StaleHandleError:
                 return -1
+        if name == "let go":
+            view, _ = arguments
+            return segment.try_release(view.block, view.slot)
         if name == "end":
             (view,) = arguments
             if view.slot == OWN:

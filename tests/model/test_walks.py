@@ -193,6 +193,12 @@ class Walk:
                 self.sent(before, handle)
         elif name == "forward":
             self.sent(before, tell(place, "forward", key_of(argument)))
+        elif name == "pass on":
+            assert tell(place, "pass_on", key_of(argument)), self.path()
+        elif name == "keep":
+            self.sent(before, tell(place, "keep"))
+        elif name == "let go":
+            self.sent(before, tell(place, "let_go", key_of(argument)))
         elif name == "drop":
             tell(place, "drop", key_of(argument))
         elif name == "load":

@@ -73,6 +73,8 @@ class Process(NamedTuple):
     ``born`` is the number of the birth, which says place and epoch. ``lineage``
     are the births whose locks it keeps: its own and its forked ancestors'.
     ``limbo`` are views that are gone, but whose lease could not be ended yet.
+    ``passing`` is a message that is complete but for what becomes of the view it
+    is about: nobody else can see it yet.
     """
 
     born: int
@@ -81,6 +83,7 @@ class Process(NamedTuple):
     views: frozenset[View] = frozenset()
     limbo: frozenset[View] = frozenset()
     doing: Doing | None = None
+    passing: Handle | None = None
 
 
 class State(NamedTuple):
@@ -295,6 +298,11 @@ class World:
     def choices(self, state: State, place: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield what an idle process may do: names and arguments for :meth:`begin`."""
         who, scope = state.people[place], self.scope
+        if who.passing is not None:
+            view = next(each for each in who.views if each.block == who.passing.block)
+            yield "keep", (view, who.passing)
+            yield "let go", (view, who.passing)
+            return
         is_maker = place == MAKER and who.born == 1
         may_send = state.sent < scope.messages
         if is_maker:
@@ -312,6 +320,8 @@ class World:
             yield "drop", (view,)
             if may_send and (scope.shared or (view.slot >= 0 and not view.private)):
                 yield "forward", (view,)
+                if not scope.shared:
+                    yield "pass on", (view,)
         for view in who.limbo:
             if not self.visible_to_children(state, view):
                 yield "settle", (view,)
@@ -366,7 +376,7 @@ class World:
             # The kernel unlocks.
             if memory[self.start["locks"] + block] == place + 1:
                 memory[self.start["locks"] + block] = 0
-        maimed = state.maimed or who.doing is not None
+        maimed = state.maimed or who.doing is not None or who.passing is not None
         dead = state._replace(memory=tuple(memory), maimed=maimed)
         return self._without_the_dead(self._with(dead, place, Process(who.born)))
 
@@ -401,6 +411,11 @@ class World:
                 cut_off = view._replace(private=True)
                 state = self._changed(state, place, views=who.views - {view} | {cut_off})
             return state._replace(sent=state.sent + 1), Doing("forward", (view, state.sent + 1))
+        if name == "pass on":
+            (view,) = arguments
+            return state._replace(sent=state.sent + 1), Doing(name, (view, state.sent + 1))
+        if name in ("keep", "let go"):
+            return self._complete(state, place, *arguments, kept=name == "keep")
         if name in ("load", "load and undo"):
             (handle,) = arguments
             known = self.scope.shared and any(
@@ -426,6 +441,22 @@ class World:
             return state, None
         return state._replace(sent=state.sent + 1), Doing("post", (view, state.sent + 1))
 
+    def _complete(
+        self, state: State, place: int, view: View, handle: Handle, *, kept: bool
+    ) -> tuple[State, Doing | None]:
+        """Return what is when the sender of a message drops what it passes on, or has kept it."""
+        who = state.people[place]
+        left = who.views - {view}
+        if kept:
+            cut_off = view._replace(private=view.private or "private to keep" not in self.without)
+            left |= {cut_off}
+        state = self._changed(state, place, views=left, passing=None)
+        if not kept and not self.visible_to_children(state, view):
+            return state, Doing("let go", (view, handle))
+        if not kept:
+            state = self._wait(state, place, view)
+        return state._replace(mail=state.mail | {handle}), None
+
     def _wait(self, state: State, place: int, view: View) -> State:
         return self._changed(state, place, limbo=state.people[place].limbo | {view})
 
@@ -440,12 +471,15 @@ class World:
         name, arguments = doing.name, doing.arguments
         if name in self._composed:
             return self._composed[name](caller, *arguments)
-        if name == "forward":
+        if name in ("forward", "pass on"):
             view, nonce = arguments
             return TRANSITIONS["add message"](caller, view.block, view.generation, nonce)
         if name == "discard":
             (handle,) = arguments
             return TRANSITIONS["consume"](caller, *handle[:4])
+        if name == "let go":
+            view, _ = arguments
+            return TRANSITIONS["release"](caller, view.block, view.slot)
         if name == "end":
             (view,) = arguments
             if view.slot == OWN:
@@ -471,12 +505,18 @@ class World:
 
     def _finish(self, state: State, place: int, doing: Doing, result: Any) -> State:
         name, arguments = doing.name, doing.arguments
-        if name in ("post", "forward"):
+        if name in ("post", "forward", "pass on"):
             view, nonce = arguments
             if result < 0:
                 return state
             handle = Handle(view.block, view.generation, result, nonce, view.life)
+            if name == "pass on":
+                return self._changed(state, place, passing=handle)
             return state._replace(mail=state.mail | {handle})
+        if name == "let go":
+            view, handle = arguments
+            state = state._replace(mail=state.mail | {handle})
+            return state if result else self._wait(state, place, view._replace(seen=frozenset()))
         if name == "load":
             slot, alone = result
             if slot < 0:

@@ -145,7 +145,8 @@ class Actor:
             (self.send_by_value, 22),
             (self.send_shared, 8),
             (self.broadcast, 5),
-            (self.forward, 18),
+            (self.forward, 14),
+            (self.pass_on, 10),
             (self.receive_some, 30),
             (self.drop, 10),
             (self.rewrite, 6),
@@ -308,6 +309,19 @@ class Actor:
         self.counts["forwarded"] += 1
         if held.own and self.random.random() < 0.5:
             self.rewrite_one(held)
+
+    def pass_on(self) -> None:
+        """Send on what was received, and keep nothing of it."""
+        peer = self.find_room()
+        received = [place for place, held in enumerate(self.held) if held.kind == "value"]
+        if peer is None or not received:
+            return
+        held = self.held.pop(self.random.choice(received))
+        message = [("arrays", [(held.array, held.seed, "value")])]
+        del held
+        self.part.outgoing[peer].pass_on(message)
+        self.sent[peer] += 1
+        self.counts["passed on"] += 1
 
     def receive_some(self) -> None:
         peers = list(self.part.incoming)

@@ -14,6 +14,7 @@ from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment import Segment
+from shmreduce.moving import Moves
 
 __all__ = ["BREAKS", "VARIABLE", "apply_break"]
 
@@ -85,11 +86,18 @@ def release_at_once() -> None:
     patch.expose = expose_and_release
 
 
+def keep_what_is_passed_on() -> None:
+    """Leave who still has an array that was sent on as it is with the block."""
+    patch: Any = Moves
+    patch.settle = lambda _moves, data: data
+
+
 BREAKS = {
     "ignore forks": ignore_forks,
     "free at export": free_at_export,
     "load twice": load_twice,
     "release at once": release_at_once,
+    "keep what is passed on": keep_what_is_passed_on,
 }
 
 

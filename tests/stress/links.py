@@ -1,4 +1,4 @@
-"""One-way links between two actors, over the stock channels of multiprocessing.
+"""One-way links between two actors, over the stock channels of multiprocessing and our own.
 
 Each link has one writer and one reader, so that a killed actor takes only its
 own links with it. Messages are shorter than ``PIPE_BUF``: a writer that is
@@ -14,7 +14,17 @@ from abc import ABC, abstractmethod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-__all__ = ["KINDS", "ConnectionLink", "Link", "QueueLink", "SimpleQueueLink", "make_link"]
+import shmreduce
+
+__all__ = [
+    "KINDS",
+    "WEIGHTS",
+    "ConnectionLink",
+    "Link",
+    "QueueLink",
+    "SimpleQueueLink",
+    "make_link",
+]
 
 BROADCAST = b"to several readers"
 """Stands in every message that was pickled once for several links."""
@@ -31,6 +41,10 @@ class Link(ABC):
     @abstractmethod
     def send(self, message: object) -> None:
         """Pickle and send a message."""
+
+    @abstractmethod
+    def pass_on(self, held: list[Any]) -> None:
+        """Send the one message in a list, of which nothing is kept."""
 
     @abstractmethod
     def is_ready(self) -> bool:
@@ -58,6 +72,9 @@ class PipeLink(Link):
 
     def send(self, message: object) -> None:
         self._writer.send(message)
+
+    def pass_on(self, held: list[Any]) -> None:
+        self._writer.send(held.pop())
 
     def send_pickled(self, data: Any) -> None:
         """Send what was pickled for several links."""
@@ -97,6 +114,9 @@ class SimpleQueueLink(Link):
     def send(self, message: object) -> None:
         self._queue.put(message)
 
+    def pass_on(self, held: list[Any]) -> None:
+        self._queue.put(held.pop())
+
     def is_ready(self) -> bool:
         return not self._queue.empty()
 
@@ -119,6 +139,9 @@ class QueueLink(Link):
     def send(self, message: object) -> None:
         self._queue.put(message)
 
+    def pass_on(self, held: list[Any]) -> None:
+        self._queue.put(held.pop())
+
     def is_ready(self) -> bool:
         return not self._queue.empty()
 
@@ -138,15 +161,29 @@ class QueueLink(Link):
         self._queue._writer.close()
 
 
+class OwnQueueLink(QueueLink):
+    pickles_at_once = True
+
+
 KINDS: dict[str, type[Link]] = {
     "pipe": PipeLink,
     "simple queue": SimpleQueueLink,
     "queue": QueueLink,
+    "own pipe": PipeLink,
+    "own simple queue": SimpleQueueLink,
+    "own queue": OwnQueueLink,
 }
+WEIGHTS = (4, 2, 1, 3, 2, 1)
+"""How often each kind is used, in proportion."""
 
 
 def make_link(kind: str, context: Any) -> Link:
-    """Return a link of a kind; the writer uses its one half, the reader the other."""
+    """Return a link of a kind; the writer uses its one half, the reader the other.
+
+    Those of our own need no installation, and are of the context's start method.
+    """
+    if kind.startswith("own"):
+        context = shmreduce.get_context(context.get_start_method())
     return KINDS[kind](context)  # type: ignore[call-arg]
 
 

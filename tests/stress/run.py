@@ -25,7 +25,7 @@ from shmreduce.memory.inspection import list_segments, process_state
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from tests.stress import breaking
 from tests.stress.actor import INLINE_LIMIT, Actor, Part, end_by_alarm, play
-from tests.stress.links import KINDS, make_link
+from tests.stress.links import KINDS, WEIGHTS, make_link
 from tests.stress.reports import Reports
 
 __all__ = ["main"]
@@ -145,7 +145,7 @@ class Stress:
         for sender in parts:
             for receiver in parts:
                 if sender is not receiver:
-                    kind = chooser.choices(list(KINDS), (4, 2, 1))[0]
+                    kind = chooser.choices(list(KINDS), WEIGHTS)[0]
                     link = make_link(kind, self.context)
                     sender.outgoing[receiver.index] = link
                     receiver.incoming[sender.index] = link

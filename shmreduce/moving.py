@@ -1,0 +1,255 @@
+"""Arrays that travel without a copy, because nobody else has them.
+
+May import errors, settings, :mod:`shmreduce.memory` and ``born.moving``.
+
+Whether an array is referenced from anywhere else cannot be asked. It can be
+tried: the message is pickled as if the array were moved, then its sender drops
+it. If its memory was given up by then, nobody has it, and it has moved. If not,
+what its owner writes from now on is kept from the receiver: a received array
+is cut off from its block, by private pages; one that was born in shared memory
+is copied into another block, and the handle in the pickle replaced by that
+block's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from shmreduce.born import moving as born
+from shmreduce.errors import OutOfSharedMemoryError, ReducerError, SegmentError
+from shmreduce.memory.handle import padded
+from shmreduce.memory.message import Lease, Message, sending
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from shmreduce.memory.blocks import Block
+
+__all__ = ["Moves"]
+
+
+class _Move(Protocol):
+    """One array in a message, of which it is not known yet whether it moves."""
+
+    @property
+    def message(self) -> Message:
+        """In which it is."""
+
+    @property
+    def lease(self) -> Lease:
+        """What the message gives to its reader."""
+
+    @property
+    def handle(self) -> bytes:
+        """As it stands in the pickle, with room for one that is longer."""
+
+    def is_apart(self) -> bool:
+        """Return whether nobody here has it, or what they write is not the receiver's to see."""
+
+    def memory(self) -> tuple[int, int]:
+        """Return the address and the size of what is to be copied; the lease keeps it there."""
+
+    def stay(self) -> None:
+        """Let the array be as if it had never been in a message."""
+
+    def end(self) -> None:
+        """Take note that the message is complete."""
+
+
+class _PassedOn:
+    """A by-value block that was received, and is on its way to somebody else.
+
+    It arrives as it is now. Nobody writes to it until it is dropped or cut off but
+    those who could write at the same time anyhow, and what objects of the same message
+    do when they are pickled: before that it is cut off, see :meth:`Moves.cut_off`.
+    """
+
+    __slots__ = ("_record", "_root", "handle", "lease", "message")
+
+    def __init__(self, message: Message, block: Block, lease: Lease, handle: bytes) -> None:
+        self.message = message
+        self.lease = lease
+        self.handle = handle
+        self._record = block._record
+        self._root = weakref.ref(block._root)
+
+    def is_apart(self) -> bool:
+        # As long as there is a reference here the hold does not end: pages that were cut
+        # off after its end would be another block's.
+        root = self._root()
+        record = self._record
+        return root is None or record.private or record.live.make_private(record)
+
+    def memory(self) -> tuple[int, int]:
+        return self._record.address, self._record.nbytes
+
+    def stay(self) -> None:
+        """Nothing was changed."""
+
+    end = stay
+
+
+class Moves:
+    """The arrays of one message that are moved if its sender is the last to have them.
+
+    The message of the object names arrays without copying them or cutting them off;
+    :meth:`settle` must follow when the sender has dropped them, and before anybody
+    else can see the pickle. As a context it is told to whatever pickler comes to pickle
+    the object in this thread; ours are given it.
+
+    Parameters
+    ----------
+    held : list
+        Its one item is the object that is going to be pickled.
+    passes_on : bool
+        Whether the pickler calls :meth:`cut_off`, so that received arrays are moved, too.
+    """
+
+    __slots__ = ("_held", "_moves", "_outer", "_process", "_uncut", "passes_on")
+
+    def __init__(self, held: list[Any], *, passes_on: bool = False) -> None:
+        self.passes_on = passes_on
+        self._held = held
+        self._moves: list[_Move] = []
+        self._uncut: list[_PassedOn] = []
+        self._outer: Any = None
+        self._process = 0
+
+    def serves(self, obj: object) -> bool:
+        """Return whether this is the object."""
+        return bool(self._held) and self._held[0] is obj
+
+    def __enter__(self) -> Self:
+        self._outer = sending.mover
+        sending.mover = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        sending.mover = self._outer
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Let what has not been settled stay: pickling has failed, the message has its leases."""
+        while self._moves:
+            self._moves.pop().stay()
+
+    @property
+    def takes_born(self) -> bool:
+        """Whether there can be anything for :meth:`move` here."""
+        return born.started
+
+    def move(self, message: Message, address: int, used: int) -> bytes | None:
+        """See :meth:`shmreduce.Message.move`."""
+        found = born.name_array(message, address, used, self._add)
+        return None if found is None else found.handle
+
+    def pass_on(self, message: Message, block: Block, lease: Lease, handle: bytes) -> None:
+        """See :meth:`shmreduce.memory.message.Mover.pass_on`."""
+        move = _PassedOn(message, block, lease, handle)
+        self._add(move)
+        self._uncut.append(move)
+
+    def cut_off(self) -> None:
+        """Let writes to received arrays that were named so far not reach the message.
+
+        To be called before anything is run that may write to them: methods by which
+        objects say how they are pickled.
+        """
+        while self._uncut:
+            self._uncut.pop().is_apart()
+
+    def _add(self, move: _Move) -> None:
+        # Asked of the system for those alone that move anything.
+        self._process = self._process or os.getpid()
+        self._moves.append(move)
+
+    def settle(self, data: Any) -> Any:
+        """Return the pickle with copies of those arrays that somebody still has.
+
+        Parameters
+        ----------
+        data : bytes-like
+            What was pickled.
+
+        Raises
+        ------
+        OutOfSharedMemoryError, BudgetExceededError
+            If there is no room for a copy. The message must not be sent then.
+        """
+        if not self._moves or self._process != os.getpid():
+            # A child that was forked in the middle of a pickling: it is the parent's.
+            return data
+        while self._moves:
+            move = self._moves[-1]
+            # What was taken back meanwhile is in the message by another lease, or a copy.
+            if not move.lease.ended and not move.is_apart():
+                data = _copy(move, data)
+            self._moves.pop()
+            move.end()
+        return data
+
+
+def _copy(move: _Move, data: Any) -> Any:
+    """Copy an array into another block; return the pickle with the handle of that."""
+    text = bytes(data)
+    place = text.find(move.handle)
+    if place == -1:
+        raise ReducerError(
+            "the handle of an array that was to be moved is not in the pickle as it is. "
+            "Reducers must pass on what Message.move() and Message.refer() return as bytes of "
+            "its own",
+            reducer=None,
+            type_name=None,
+            reason="handle not found",
+        )
+    if not move.message.is_empty:
+        handle = _copy_to(move.message, move)
+    else:
+        # It was committed, by a channel that is not ours: the copy has one of its own.
+        message = Message()
+        try:
+            handle = _copy_to(message, move)
+            message.commit()
+        except BaseException:
+            message.rollback()
+            raise
+    move.message.end_lease(move.lease)
+    rest = text[place + len(move.handle) :]
+    return memoryview(b"".join((text[:place], handle, rest)))
+
+
+def _copy_to(message: Message, move: _Move) -> bytes:
+    """Copy an array into a block of a message; return a handle as long as the move's."""
+    address, size = move.memory()
+    given = message.allocate(size)
+    if given is None:
+        raise OutOfSharedMemoryError(
+            f"no room for a copy of {size} bytes; the message was sent from within another "
+            "that is being made. Send it again",
+            operation="copy",
+            errno=0,
+            requested=size,
+            available=None,
+            strategy=None,
+        )
+    memory, handle = given
+    if len(handle) > len(move.handle):
+        raise SegmentError(
+            f"strategy {move.lease.segment.strategy.name!r} names its segments by texts of very "
+            "different lengths; please report this",
+            operation="copy",
+            errno=0,
+            segment=None,
+        )
+    # Not by a view of the array: it may be freed at any moment. Its block
+    # stays as it is until this move has been settled.
+    ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(memory)), address, size)
+    return padded(handle, len(move.handle))
