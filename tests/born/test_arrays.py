@@ -113,6 +113,16 @@ def test_no_room_means_ordinary_memory() -> None:
             np.empty(1 << 58, np.uint8)
 
 
+def test_once_there_is_room_again_arrays_are_born_again() -> None:
+    """That there was none at one look is not the last word, whatever was asked for then."""
+    with shmreduce.install(budget=1 << 20), shmreduce.shared_allocations():
+        _ = np.ones(70 << 20, np.uint8)
+        get_heap().tend()
+        assert not is_born(np.ones(50 << 20, np.uint8))
+    with shmreduce.install(), shmreduce.shared_allocations():
+        assert is_born(np.ones(50 << 20, np.uint8))
+
+
 def test_what_is_carved_is_booked() -> None:
     """Memory that arrays were born in counts for the budget of the family."""
     with shmreduce.install():
