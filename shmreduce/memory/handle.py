@@ -17,6 +17,7 @@ block that it has already.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -56,6 +57,8 @@ _FROM_KEY = _FROM_LEASE + _LEASE.size
 _FROM_REST = _FROM_KEY + _KEY.size
 _SHORTEST = _FROM_REST + _REST.size
 _MODES: tuple[Mode, ...] = ("rw", "ro", "cow")
+_KEPT = 256
+"""How many of the last parts of handles are kept, packed and unpacked."""
 
 
 def block_key(token: bytes, block: int, generation: int) -> bytes:
@@ -82,11 +85,34 @@ def pack_constant(
     ``key`` is from :func:`block_key`, ``name`` the strategy's; for the others
     see :class:`Handle`.
     """
+    return key + _pack_rest(boot, nbytes, pid, shared, mode, name, where)
+
+
+# Block after block, and life after life of each, has the same: kept, it takes a third of the time.
+@lru_cache(_KEPT)
+def _pack_rest(
+    boot: bytes, nbytes: int, pid: int, shared: bool, mode: Mode, name: str, where: str
+) -> bytes:
     # A path need not be text (os.fsencode).
     encoded, located = name.encode(), where.encode(errors="surrogateescape")
     sizes = len(encoded), len(located)
-    rest = _REST.pack(boot, nbytes, pid, shared, _MODES.index(mode), *sizes)
-    return key + rest + encoded + located
+    return _REST.pack(boot, nbytes, pid, shared, _MODES.index(mode), *sizes) + encoded + located
+
+
+@lru_cache(_KEPT)
+def _unpack_rest(rest: bytes) -> tuple[bytes, int, int, bool, Mode, str, str]:
+    boot, nbytes, pid, shared, mode, name_size, where_size = _REST.unpack_from(rest)
+    end = _REST.size + name_size
+    if len(rest) != end + where_size:
+        raise _invalid("its length is wrong")
+    if mode >= len(_MODES):
+        raise _invalid(f"its mode is {mode}")
+    try:
+        name = rest[_REST.size : end].decode()
+        where = rest[end:].decode(errors="surrogateescape").rstrip("\0")
+    except UnicodeDecodeError as error:
+        raise _invalid("its names are not text") from error
+    return boot, nbytes, pid, bool(shared), _MODES[mode], name, where
 
 
 def pack_handle(slot: int, nonce: int, constant: bytes) -> bytes:
@@ -197,19 +223,7 @@ class Handle(NamedTuple):
         """
         slot, nonce = lease_of(data)
         token, block, generation = _KEY.unpack_from(data, _FROM_KEY)
-        boot, nbytes, pid, shared, mode, name_size, where_size = _REST.unpack_from(
-            data, _FROM_REST
-        )
-        end = _SHORTEST + name_size
-        if len(data) != end + where_size:
-            raise _invalid("its length is wrong")
-        if mode >= len(_MODES):
-            raise _invalid(f"its mode is {mode}")
-        try:
-            name = data[_SHORTEST:end].decode()
-            where = data[end:].decode(errors="surrogateescape").rstrip("\0")
-        except UnicodeDecodeError as error:
-            raise _invalid("its names are not text") from error
+        boot, nbytes, pid, shared, mode, name, where = _unpack_rest(data[_FROM_REST:])
         return cls(
             token,
             boot,
@@ -219,8 +233,8 @@ class Handle(NamedTuple):
             block,
             slot,
             pid,
-            bool(shared),
-            _MODES[mode],
+            shared,
+            mode,
             name,
             where,
         )

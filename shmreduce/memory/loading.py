@@ -123,9 +123,10 @@ class Loading:
         for block, slot, nonce in self._known:
             _end_known(block, slot, nonce)
         # Only now: what was undone may be the last message of its segment.
-        segments = {block._record.segment for block, _ in self._claims}
-        if any(segment.handed_over for segment in segments):
-            current().attachments.tidy_mailbox()
+        for segment in {block._record.segment for block, _ in self._claims}:
+            if segment.handed_over:
+                current().attachments.tidy_mailbox()
+                return
 
 
 def import_block(handle: bytes) -> Block:

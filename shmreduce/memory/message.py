@@ -415,6 +415,9 @@ class Message:
 
     def segments(self) -> list[Segment]:
         """Return the segments that the message refers to, until it is committed."""
+        if len(self._taken) == 1:
+            # As most messages have it.
+            return [self._taken[0].segment]
         return list(dict.fromkeys([taken.segment for taken in self._taken]))
 
     def leases(self) -> list[Lease]:
