@@ -147,10 +147,12 @@ def test_a_file_is_a_segment_or_refused(data: st.DataObject, length: int) -> Non
     header = SegmentHeader(
         1, b"t" * 16, b"b" * 16, b"f" * 16, 1, 2, plan.data_offset + PAGE_SIZE, 8, 512, "any"
     )
-    fd = os.memfd_create("damaged", os.MFD_CLOEXEC)
-    os.pwrite(fd, header.pack() if data.draw(st.booleans()) else damaged(data, header.pack()), 0)
-    os.ftruncate(fd, data.draw(st.sampled_from([length, header.size])))
+    packed = header.pack() if data.draw(st.booleans()) else damaged(data, header.pack())
+    size = data.draw(st.sampled_from([length, header.size]))
     token = data.draw(st.sampled_from([b"t" * 16, b"u" * 16, None]))
+    fd = os.memfd_create("damaged", os.MFD_CLOEXEC)
+    os.pwrite(fd, packed, 0)
+    os.ftruncate(fd, size)
     try:
         segment = Segment.adopt(SegmentFile(fd, None), token, find_strategy("file_descriptor"))
     except (ShmreduceError, FileNotFoundError):
@@ -167,7 +169,12 @@ def test_damaged_tables_are_errors(data: st.DataObject) -> None:
     """With any numbers in a segment's tables every transition ends, and nothing is mapped or
     read beyond the segment.
     """
-    segment = empty_segment()
+    # Also where Hypothesis gives an example up, in the middle of it.
+    with contextlib.closing(empty_segment()) as segment:
+        damage_and_use(data, segment)
+
+
+def damage_and_use(data: st.DataObject, segment: Any) -> None:
     for table in ("offsets", "capacities", "heads", "words", "_next", "_previous"):
         words = getattr(segment, table)
         most = 2 ** (8 * words.itemsize) - 1
@@ -192,7 +199,6 @@ def test_damaged_tables_are_errors(data: st.DataObject) -> None:
     for private in (True, False):
         with contextlib.suppress(ShmreduceError):
             whole.cover(segment.fd, segment.offsets[0], segment.capacities[0], private=private)
-    segment.close()
 
 
 def empty_segment() -> Any:
