@@ -262,9 +262,10 @@ def test_packets_are_understood_or_refused(
     body = data.draw(st.sampled_from([b"", b"N.", b"not a pickle", MARK + b"damaged"]))
     packet = bytes([kind, claimed]) + b"".join(bytes([n] * 16) for n in range(tokens)) + body
     packet = packet[: data.draw(st.integers(1, len(packet)))]
+    whole = data.draw(st.booleans())
+    # After the last draw, at which Hypothesis may give the example up.
     ends = pipe_ends()
     descriptors = [next(ends) for _ in range(2 * ((count + 1) // 2))]
-    whole = data.draw(st.booleans())
     buffer = buffer_with(packet)
     buffer.descriptors.extend(descriptors)
     with contextlib.suppress(Exception):
@@ -360,15 +361,18 @@ def test_a_damaged_letter_hides_no_other() -> None:
 
 
 @FUZZ
-@given(data=st.data())
-def test_any_family_file_gives_an_answer(data: st.DataObject) -> None:
+@given(
+    entries=st.lists(
+        st.tuples(st.integers(1, 2047), NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=6
+    )
+)
+def test_any_family_file_gives_an_answer(entries: list[tuple[int, int, int, bool]]) -> None:
     """With any numbers in the family's file its members are listed and memory can be reserved."""
     family = Family.found(1 << 30)
-    for _ in range(data.draw(st.integers(1, 6))):
-        place = data.draw(st.integers(1, 2047))
-        family._pids[place] = data.draw(NUMBERS)
-        family._reserved[place] = data.draw(NUMBERS)
-        if data.draw(st.booleans()):
+    for place, pid, reserved, lives in entries:
+        family._pids[place] = pid
+        family._reserved[place] = reserved
+        if lives:
             # As if a member lived there.
             locks.try_lock(family.fd, (1 << 40) + place)
     assert (os.getpid(), 0) in family.members()
