@@ -221,7 +221,8 @@ def test_a_failed_message_leaves_the_array_as_it_was(
     """Nothing is cut off for it, and the array can be passed on afterwards."""
     held: list[Any] = [[received(ends), lambda: None]]
     place = place_of(held[0][0])
-    with pytest.raises(Exception, match="pickle"):
+    # A PicklingError or an AttributeError: versions of Python differ.
+    with pytest.raises(Exception, match="<lambda>"):
         ends[1].send_last(held)
     array = held.pop()[0]
     assert cuts == []
