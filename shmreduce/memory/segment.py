@@ -79,10 +79,16 @@ class Sent(NamedTuple):
             return True
         if self.child is None:
             return False
-        child = self.child()
         # multiprocessing keeps the Popen until the child has been waited for.
-        sentinel = None if child is None else getattr(child, "sentinel", None)
-        return child is None or (sentinel is not None and bool(wait([sentinel], 0)))
+        child = self.child()
+        if child is None:
+            return True
+        # A child of the fork server tells its pid by the sentinel: until that was read from
+        # there, which takes as long as to write what it is to do, it is ready though it lives.
+        if getattr(child, "pid", None) is None:
+            return False
+        sentinel = getattr(child, "sentinel", None)
+        return sentinel is not None and bool(wait([sentinel], 0))
 
 
 class Segment(LeaseSlots):

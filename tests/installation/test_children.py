@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
+import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import popen_forkserver
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import shmreduce
 from shmreduce import Reducer, ReducerError, get_settings, get_sharing_strategy
 from shmreduce.forking import _state
+from shmreduce.memory import runtime
 from tests.conftest import PATIENCE, Children, registered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+LENGTH = 300_000
+
+
+def sum_up(array: Any) -> int:
+    return int(array.sum())
 
 
 class Signal:
@@ -198,6 +211,7 @@ def test_reducer_that_cannot_be_sent_is_named(method: str) -> None:
 
 PROGRAM = """
 import multiprocessing
+import os
 import sys
 
 import shmreduce
@@ -262,6 +276,7 @@ def test_main_module_that_registers_in_every_process(method: str, tmp_path: Path
 
 INSTALLED_AT_IMPORT = """
 import multiprocessing
+import os
 import sys
 
 import numpy as np
@@ -328,3 +343,29 @@ def test_a_child_that_is_sent_no_arrays_imports_nothing_for_them(
 ) -> None:
     """Each would take as long as all else that a child needs."""
     assert output_of(WITHOUT_ARRAYS, tmp_path, method) == "[]\n"
+
+
+@pytest.mark.parametrize("children", [("forkserver", "file_descriptor")], indirect=True)
+@pytest.mark.parametrize("own", [False, True], ids=["multiprocessing", "shmreduce"])
+def test_a_look_for_lost_messages_while_a_child_starts(
+    children: Children, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """A child of the fork server has told its pid, and waits for what it is to do, while its
+    parent looks which messages nobody will read: its arguments are not among those.
+    """
+    looked = []
+
+    def look_and_open(*arguments: Any, **options: Any) -> Any:
+        # What the standard library writes the process object to, by the sentinel's side.
+        sentinel = inspect.stack()[1].frame.f_locals["self"].sentinel
+        assert wait([sentinel], PATIENCE)
+        runtime.current().give_up()
+        looked.append(sentinel)
+        return os.fdopen(*arguments, **options)
+
+    monkeypatch.setattr(popen_forkserver, "open", look_and_open, raising=False)
+    if own:
+        children.context = shmreduce.get_context("forkserver")
+    array = np.full(LENGTH, 7, np.uint8)
+    assert children.call(sum_up, array) == 7 * LENGTH
+    assert looked
