@@ -70,6 +70,12 @@ class ChannelSystem(System):
     def release(self, message: Any) -> None:
         """Give back what was received, where dropping it does not do that."""
 
+    def send_on(self, queue: Any, box: list[Any]) -> None:
+        """Put what was received into another queue, and give it back; the box is emptied."""
+        message = box.pop()
+        queue.put(message)
+        self.release(message)
+
     def pool(self, workers: int) -> Any:
         """Return a pool with ``map``, for systems with the ability ``collect``."""
         raise NotImplementedError
@@ -282,11 +288,10 @@ def _work(
 
 def _echo(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
     while True:
-        message = inbox.get()
-        if message is None:
+        box = [inbox.get()]
+        if box[0] is None:
             break
-        outbox.put(message)
-        system.release(message)
+        system.send_on(outbox, box)
 
 
 def _swallow(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
@@ -324,9 +329,9 @@ def _pass_round(system: ChannelSystem, inbox: Any, outbox: Any, home: Any) -> No
             continue
         count, ends_here = order
         for number in range(count):
-            message = early.pop(0) if early else inbox.get()
+            box = [early.pop(0) if early else inbox.get()]
             if not ends_here or number < count - 1:
-                outbox.put(message)
-            system.release(message)
-            del message
+                system.send_on(outbox, box)
+            else:
+                system.release(box.pop())
         home.put("done")
