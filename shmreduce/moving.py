@@ -16,19 +16,21 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.born import moving as born
 from shmreduce.errors import OutOfSharedMemoryError, ReducerError, SegmentError
 from shmreduce.memory.handle import padded
-from shmreduce.memory.message import Lease, Message, sending
+from shmreduce.memory.message import Lease, Message
+from shmreduce.memory.mover import sending
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Iterator
 
     from shmreduce.memory.blocks import Block
 
-__all__ = ["Moves"]
+__all__ = ["Moves", "moves_of"]
 
 
 class _Move(Protocol):
@@ -97,49 +99,37 @@ class Moves:
 
     The message of the object names arrays without copying them or cutting them off;
     :meth:`settle` must follow when the sender has dropped them, and before anybody
-    else can see the pickle. As a context it is told to whatever pickler comes to pickle
-    the object in this thread; ours are given it.
+    else can see the pickle; :meth:`give_up` where it does not come to that.
 
     Parameters
     ----------
-    held : list
-        Its one item is the object that is going to be pickled.
-    passes_on : bool
-        Whether the pickler calls :meth:`cut_off`, so that received arrays are moved, too.
+    held : list, optional
+        Its one item is what another pickler than ours is going to pickle, see
+        :func:`moves_of`. Ours is given this itself and calls :meth:`cut_off`; so only
+        then are received arrays moved, too.
     """
 
-    __slots__ = ("_held", "_moves", "_outer", "_process", "_uncut", "passes_on")
+    __slots__ = ("_held", "_moves", "_process", "_uncut")
 
-    def __init__(self, held: list[Any], *, passes_on: bool = False) -> None:
-        self.passes_on = passes_on
+    def __init__(self, held: list[Any] | None = None) -> None:
         self._held = held
         self._moves: list[_Move] = []
         self._uncut: list[_PassedOn] = []
-        self._outer: Any = None
         self._process = 0
 
     def serves(self, obj: object) -> bool:
         """Return whether this is the object."""
-        return bool(self._held) and self._held[0] is obj
-
-    def __enter__(self) -> Self:
-        self._outer = sending.mover
-        sending.mover = self
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        sending.mover = self._outer
-        self.give_up()
+        return self._held is not None and any(each is obj for each in self._held)
 
     def give_up(self) -> None:
         """Let what has not been settled stay: pickling has failed, the message has its leases."""
         while self._moves:
             self._moves.pop().stay()
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether received arrays are moved."""
+        return self._held is None
 
     @property
     def takes_born(self) -> bool:
@@ -195,6 +185,18 @@ class Moves:
             self._moves.pop()
             move.end()
         return data
+
+
+@contextmanager
+def moves_of(held: list[Any]) -> Iterator[Moves]:
+    """Tell whatever pickler comes to pickle the one item of a list, in this thread."""
+    moves, outer = Moves(held), sending.mover
+    sending.mover = moves
+    try:
+        yield moves
+    finally:
+        sending.mover = outer
+        moves.give_up()
 
 
 def _copy(move: _Move, data: Any) -> Any:

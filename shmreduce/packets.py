@@ -49,7 +49,6 @@ __all__ = [
     "PlainArrival",
     "Received",
     "load_whole",
-    "pack",
     "pack_bytes",
     "pack_last",
     "refers_to_nothing",
@@ -160,30 +159,19 @@ class Packet:
                 lease.undo()
 
 
-def pack(obj: Any) -> Packet:
-    """Return the packet of an object, which is what it was at this instant.
-
-    Raises
-    ------
-    OutOfSharedMemoryError, BudgetExceededError
-        If it is large and there is no room. Nothing is held then, as after
-        any error of pickling.
-    """
-    return _make(*dumps(obj, block_from=INLINE_BODY))
-
-
 def pack_last(held: list[Any]) -> Packet:
     """Return the packet of the one object in a list, which is emptied.
 
-    Arrays that nobody has afterwards are moved: those born in shared memory, and those
-    that were received by value.
+    The object is sent as it was at this instant. Arrays that nobody has afterwards are
+    moved: those born in shared memory, and those that were received by value.
 
     Raises
     ------
     OutOfSharedMemoryError, BudgetExceededError
-        As :func:`pack`. The object may have gone then.
+        If it is large and there is no room. Nothing is held then, as after any error of
+        pickling; the object may have gone.
     """
-    moves = Moves(held, passes_on=True)
+    moves = Moves()
     message: Message | None = None
     try:
         pickled, message = dumps(held[0], INLINE_BODY, moves)
@@ -202,7 +190,7 @@ def pack_last(held: list[Any]) -> Packet:
 
 
 def pack_bytes(data: memoryview) -> Packet:
-    """Return the packet of bytes; see :func:`pack`."""
+    """Return the packet of bytes; see :func:`pack_last`."""
     if data.format != "B":
         # They are assigned to those of a block, which are.
         data = data.cast("B")

@@ -42,7 +42,8 @@ from shmreduce.errors import (
 from shmreduce.memory.attachments import EXHAUSTED
 from shmreduce.memory.loading import Loading, discard_message, import_block
 from shmreduce.memory.mapping import make_root
-from shmreduce.memory.message import Message, take_mover
+from shmreduce.memory.message import Message
+from shmreduce.memory.mover import take_mover
 from shmreduce.plain_objects import ATOMS, is_plain, override_of_others
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
@@ -52,7 +53,7 @@ from shmreduce.settings import get_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shmreduce.memory.message import Mover
+    from shmreduce.memory.mover import Mover
     from shmreduce.registry import ReducerClaim
 
 __all__ = [

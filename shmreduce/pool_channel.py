@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce import connection, packets, pickling
 from shmreduce.memory.handle import MARK
 from shmreduce.memory.loading import discard_message
-from shmreduce.moving import Moves
+from shmreduce.moving import moves_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,17 +86,12 @@ class Channel:
         return ForkingPickler.dumps(obj)
 
     @staticmethod
-    def pack(obj: object) -> Any:
-        """Pickle an answer, for :meth:`send_packed`; nothing is held if that fails."""
-        return ForkingPickler.dumps(obj)
-
-    @staticmethod
     def pack_last(held: list[Any]) -> Any:
-        """Pickle the one object in a list, which is emptied, as :meth:`pack` does.
+        """Pickle the one object in a list, an answer, for :meth:`send_packed`; it is emptied.
 
-        Arrays that nobody has afterwards are moved.
+        Nothing is held if that fails. Arrays that nobody has afterwards are moved.
         """
-        with Moves(held) as moves:
+        with moves_of(held) as moves:
             data = ForkingPickler.dumps(held[0])
             try:
                 held.clear()
@@ -124,7 +119,7 @@ class Channel:
         return _split(data) if data.startswith(_SEVERAL) else [data]
 
     def send_packed(self, message: Any) -> None:
-        """Send what :meth:`pack` returned; OSError if the other side is gone."""
+        """Send what :meth:`pack_last` returned; OSError if the other side is gone."""
         self._connection.send_bytes(message)
 
     def receive_bytes(self) -> bytes:
@@ -173,10 +168,6 @@ class _OwnChannel(Channel):
         if message is not None:
             message.commit()
         return data
-
-    @staticmethod
-    def pack(obj: object) -> Any:
-        return packets.pack(obj)
 
     @staticmethod
     def pack_last(held: list[Any]) -> Any:

@@ -203,7 +203,6 @@ def _answer(
             with contextlib.suppress(Exception):
                 told = MaybeEncodingError(error, value)
         return _tell(channel, False, told)
-    held.clear()
     return _deliver(channel, message)
 
 
@@ -247,7 +246,7 @@ def _call(
 
 
 def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:
-    return _deliver(channel, channel.pack((kind, value)))
+    return _deliver(channel, channel.pack_last([(kind, value)]))
 
 
 def _deliver(channel: Channel, message: Any) -> bool:

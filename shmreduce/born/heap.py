@@ -92,7 +92,8 @@ class BornHeap(Heap):
         self._region_blocks: list[int] = []
         self._waiting: deque[int] = deque()
         self._exposed = 0
-        self._threshold = self._served = self._prepared = self._allowed = 0
+        self._threshold = self._served = self._prepared = 0
+        self._has_room = False
         self.lending = False
         """Whether arrays may be born here now."""
         self._process = os.getpid()
@@ -233,13 +234,12 @@ class BornHeap(Heap):
         """Give the allocator a region to carve, and say how much of it."""
         counters = self._library.counters
         threshold = max(get_settings().inline_limit, _SMALLEST)
-        asked = self._library.size_class(max(counters.largest, threshold))
         if (
             not counters.carved_bytes
             and not counters.missed
             and counters.largest <= self._prepared
-            # Else there was no room for it at the last look.
-            and asked <= self._allowed
+            # Else some may have been refused since the last look.
+            and self._has_room
             and threshold == self._threshold
             and self._region_blocks
         ):
@@ -260,7 +260,8 @@ class BornHeap(Heap):
             # No room, or somebody else is at it: arrays come from ordinary
             # memory until the next look, and are copied when they are sent.
             room = 0
-        self._threshold, self._prepared, self._allowed = threshold, largest, room
+        self._threshold, self._prepared = threshold, largest
+        self._has_room = self._library.size_class(max(largest, threshold)) <= room
         self._library.allow(threshold, room)
 
     def _room(self) -> int:

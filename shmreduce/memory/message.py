@@ -1,7 +1,8 @@
 """The sender's side of one pickled message: what it gives out.
 
 May import errors, settings, strategies, contracts, ``layout``, ``handle``, ``lease_slots``,
-``segment``, ``heap``, ``record``, ``blocks``, ``filling``, ``parts`` and ``runtime``.
+``segment``, ``heap``, ``record``, ``blocks``, ``filling``, ``parts``, ``runtime`` and, for a type,
+``mover``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
 import time
 import weakref
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shmreduce.contracts import check_nbytes
 from shmreduce.errors import ConfigurationError, SegmentError, ShmreduceError
@@ -31,9 +31,10 @@ from shmreduce.strategies import current_strategy
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
     from shmreduce.memory.blocks import Block
+    from shmreduce.memory.mover import Mover
     from shmreduce.memory.record import Record
 
-__all__ = ["Lease", "Message", "Mover", "sending", "take_mover"]
+__all__ = ["Lease", "Message"]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
@@ -54,58 +55,6 @@ def _new_nonces() -> None:
 
 
 os.register_at_fork(after_in_child=_new_nonces)
-
-
-class Mover(Protocol):
-    """Lets arrays travel without a copy whose memory nobody else has; see ``shmreduce.moving``."""
-
-    def serves(self, obj: object) -> bool:
-        """Return whether this is the object whose arrays it moves."""
-
-    @property
-    def takes_born(self) -> bool:
-        """Whether there can be anything for :meth:`move` here."""
-
-    def move(self, message: Message, address: int, used: int) -> bytes | None:
-        """See :meth:`Message.move`."""
-
-    @property
-    def passes_on(self) -> bool:
-        """Whether :meth:`pass_on` may be called."""
-
-    def cut_off(self) -> None:
-        """Let writes to what was passed on so far not reach the message from now on."""
-
-    def pass_on(self, message: Message, block: Block, lease: Lease, handle: bytes) -> None:
-        """Take care of a by-value block that a message names though it is not cut off yet.
-
-        Writes of this process must not show in it when somebody can see the message.
-        """
-
-
-class _SendingHere(threading.local):
-    """Who moves arrays in the message that the current thread is about to pickle, if anybody."""
-
-    mover: Mover | None = None
-
-
-sending = _SendingHere()
-
-
-def take_mover(obj: object) -> Mover | None:
-    """Return who moves the arrays of an object that is pickled from now on, if anybody.
-
-    It is nobody's any more then. While the object is pickled its parts may
-    pickle and send other messages, a signal handler may. Those are read before
-    it is known who has the arrays, so nothing may be moved in them.
-    """
-    mover = sending.mover
-    if mover is None:
-        return None
-    # Whatever is pickled first: if it is something else, it is in the way of a pickler
-    # that is not ours, and what comes next is a part of that.
-    sending.mover = None
-    return mover if mover.serves(obj) else None
 
 
 class Message:
@@ -324,9 +273,11 @@ class Message:
         inherited = record.live is not runtime.live
         if not _can_travel(record, used, inherited):
             return None
-        mover = None if record.shared else self._mover_for(record)
-        if mover is None and not record.shared and not runtime.live.make_private(record):
-            return None
+        mover = None
+        if not record.shared:
+            mover = self._mover_for(record)
+            if mover is None and not runtime.live.make_private(record):
+                return None
         segment, mark = record.segment, object()
         if inherited:
             segment = runtime.attachments.own_view_of(segment, mark)

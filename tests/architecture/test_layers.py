@@ -76,7 +76,7 @@ MEMORY_LAYERS = [
     {"record"},
     {"blocks"},
     {"idle"},
-    {"runtime", "filling"},
+    {"runtime", "filling", "mover"},
     {"allocation", "inheritance", "loading"},
     {"parts"},
     {"message"},

@@ -12,7 +12,7 @@ import pytest
 
 import shmreduce
 from shmreduce import ReducerError, import_block
-from shmreduce.moving import Moves
+from shmreduce.moving import moves_of
 from tests.born.allocator import LARGE, filled
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def test_a_hidden_handle_leaves_nothing_held_in_a_complete_message() -> None:
         with shmreduce.install(), shmreduce.shared_allocations():
             held: list[Any] = [Compressed(filled(1))]
             array = held[0].array
-            with Moves(held) as moves:
+            with moves_of(held) as moves:
                 data = bytes(ForkingPickler.dumps(held[0]))
                 held.clear()
                 with pytest.raises(ReducerError, match="move"):

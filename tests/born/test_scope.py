@@ -21,10 +21,10 @@ from shmreduce.born import allocations
 from shmreduce.born.heap import get_heap
 from shmreduce.testing import OtherProcess
 from tests.born.allocator import LARGE, counters, filled, handler_name, is_born
+from tests.interrupter import Interrupter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
 
 BORN = str(Path(allocations.__file__).parent)
 
@@ -159,26 +159,6 @@ def test_the_handler_of_somebody_else_comes_back() -> None:
         memory_handlers.set(before)
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt at the n-th instruction of ``shmreduce.born``, once."""
-
-    def __init__(self, when: int) -> None:
-        self.left = when
-        self.fired = False
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if BORN not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
-            # What interrupts a finalizer is told of, and ends there.
-            return None
-        frame.f_trace_opcodes = True
-        if event in ("opcode", "call"):
-            self.left -= 1
-            if self.left == 0:
-                self.fired = True
-                raise KeyboardInterrupt
-        return self
-
-
 def use_a_block(here: Any, there: Any) -> None:
     with shmreduce.shared_allocations():
         here.send(filled(9))
@@ -188,7 +168,7 @@ def use_a_block(here: Any, there: Any) -> None:
 def interrupted(when: int) -> bool:
     """Use a block, with an interrupt; return whether it came to that."""
     here, there = shmreduce.Pipe()
-    interrupter = Interrupter(when)
+    interrupter = Interrupter(when, BORN)
     sys.settrace(interrupter)
     try:
         use_a_block(here, there)

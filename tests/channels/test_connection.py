@@ -27,7 +27,7 @@ from shmreduce import packets
 from shmreduce.connection import Connection, Pipe
 from shmreduce.memory import runtime
 from shmreduce.memory.handle import Handle
-from shmreduce.packets import pack
+from shmreduce.packets import pack_last
 from tests.channels.channels import PATIENCE, context_of, eventually, within
 
 if TYPE_CHECKING:
@@ -453,7 +453,7 @@ def test_no_less_fits_than_into_a_standard_pipe(size: int) -> None:
     with here, there, receiver, sender:
         os.set_blocking(sender.fileno(), False)
         standard = fill(lambda: sender.send(message))
-        own = fill(lambda: there.transmit(pack(message), wait=False))
+        own = fill(lambda: there.transmit(pack_last([message]), wait=False))
         with socket.socket(fileno=os.dup(there.fileno())) as end:
             room = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         assert own >= (standard if room >= 8 << 20 or size > 100 else 200)
@@ -655,7 +655,7 @@ def test_a_packet_that_is_not_sent_gives_back_its_own_only(pipe: tuple[Any, Any]
     here, there = pipe
     with shmreduce.install():
         inner = bytes(ForkingPickler.dumps(np.full(1 << 18, 5)))
-    packet = pack({"inner": inner, "data": np.full(1 << 18, 6)})
+    packet = pack_last([{"inner": inner, "data": np.full(1 << 18, 6)}])
     packet.discard()
     here.send(inner)
     with shmreduce.install():
@@ -741,7 +741,7 @@ def test_reader_out_of_descriptors_is_told_and_can_try_again(children: Children)
 
 def test_the_descriptor_of_the_message_itself_goes_first() -> None:
     """Not all may get through: without it nothing of the message could be found."""
-    packet = pack([shmreduce.zeros(10), bytes(2 * packets.INLINE_BODY)])
+    packet = pack_last([[shmreduce.zeros(10), bytes(2 * packets.INLINE_BODY)]])
     try:
         assert packet._body is not None
         body = Handle.unpack(packet._body).token

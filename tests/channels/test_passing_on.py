@@ -19,10 +19,10 @@ from shmreduce.testing.processes import OtherProcess
 from shmreduce_numpy.blocks import find_block_of
 from tests.channels.channels import PATIENCE, context_of, within
 from tests.conftest import registered
+from tests.interrupter import Interrupter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from tests.conftest import Children
 
@@ -438,33 +438,13 @@ def test_a_pool_s_worker_passes_on_what_it_was_given(children: Children) -> None
         pool.join()
 
 
-class Interrupter:
-    """Raises KeyboardInterrupt at the n-th instruction of the modules that pass on, once."""
-
-    def __init__(self, when: int) -> None:
-        self.left = when
-        self.fired = False
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        path = frame.f_code.co_filename
-        if not path.endswith(("shmreduce/moving.py", "shmreduce/packets.py", "/message.py")):
-            return None
-        frame.f_trace_opcodes = True
-        if event in ("opcode", "call"):
-            self.left -= 1
-            if self.left == 0:
-                self.fired = True
-                raise KeyboardInterrupt
-        return self
-
-
 def interrupted(ends: tuple[Any, Any], when: int, *, keeps: bool) -> bool:
     """Send an array on, with an interrupt; return whether it came to that."""
     array = received(ends)
     kept = array if keeps else None
     held = [array]
     del array
-    interrupter = Interrupter(when)
+    interrupter = Interrupter(when, "shmreduce/moving.py", "shmreduce/packets.py", "/message.py")
     sys.settrace(interrupter)
     try:
         ends[1].send_last(held)

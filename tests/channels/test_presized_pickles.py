@@ -210,7 +210,7 @@ def test_its_bytes_are_the_pickle_and_no_more(ends: tuple[Any, Any]) -> None:
 def test_one_that_is_not_sent_gives_its_block_back(ends: tuple[Any, Any]) -> None:
     """A packet that is discarded, with the arrays in it."""
     for _ in range(2):
-        packet = packets.pack([*texts(1, 5_000), np.ones(50_000)])
+        packet = packets.pack_last([[*texts(1, 5_000), np.ones(50_000)]])
         assert blocks_out() == 2
         packet.discard()
         del packet
@@ -251,7 +251,7 @@ def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_message(
     forks = Forks(change)
     parent = os.getpid()
     try:
-        packet = packets.pack([texts(4, 5_000), forks, rest])
+        packet = packets.pack_last([[texts(4, 5_000), forks, rest]])
     finally:
         if os.getpid() != parent:
             os._exit(0)

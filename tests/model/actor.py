@@ -69,13 +69,14 @@ class Actor:
 
     def pass_on(self, key: Any) -> bool:
         """Pickle a block that may be dropped before the message is complete."""
-        moves = Moves([])
+        moves = Moves()
         message = Message(mover=moves)
         handle = message.refer(self.views[key], SIZE)
         if handle is None:
             return False
         self.passing = message, moves, handle
-        return True
+        # To be decided when the message is completed.
+        return not self.views[key]._record.private
 
     def keep(self) -> bytes:
         """Complete that message, with the view still there; return the handle."""
