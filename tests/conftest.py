@@ -51,6 +51,16 @@ def letters() -> list[Letter]:
     return found
 
 
+@pytest.fixture
+def new_letters() -> Callable[[], list[Letter]]:
+    """Returns what has come into the mailbox since the test began.
+
+    Messages that tests before it left unread are in there for good.
+    """
+    before = {letter.token for letter in letters()}
+    return lambda: [letter for letter in letters() if letter.token not in before]
+
+
 @contextlib.contextmanager
 def registered(reducer: _Reducer) -> Iterator[_Reducer]:
     """Have a reducer registered."""

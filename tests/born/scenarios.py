@@ -1,4 +1,4 @@
-"""What must hold around a fork, at the end of the interpreter, and under interrupts.
+"""What must hold around a fork, at the end of the interpreter, under interrupts, without room.
 
 Each function is a whole program: it is run in an interpreter of its own, by the
 tests with the allocator as it is, and by ``test_guards`` with one of its guards
@@ -340,6 +340,8 @@ def interrupts_come_at_any_instant() -> None:
     with shmreduce.shared_allocations():
         here.send(filled(3))
         there.recv()
+    # A file that was open()ed and not entered yet is closed by its death, which says so.
+    warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
     signal.signal(signal.SIGALRM, interrupt)
     for _ in range(100):
         try:
@@ -420,6 +422,31 @@ def a_freed_array_gives_its_memory_back_to_a_later_region() -> None:
         check(counters().served > 100)
 
 
+def no_room_means_ordinary_memory() -> None:
+    """An array for which the budget has no room is made all the same, elsewhere."""
+    with shmreduce.install(budget=64 << 20), shmreduce.shared_allocations():
+        large = np.ones(100 << 20, np.uint8)
+        check(not is_born(large))
+        check(large.all())
+    with shmreduce.install(), shmreduce.shared_allocations():
+        check(not is_born(np.empty(1 << 60, "V0")))
+        try:
+            np.empty(1 << 58, np.uint8)
+        except MemoryError:
+            return
+        check(False)
+
+
+def once_there_is_room_again_arrays_are_born_again() -> None:
+    """That there was none at one look is not the last word, whatever was asked for then."""
+    with shmreduce.install(budget=1 << 20), shmreduce.shared_allocations():
+        _ = np.ones(70 << 20, np.uint8)
+        get_heap().tend()
+        check(not is_born(np.ones(50 << 20, np.uint8)))
+    with shmreduce.install(), shmreduce.shared_allocations():
+        check(is_born(np.ones(50 << 20, np.uint8)))
+
+
 SCENARIOS = {
     function.__name__: function
     for function in (
@@ -437,5 +464,7 @@ SCENARIOS = {
         interrupts_come_at_any_instant,
         arrays_live_to_the_very_end,
         a_freed_array_gives_its_memory_back_to_a_later_region,
+        no_room_means_ordinary_memory,
+        once_there_is_room_again_arrays_are_born_again,
     )
 }

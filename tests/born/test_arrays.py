@@ -101,28 +101,6 @@ def test_sizes_are_rounded_as_the_heap_rounds_them() -> None:
             assert function(size) == size_class(size, whole_pages=True)
 
 
-def test_no_room_means_ordinary_memory() -> None:
-    """An array for which the budget has no room is made all the same, elsewhere."""
-    with shmreduce.install(budget=64 << 20), shmreduce.shared_allocations():
-        large = np.ones(100 << 20, np.uint8)
-        assert not is_born(large)
-        assert large.all()
-    with shmreduce.install(), shmreduce.shared_allocations():
-        assert not is_born(np.empty(1 << 60, "V0"))
-        with pytest.raises(MemoryError):
-            np.empty(1 << 58, np.uint8)
-
-
-def test_once_there_is_room_again_arrays_are_born_again() -> None:
-    """That there was none at one look is not the last word, whatever was asked for then."""
-    with shmreduce.install(budget=1 << 20), shmreduce.shared_allocations():
-        _ = np.ones(70 << 20, np.uint8)
-        get_heap().tend()
-        assert not is_born(np.ones(50 << 20, np.uint8))
-    with shmreduce.install(), shmreduce.shared_allocations():
-        assert is_born(np.ones(50 << 20, np.uint8))
-
-
 def test_what_is_carved_is_booked() -> None:
     """Memory that arrays were born in counts for the budget of the family."""
     with shmreduce.install():

@@ -1,4 +1,4 @@
-"""Forks, interrupts and the end of the interpreter, each in an interpreter of its own."""
+"""Forks, interrupts, no room, the end of the interpreter: each in an interpreter of its own."""
 
 from __future__ import annotations
 

@@ -22,12 +22,14 @@ from shmreduce import (
     start_processes,
 )
 from shmreduce.spawn_child import PicklerChoice
-from tests.conftest import PATIENCE, Children, letters
+from tests.conftest import PATIENCE, Children
 from tests.memory.waiting import eventually
 from tests.spawn import functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from shmreduce.memory.family import Letter
 
 
 def failure_of(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -150,7 +152,9 @@ def test_arrays_come_back(children: Children) -> None:
         np.testing.assert_array_equal(array, np.full(500_000, index, dtype="f8"))
 
 
-def test_arrays_of_a_call_that_fails_are_given_back(children: Children) -> None:
+def test_arrays_of_a_call_that_fails_are_given_back(
+    children: Children, new_letters: Callable[[], list[Letter]]
+) -> None:
     """Results that nobody will read, since another process failed, hold no memory."""
     reader, writer = Pipe(duplex=False)
     with pytest.raises(ProcessRaisedException):
@@ -161,21 +165,23 @@ def test_arrays_of_a_call_that_fails_are_given_back(children: Children) -> None:
             start_method=children.method,
             results=True,
         )
-    assert letters() == []
+    assert new_letters() == []
     reader.close()
     writer.close()
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_results_that_nobody_reads_are_given_back(children: Children) -> None:
+def test_results_that_nobody_reads_are_given_back(
+    children: Children, new_letters: Callable[[], list[Letter]]
+) -> None:
     """So do results whose context is dropped."""
     context = start_processes(
         functions.large_array, join=False, start_method=children.method, results=True
     )
     assert context.join(PATIENCE)
-    assert len(letters()) == 1
+    assert len(new_letters()) == 1
     del context
-    eventually(lambda: not letters(), "the results are given back")
+    eventually(lambda: not new_letters(), "the results are given back")
 
 
 def test_dropping_a_context_waits_for_nothing(
@@ -197,7 +203,9 @@ def test_dropping_a_context_waits_for_nothing(
     assert ended.wait(PATIENCE)
 
 
-def test_results_that_come_after_their_context_was_dropped(children: Children) -> None:
+def test_results_that_come_after_their_context_was_dropped(
+    children: Children, new_letters: Callable[[], list[Letter]]
+) -> None:
     """And those of processes that ended later: once they are known to have ended."""
     reader, writer = Pipe(duplex=False)
     context = start_processes(
@@ -211,9 +219,9 @@ def test_results_that_come_after_their_context_was_dropped(children: Children) -
     del context
     writer.send("go on")
     process.join(PATIENCE)
-    assert len(letters()) == 1
+    assert len(new_letters()) == 1
     del process
-    eventually(lambda: not letters(), "the results are given back")
+    eventually(lambda: not new_letters(), "the results are given back")
     reader.close()
     writer.close()
 
