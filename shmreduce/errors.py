@@ -448,7 +448,7 @@ class WorkerDied(ShmreduceError):
 
 
 class TaskAbandonedError(ShmreduceError):
-    """The pool was terminated before the task's result was there.
+    """The pool was terminated, or an executor's workers ended, before the result was there.
 
     Fields: none.
     """

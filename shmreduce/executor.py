@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shmreduce.context import get_context
-from shmreduce.errors import WorkerDied
+from shmreduce.errors import TaskAbandonedError, WorkerDied
 from shmreduce.interpreter_shutdown import finish_at_shutdown, is_shutting_down
 from shmreduce.pool_arguments import (
     check_initializer,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from shmreduce.pool_tasks import Call
 
-__all__ = ["ExecutorWorkerDied", "ProcessPoolExecutor"]
+__all__ = ["ExecutorTaskAbandonedError", "ExecutorWorkerDied", "ProcessPoolExecutor"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -48,6 +48,13 @@ class ExecutorWorkerDied(WorkerDied, BrokenProcessPool):
 
     A :class:`BrokenProcessPool` to programs that know that name, although the
     executor is not broken: the other tasks go on.
+    """
+
+
+class ExecutorTaskAbandonedError(TaskAbandonedError, BrokenProcessPool):
+    """The workers of an executor were killed by its user before the task was done.
+
+    A :class:`BrokenProcessPool` to programs that know that name.
     """
 
 
@@ -166,7 +173,13 @@ class ProcessPoolExecutor(Executor):
             shared_allocations=shared_allocations,
         )
         self._supervisor = Supervisor(
-            mp_context, _make_process, max_workers, options, ExecutorWorkerDied, _make_broken
+            mp_context,
+            _make_process,
+            max_workers,
+            options,
+            ExecutorWorkerDied,
+            _make_broken,
+            _make_abandoned,
         )
         self._supervisor.wanted = max_workers if self._forks else 1
         self._lock = threading.Lock()
@@ -287,6 +300,47 @@ class ProcessPoolExecutor(Executor):
         if wait:
             self._supervisor.join()
 
+    def terminate_workers(self) -> None:
+        """Send the workers SIGTERM, and those that are there 5 s later SIGKILL; do not wait.
+
+        Nothing can be submitted afterwards. Futures that have not begun are cancelled. The
+        others fail with :class:`~shmreduce.TaskAbandonedError`, which is a
+        ``BrokenProcessPool`` here; they are not tried again. Arrays that the workers had are
+        given back. :meth:`shutdown` waits until all that is done.
+
+        As in the standard library from Python 3.14 on, where a worker may ignore SIGTERM.
+
+        Examples
+        --------
+        >>> import time
+        >>> import shmreduce
+        >>> with shmreduce.ProcessPoolExecutor(1, shmreduce.get_context("fork")) as executor:
+        ...     future = executor.submit(time.sleep, 600)
+        ...     executor.terminate_workers()
+        >>> future.done()
+        True
+        """
+        self._stop(at_once=False)
+
+    def kill_workers(self) -> None:
+        """Send the workers SIGKILL; for the rest as :meth:`terminate_workers`.
+
+        Examples
+        --------
+        >>> import time
+        >>> import shmreduce
+        >>> with shmreduce.ProcessPoolExecutor(1, shmreduce.get_context("fork")) as executor:
+        ...     future = executor.submit(time.sleep, 600)
+        ...     executor.kill_workers()
+        >>> future.done()
+        True
+        """
+        self._stop(at_once=True)
+
+    def _stop(self, *, at_once: bool) -> None:
+        self.shutdown(wait=False, cancel_futures=True)
+        self._supervisor.stop(at_once=at_once)
+
     def _submit(self, call: Call, first: int | None) -> Future[Any]:
         self._check_open()
         promise = _Promise(self._pending)
@@ -340,6 +394,13 @@ def _make_broken(error: BaseException) -> BrokenProcessPool:
     broken = BrokenProcessPool(f"no worker process can be started: {error}")
     broken.__cause__ = error
     return broken
+
+
+def _make_abandoned() -> BaseException:
+    return ExecutorTaskAbandonedError(
+        "the workers were killed by terminate_workers() or kill_workers() before this task was "
+        "done: call shutdown() instead, which lets them do it, or submit it to a new executor"
+    )
 
 
 def _results(

@@ -93,6 +93,11 @@ TERMINATED = (
 )
 """What a :class:`~shmreduce.TaskAbandonedError` says."""
 
+
+def _make_abandoned() -> BaseException:
+    return TaskAbandonedError(TERMINATED)
+
+
 _starting = threading.Lock()
 """Held while a worker is started: one forked meanwhile would keep its connection."""
 
@@ -125,6 +130,8 @@ class Supervisor:
     broken : callable
         Makes the exception of tasks that nobody can do, from the error that
         kept workers from starting.
+    abandoned : callable, optional
+        Makes the exception of tasks that were not done when the workers were killed.
     """
 
     def __init__(
@@ -135,6 +142,7 @@ class Supervisor:
         options: WorkerOptions,
         died: Callable[..., BaseException],
         broken: Callable[[BaseException], BaseException],
+        abandoned: Callable[[], BaseException] = _make_abandoned,
     ) -> None:
         self.size = size
         self.wanted = size
@@ -147,11 +155,14 @@ class Supervisor:
         self._make_process = make_process
         self._options = options
         self._died = died
+        self._abandoned = abandoned
         self._dispatcher = Dispatcher(options.max_tasks, died, broken)
         self._table = ProgressTable.for_workers(size)
         self._failures = 0
         self._next_start = 0.0
         self._closing = self._terminating = self._stopping = self.ended = False
+        self._at_once = False
+        """Whether workers have no time to end."""
         self._killing = False
         """Whether workers have their time to end already."""
         self._self_pipe: SelfPipe
@@ -212,7 +223,7 @@ class Supervisor:
             return
         self._self_pipe.wake()
         if self.ended:
-            self._dispatcher.abandon(TaskAbandonedError(TERMINATED))
+            self._dispatcher.abandon(self._abandoned())
 
     @property
     def is_inherited(self) -> bool:
@@ -238,17 +249,36 @@ class Supervisor:
         """Kill the workers now, and wait until that is done; not those of a parent."""
         if self.is_inherited:
             return
-        # First what makes the thread end, which does the rest as well: Ctrl-C may come.
-        self._terminating = True
-        self.wake()
-        self.backpressure.close()
+        self.stop(at_once=False)
         self.join(_GRACE)
         if not self._killing and threading.current_thread() is not self.thread:
             # The thread may be writing to a worker that is stopped: on connections of
             # multiprocessing nothing but its death ends that.
-            for worker in list(self.workers):
-                worker.process.kill()
+            self._kill_all()
         self.join()
+
+    def stop(self, *, at_once: bool) -> None:
+        """Have the workers killed, and do not wait for that; not those of a parent.
+
+        Parameters
+        ----------
+        at_once : bool
+            By SIGKILL; else by SIGTERM, and by SIGKILL those that are there seconds later.
+        """
+        if self.is_inherited:
+            return
+        if at_once:
+            self._at_once = True
+        # First what makes the thread end, which does the rest as well: Ctrl-C may come.
+        self._terminating = True
+        self.wake()
+        self.backpressure.close()
+        if at_once:
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        for worker in list(self.workers):
+            worker.process.kill()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until there are no workers, for ``timeout`` seconds at most."""
@@ -258,7 +288,7 @@ class Supervisor:
     # The thread
 
     def _run(self) -> None:
-        error: BaseException = TaskAbandonedError(TERMINATED)
+        error = self._abandoned()
         try:
             while self._run_once():
                 pass
@@ -301,7 +331,9 @@ class Supervisor:
             else:
                 self._receive(worker)
         for worker in ended:
-            self._handle_death(worker)
+            # When the pool is terminated they are killed, and none of their tasks is tried again.
+            if not self._terminating:
+                self._handle_death(worker)
 
     # Workers
 
@@ -409,7 +441,7 @@ class Supervisor:
         self._killing = True
         for worker in self.workers:
             worker.process.terminate()
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + (0.0 if self._at_once else _GRACE)
         for worker in self.workers:
             worker.await_end(max(0.0, deadline - time.monotonic()))
             if worker.process.exitcode is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from shmreduce import WorkerDied, get_context
+from shmreduce import TaskAbandonedError, WorkerDied, get_context, pool_supervisor
 from shmreduce.executor import ProcessPoolExecutor
 from tests.conftest import PATIENCE
 from tests.pool.work import (
@@ -25,17 +25,21 @@ from tests.pool.work import (
     end,
     end_at_2_by_sigkill,
     end_once,
+    exit_with_7_at_sigterm,
     exits_when_pickled,
     fail,
     filled,
+    ignore_sigterm_and_sleep,
     keep,
     kept,
     not_picklable,
     own_pid,
     release_kept_and_sleep,
     square,
+    tell_and_sleep,
     total,
     unpicklable_there,
+    wait_for_kept,
     wait_for_kept_lock,
 )
 
@@ -244,3 +248,99 @@ def test_what_the_constructor_rejects(arguments: dict[str, Any], error: type[Exc
     """Numbers that cannot be, and an initializer that is none."""
     with pytest.raises(error):
         ProcessPoolExecutor(**arguments)
+
+
+ENDS = ("terminate_workers", "kill_workers")
+
+
+@pytest.mark.parametrize("end_workers", ENDS)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_workers_can_be_ended(children: Children, end_workers: str, own: bool) -> None:
+    """What was begun fails, a BrokenProcessPool, and is not tried again, what was not is
+    cancelled; the workers are gone, and what they had of shared memory is given back.
+    """
+    context: Any = get_context(children.method) if own else children.context
+    begun, others_begun = context.Event(), context.Event()
+    array = np.ones(LARGE)
+    with ProcessPoolExecutor(1, context, keep, ((begun, others_begun),), retries=3) as executor:
+        running = executor.submit(tell_and_sleep, array)
+        assert begun.wait(PATIENCE)
+        futures = [executor.submit(total, array) for _ in range(20)]
+        [process] = executor._processes.values()
+        getattr(executor, end_workers)()
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            executor.submit(square, 2)
+    error = running.exception(PATIENCE)
+    assert isinstance(error, BrokenProcessPool)
+    assert isinstance(error, TaskAbandonedError)
+    assert not process.is_alive()
+    assert not others_begun.is_set()
+    assert futures[-1].cancelled()
+    for future in futures:
+        assert future.cancelled() or future.exception(PATIENCE) is error
+    # Once more does nothing.
+    getattr(executor, end_workers)()
+
+
+@pytest.mark.parametrize(
+    ("end_workers", "code"), list(zip(ENDS, [7, -signal.SIGKILL], strict=True))
+)
+def test_how_workers_are_ended(end_workers: str, code: int) -> None:
+    """By a signal that they can answer with cleaning up, or by the other one."""
+    begun = FORK.Event()
+    with ProcessPoolExecutor(1, FORK, keep, (begun,)) as executor:
+        executor.submit(exit_with_7_at_sigterm)
+        assert begun.wait(PATIENCE)
+        [process] = executor._processes.values()
+        getattr(executor, end_workers)()
+    assert process.exitcode == code
+
+
+def test_workers_that_ignore_sigterm_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After their time, or at once by kill_workers() if the thread still waits for that."""
+    begun = FORK.Event()
+    monkeypatch.setattr(pool_supervisor, "_GRACE", 0.01)
+    with ProcessPoolExecutor(1, FORK, keep, (begun,)) as executor:
+        executor.submit(ignore_sigterm_and_sleep)
+        assert begun.wait(PATIENCE)
+        [process] = executor._processes.values()
+        executor.terminate_workers()
+    assert process.exitcode == -signal.SIGKILL
+    begun.clear()
+    monkeypatch.setattr(pool_supervisor, "_GRACE", 10 * PATIENCE)
+    with ProcessPoolExecutor(1, FORK, keep, (begun,)) as executor:
+        executor.submit(ignore_sigterm_and_sleep)
+        assert begun.wait(PATIENCE)
+        [process] = executor._processes.values()
+        executor.terminate_workers()
+        executor.kill_workers()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("end_workers", ENDS)
+def test_workers_can_be_ended_by_a_callback_and_where_there_are_none(end_workers: str) -> None:
+    """In the pool's own thread too, where nothing may wait for it; and before the first task."""
+    executor = ProcessPoolExecutor(1, FORK)
+    getattr(executor, end_workers)()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(square, 2)
+    event = FORK.Event()
+    with ProcessPoolExecutor(1, FORK, keep, (event,)) as executor:
+        first = executor.submit(wait_for_kept)
+        first.add_done_callback(lambda _: getattr(executor, end_workers)())
+        second = executor.submit(wait_for_kept)
+        event.set()
+        assert first.result(PATIENCE)
+        assert second.cancelled() or second.done()
+
+
+def test_a_forked_child_ends_no_workers_of_its_parent() -> None:
+    """Of its copy of the executor; the parent's goes on."""
+    with ProcessPoolExecutor(1, FORK) as executor:
+        pid = executor.submit(own_pid).result(PATIENCE)
+        child = FORK.Process(target=executor.kill_workers)
+        child.start()
+        child.join(PATIENCE)
+        assert child.exitcode == 0
+        assert executor.submit(own_pid).result(PATIENCE) == pid

@@ -179,6 +179,26 @@ def kept(_: Any) -> Any:
     return _given[-1]
 
 
+def tell_and_sleep(_: Any) -> None:
+    """Set the first event that this worker was given, or the other if that is set; sleep."""
+    first, second = _given[-1]
+    (second if first.is_set() else first).set()
+    time.sleep(FOREVER)
+
+
+def exit_with_7_at_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+    _given[-1].set()
+    time.sleep(FOREVER)
+
+
+def ignore_sigterm_and_sleep() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _given[-1].set()
+    while True:
+        time.sleep(FOREVER)
+
+
 def release_kept_and_sleep() -> None:
     _given[-1].release()
     time.sleep(FOREVER)
