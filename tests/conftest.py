@@ -13,6 +13,7 @@ import pytest
 
 import shmreduce
 from shmreduce.memory import runtime
+from shmreduce.memory.family import _LOCK_MAILBOX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,9 +46,12 @@ def _answer(connection: Connection, function: Callable[..., Any], arguments: Any
 def letters() -> list[Letter]:
     """Return what is in the mailbox of this process's family: it keeps memory."""
     found = []
-    for letter, fd in runtime.current().family._letters():
-        found.append(letter)
-        os.close(fd)
+    family = runtime.current().family
+    # Two who look at once, each from a place of its own, would look from one.
+    with family._locked(_LOCK_MAILBOX):
+        for letter, fd in family._letters():
+            found.append(letter)
+            os.close(fd)
     return found
 
 

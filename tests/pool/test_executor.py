@@ -298,24 +298,39 @@ def test_how_workers_are_ended(end_workers: str, code: int) -> None:
 
 
 def test_workers_that_ignore_sigterm_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After their time, or at once by kill_workers() if the thread still waits for that."""
-    begun = FORK.Event()
+    """After their time, or at once by kill_workers() while the thread waits for that."""
+    begun, asked_to_end = FORK.Event(), FORK.Event()
     monkeypatch.setattr(pool_supervisor, "_GRACE", 0.01)
-    with ProcessPoolExecutor(1, FORK, keep, (begun,)) as executor:
+    with ProcessPoolExecutor(1, FORK, keep, ((begun, asked_to_end),)) as executor:
         executor.submit(ignore_sigterm_and_sleep)
         assert begun.wait(PATIENCE)
         [process] = executor._processes.values()
         executor.terminate_workers()
     assert process.exitcode == -signal.SIGKILL
     begun.clear()
+    asked_to_end.clear()
     monkeypatch.setattr(pool_supervisor, "_GRACE", 10 * PATIENCE)
-    with ProcessPoolExecutor(1, FORK, keep, (begun,)) as executor:
+    with ProcessPoolExecutor(1, FORK, keep, ((begun, asked_to_end),)) as executor:
         executor.submit(ignore_sigterm_and_sleep)
         assert begun.wait(PATIENCE)
         [process] = executor._processes.values()
         executor.terminate_workers()
+        assert asked_to_end.wait(PATIENCE)
         executor.kill_workers()
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_who_ended_the_workers_is_told_and_not_that_they_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the thread sees their end before it hears of who did it."""
+    begun, asked_to_end = FORK.Event(), FORK.Event()
+    with ProcessPoolExecutor(1, FORK, keep, ((begun, asked_to_end),)) as executor:
+        running = executor.submit(ignore_sigterm_and_sleep)
+        assert begun.wait(PATIENCE)
+        monkeypatch.setattr(executor._supervisor, "wake", lambda: None)
+        executor.kill_workers()
+        assert isinstance(running.exception(PATIENCE), TaskAbandonedError)
 
 
 @pytest.mark.parametrize("end_workers", ENDS)

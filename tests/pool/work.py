@@ -193,10 +193,12 @@ def exit_with_7_at_sigterm() -> None:
 
 
 def ignore_sigterm_and_sleep() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _given[-1].set()
-    while True:
-        time.sleep(FOREVER)
+    """Set the first event that this worker was given, and the other at SIGTERM."""
+    begun, asked_to_end = _given[-1]
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.set())
+    begun.set()
+    # It goes on after a handler.
+    time.sleep(FOREVER)
 
 
 def release_kept_and_sleep() -> None:
