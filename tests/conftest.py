@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import shmreduce
+from shmreduce import presized_pickle
 from shmreduce.memory import runtime
 from shmreduce.memory.family import _LOCK_MAILBOX
 
@@ -170,6 +171,12 @@ def _uninstalled_afterwards() -> Iterator[None]:
     """Leave no installation to the next test."""
     yield
     shmreduce.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget how large the pickles of other tests were: the next may be made in a block."""
+    monkeypatch.setattr(presized_pickle, "_sizes", {})
 
 
 @pytest.fixture(

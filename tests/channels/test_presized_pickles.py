@@ -17,11 +17,6 @@ from tests.born.allocator import needs_allocator
 from tests.memory.forks import Forks
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presized_pickle, "_sizes", {})
-
-
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of pickles that were made in ordinary memory and copied."""
