@@ -21,6 +21,7 @@ from shmreduce.memory.heap import Heap, HeapBusyError
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.size_classes import size_class
+from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
     from shmreduce.memory.owned_segment import OwnedSegment
@@ -175,12 +176,19 @@ def test_the_heap_refuses_to_be_entered_twice_by_one_thread() -> None:
     assert heap.segments == []
 
 
+def others_have_nothing() -> bool:
+    """Whether this process alone has reserved memory of its family's budget."""
+    family = runtime.current().family
+    return sum(reserved for _, reserved in family.members()) == family.reserved
+
+
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_the_budget_is_an_error_that_says_how_much_is_in_use() -> None:
     """Beyond the budget an allocation fails with the figures, takes nothing, and
     succeeds when something was dropped.
     """
     with shmreduce.install(budget=64 << 20, inline_limit=4096):
+        eventually(others_have_nothing, "grandchildren of tests before have ended")
         kept = [shmreduce.zeros(16 << 20, np.uint8) for _ in range(2)]
         with pytest.raises(shmreduce.BudgetExceededError) as caught:
             shmreduce.zeros(48 << 20, np.uint8)
@@ -199,6 +207,7 @@ def test_the_budget_is_an_error_that_says_how_much_is_in_use() -> None:
 def test_what_is_free_of_other_sizes_makes_way_before_the_budget_says_no() -> None:
     """Warm blocks of other sizes are given up for an allocation within the budget."""
     with shmreduce.install(budget=64 << 20, inline_limit=4096):
+        eventually(others_have_nothing, "grandchildren of tests before have ended")
         for size in range(1, 24):
             assert len(shmreduce.zeros(size << 20, np.uint8)) == size << 20
 
