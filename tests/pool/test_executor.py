@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from logging.handlers import QueueHandler
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -328,7 +329,20 @@ def test_who_ended_the_workers_is_told_and_not_that_they_died(
     with ProcessPoolExecutor(1, FORK, keep, ((begun, asked_to_end),)) as executor:
         running = executor.submit(ignore_sigterm_and_sleep)
         assert begun.wait(PATIENCE)
-        monkeypatch.setattr(executor._supervisor, "wake", lambda: None)
+        supervisor, waits = executor._supervisor, threading.Event()
+        [worker] = supervisor.workers
+        select = supervisor._selector.select
+
+        def select_when_it_has_ended(timeout: float | None) -> Any:
+            waits.set()
+            select(timeout)
+            wait([worker.sentinel], PATIENCE)
+            return select(0)
+
+        monkeypatch.setattr(supervisor._selector, "select", select_when_it_has_ended)
+        supervisor.wake()
+        assert waits.wait(PATIENCE)
+        monkeypatch.setattr(supervisor, "wake", lambda: None)
         executor.kill_workers()
         assert isinstance(running.exception(PATIENCE), TaskAbandonedError)
 
