@@ -174,9 +174,9 @@ def _uninstalled_afterwards() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_expected() -> None:
     """Forget how large the pickles of other tests were: the next may be made in a block."""
-    monkeypatch.setattr(presized_pickle, "_sizes", {})
+    presized_pickle._sizes.clear()
 
 
 @pytest.fixture(
