@@ -9,6 +9,7 @@ import pytest
 
 import shmreduce
 from shmreduce.memory import quick_slots, runtime
+from tests.memory.own_heaps import forget_heaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,13 @@ def _nothing_is_there() -> None:
     gc.collect()
     for segment in list(runtime.current().directory.values()):
         segment.give_up(0.0)
+
+
+@pytest.fixture(autouse=True)
+def _own_heaps_are_forgotten() -> Iterator[None]:
+    """Leave the whole budget to the next test."""
+    yield
+    forget_heaps()
 
 
 @pytest.fixture(autouse=True)

@@ -17,29 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import shmreduce
 from shmreduce.memory import runtime
-from shmreduce.memory.heap import Heap, HeapBusyError
+from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.size_classes import size_class
+from tests.memory.own_heaps import close, make_heap
 from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
     from shmreduce.memory.owned_segment import OwnedSegment
-
-
-def make_heap(kind: int = SHARED) -> Heap:
-    """Return a heap of its own, whose segments die with it."""
-    from shmreduce.strategies import current_strategy
-
-    return Heap(kind, current_strategy(), runtime.current())
-
-
-def close(heap: Heap) -> None:
-    """Give all segments of a heap back; nothing of them may be in use."""
-    heap.collect()
-    with heap.exclusive():
-        heap.cool(0)
-    assert heap.segments == []
 
 
 @given(st.integers(0, 1 << 40), st.booleans())

@@ -15,7 +15,7 @@ import pytest
 from shmreduce.memory import mapping
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import HUGE_PAGE
-from tests.memory.test_heap import close, make_heap
+from tests.memory.own_heaps import close, make_heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
