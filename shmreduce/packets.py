@@ -239,7 +239,7 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
     """Return the handle of a block with the bytes, None if they must go in the packet."""
     fits = body.nbytes <= LARGEST_PACKET - _HEAD.size - MOST_DESCRIPTORS * _TOKEN_SIZE
     try:
-        given = message.allocate(body.nbytes)
+        given = message.allocate(body.nbytes, lambda: body)
     except SegmentError:
         if fits:
             return None
@@ -259,7 +259,8 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
             strategy=None,
         )
     view, handle = given
-    view[:] = body
+    if view is not None:
+        view[:] = body
     return handle
 
 

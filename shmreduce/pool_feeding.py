@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import TaskAbandonedError
-from shmreduce.pool_supervisor import TERMINATED
+from shmreduce.pool_supervisor import make_abandoned
 from shmreduce.pool_tasks import EACH, ONCE, make_task
 from shmreduce.signals import is_from_handler
 
@@ -73,7 +72,7 @@ class Feeder:
             task.wait_in_queue(self._supervisor.backpressure.release)
             if not wanted:
                 task.discard()
-                result.abandon(TaskAbandonedError(TERMINATED))
+                result.abandon(make_abandoned())
                 return False
         self._supervisor.submit(task)
         return True

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from shmreduce.pool_results import Receiver
     from shmreduce.pool_tasks import Task
 
-__all__ = ["TERMINATED", "Supervisor"]
+__all__ = ["Supervisor", "make_abandoned"]
 
 _GRACE = 5.0
 """Seconds that a worker has to end after SIGTERM."""
@@ -87,15 +87,14 @@ _FAILED_STARTS = 10
 """Workers, beyond the pool's size, that may fail to start in a row."""
 _LOCK_POLL = 0.1
 """Seconds to wait for the turn to start a worker before looking around."""
-TERMINATED = (
-    "the pool was terminated before this result was there: call close() and join() instead of "
-    "terminate(), or get the results before the end of the `with` block"
-)
-"""What a :class:`~shmreduce.TaskAbandonedError` says."""
 
 
-def _make_abandoned() -> BaseException:
-    return TaskAbandonedError(TERMINATED)
+def make_abandoned() -> BaseException:
+    """Return what a result is that nobody is going to make, since its pool was terminated."""
+    return TaskAbandonedError(
+        "the pool was terminated before this result was there: call close() and join() instead of "
+        "terminate(), or get the results before the end of the `with` block"
+    )
 
 
 _starting = threading.Lock()
@@ -142,7 +141,7 @@ class Supervisor:
         options: WorkerOptions,
         died: Callable[..., BaseException],
         broken: Callable[[BaseException], BaseException],
-        abandoned: Callable[[], BaseException] = _make_abandoned,
+        abandoned: Callable[[], BaseException] = make_abandoned,
     ) -> None:
         self.size = size
         self.wanted = size

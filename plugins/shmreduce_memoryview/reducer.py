@@ -81,10 +81,13 @@ def _reduce_by_value(view: memoryview, block: Block | None, message: Message) ->
             handle = message.refer(block, view.nbytes)
             if handle is not None:
                 return rebuild_view, _place(view, block, handle, rows_of(view))
-        taken = message.allocate(view.nbytes)
+        taken = message.allocate(
+            view.nbytes, lambda: view.cast("B") if view.c_contiguous else None
+        )
         if taken is not None:
             memory, handle = taken
-            _copy(view, memory)
+            if memory is not None:
+                _copy(view, memory)
             return rebuild_view, (handle, 0, view.format, view.shape, 1, view.readonly)
     return rebuild_inline, (view.tobytes(), view.format, view.shape, view.readonly)
 

@@ -7,6 +7,7 @@ May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
 from __future__ import annotations
 
 import copyreg
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,12 +139,13 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     part = _reduce_to_part(array, message)
     if part is not None:
         return part
-    taken = message.allocate(nbytes_of(array))
+    taken = message.allocate(nbytes_of(array), functools.partial(_elements, array))
     if taken is None:
         return _reduce_inline(array, message)
     memory, handle = taken
     order = _order_of(array)
-    _copy(array, memory, order)
+    if memory is not None:
+        _copy(array, memory, order)
     arguments = (handle, shape_of(array), order, describe_dtype(dtype_of(array)), flags.writeable)
     if type(array) is np.ndarray:
         return rebuild.rebuild_copy, arguments
@@ -238,6 +240,16 @@ def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
         # fields with what the memory held before, perhaps of another array.
         source = source.view(f"V{source.itemsize}")
     copy_elements(np.ndarray(source.shape, source.dtype, buffer=memory, order=order), source)
+
+
+def _elements(array: np.ndarray[Any, Any]) -> Any:
+    """Return the bytes of an array if there is nothing between them."""
+    flags = flags_of(array)
+    if not (flags.c_contiguous or flags.f_contiguous):
+        return None
+    # A plain view: a subclass may redefine what a buffer is.
+    plain = np.ndarray.view(array, np.ndarray)
+    return (plain if flags.c_contiguous else plain.T).reshape(-1).view(np.uint8)
 
 
 def _reduce_masked(array: Any) -> Any:

@@ -59,9 +59,9 @@ REASONS: dict[str, str] = {
     ),
     "first-use *": (
         "What counts is how quickly the machine gives pages, huge ones of ours. Measured one "
-        "after the other 64 MiB took 12 ms where the kernel had them at hand and 48 where it had "
-        "not, 36 to 49 in torch; 256 MiB 42 to 173 ms, 124 to 439 in torch. With small "
-        "pages alone all later round trips of 64 MiB would take 12 ms instead of 7."
+        "after the other on one machine 64 MiB took 21 ms where the kernel had them at hand and "
+        "36 to 47 where it had not, 51 to 59 in torch; 256 MiB 52 to 165 ms, 700 in torch. Below "
+        "that it is also what a process does once: to join its family, to make a segment."
     ),
     "fresh 1 KiB: shmreduce install / multiprocessing": (
         "Both are two wake-ups, whose time varies by a third within the run."

@@ -60,7 +60,13 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
         # This thread was interrupted inside that heap, by a signal handler say.
         heap = runtime.spare_heap(SHARED)
         segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
-    return runtime.live.expose(owner_record(runtime.live, heap, segment, block, nbytes, mode))
+    try:
+        return runtime.live.expose(owner_record(runtime.live, heap, segment, block, nbytes, mode))
+    except BaseException:
+        if segment.records.get(block, runtime) is None:
+            # No room for one more frame, say. Nobody has noted the block, as watch() does.
+            heap.untake(segment, block)
+        raise
 
 
 def find_block(exporter: object) -> Block | None:

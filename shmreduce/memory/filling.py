@@ -42,9 +42,10 @@ class Filling:
         self.root = make_root(
             data.pages, segment.offsets[block] - data.offset, segment.capacities[block]
         )
-        # The heap has put an entry there that is anybody's.
-        segment.records[block] = self
         live.fillings[self] = None
+        # The heap has put an entry there that is anybody's. Last: who fails before gives
+        # the block back as it was taken.
+        segment.records[block] = self
 
     def view(self) -> memoryview:
         """Return the bytes to fill."""

@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
-from shmreduce.memory.reservation import free_whole_pages, go_on_making_huge, reserve_run
+from shmreduce.memory.reservation import (
+    Contents,
+    free_whole_pages,
+    go_on_making_huge,
+    reserve_run,
+)
 from shmreduce.memory.segment_creation import SegmentHost, create_segment
 from shmreduce.memory.size_classes import FIRST_SEGMENT, SLAB, next_segment_size, size_class
 
@@ -101,6 +106,7 @@ class Heap:
         self.warm: dict[int, list[tuple[OwnedSegment, int]]] = {}
         self.lock: Any = threading.RLock()
         self._busy = False
+        self._inherited = False
         self._host = host
         self._whole_pages = kind == BY_VALUE
         self._next_segment = FIRST_SEGMENT
@@ -109,10 +115,13 @@ class Heap:
 
     # Allocation
 
-    def allocate(self, nbytes: int, *, whole_pages: bool = False) -> tuple[OwnedSegment, int]:
+    def allocate(
+        self, nbytes: int, *, whole_pages: bool = False, contents: Contents | None = None
+    ) -> tuple[OwnedSegment, int]:
         """Return a block of at least ``nbytes`` that nobody else can see.
 
-        The block is the caller's until it gives it to :meth:`give_back`.
+        The block is the caller's until it gives it to :meth:`give_back`. A new one may
+        have its ``contents``, of ``nbytes``, already: these say so.
 
         Raises
         ------
@@ -126,7 +135,7 @@ class Heap:
         warm = found = self._take_warm(size)
         if found is None:
             with self.exclusive():
-                found = self._take_warm(size) or self._make_room(size)
+                found = self._take_warm(size) or self._make_room(size, contents)
             self._host.on_growth()
         segment, block = found
         # Before it counts as out, so that reap() in another thread, which sees
@@ -138,10 +147,14 @@ class Heap:
                 go_on_making_huge(segment, block)
             except BaseException:
                 # Ctrl-C: nobody has seen the block.
-                del segment.records[block]
-                self.give_back(segment, block)
+                self.untake(segment, block)
                 raise
         return found
+
+    def untake(self, segment: OwnedSegment, block: int) -> None:
+        """Take a block back of which :meth:`allocate` had told nobody but the caller."""
+        del segment.records[block]
+        self.give_back(segment, block)
 
     def give_back(self, segment: OwnedSegment, block: int) -> bool:
         """Free a block that nobody needs; else it waits for :meth:`collect`."""
@@ -187,6 +200,9 @@ class Heap:
         handler, a destructor or a reducer, and the child goes on with that as its
         parent does.
         """
+        self._inherited = True
+        for segment in self.segments:
+            segment.inherited = True
         for segment in self.segments:
             # Where the kernel refuses, or the descriptor was closed, they stay as they are.
             with suppress(SegmentError):
@@ -221,7 +237,7 @@ class Heap:
             finally:
                 self._busy = False
 
-    def _make_room(self, size: int) -> tuple[OwnedSegment, int]:
+    def _make_room(self, size: int, contents: Contents | None) -> tuple[OwnedSegment, int]:
         for segment in self.segments:
             # Before anything is given or taken: the number may be another file's.
             _ = segment.checked_fd
@@ -230,7 +246,7 @@ class Heap:
             if found is not None:
                 return found
         try:
-            return self._carve_or_grow(size)
+            return self._carve_or_grow(size, contents)
         except OutOfSharedMemoryError:
             # Blocks of killed processes, and warm ones of other sizes, make way
             # before anybody is refused.
@@ -240,16 +256,16 @@ class Heap:
                 return found
             if not self.cool(0) + self._host.cool_others(self):
                 raise
-            return self._carve_or_grow(size)
+            return self._carve_or_grow(size, contents)
 
-    def _carve_or_grow(self, size: int) -> tuple[OwnedSegment, int]:
+    def _carve_or_grow(self, size: int, contents: Contents | None) -> tuple[OwnedSegment, int]:
         # Small blocks are carved many at a time: booking and reserving cost
         # system calls.
         count = max(1, SLAB // size)
         for segment in reversed(self.segments):
             blocks = segment.carve(size, count)
             if blocks:
-                return self._fill(segment, blocks)
+                return self._fill(segment, blocks, contents)
         segment = self._grow(size)
         blocks = segment.carve(size, count)
         if not blocks:
@@ -260,9 +276,11 @@ class Heap:
                 errno=0,
                 segment=segment.token.hex(),
             )
-        return self._fill(segment, blocks)
+        return self._fill(segment, blocks, contents)
 
-    def _fill(self, segment: OwnedSegment, blocks: list[int]) -> tuple[OwnedSegment, int]:
+    def _fill(
+        self, segment: OwnedSegment, blocks: list[int], contents: Contents | None
+    ) -> tuple[OwnedSegment, int]:
         """Give the pages of a carved run of blocks; return one, keep the others warm."""
         offset, size = segment.offsets[blocks[0]], segment.capacities[blocks[0]]
         length = size * len(blocks)
@@ -270,14 +288,14 @@ class Heap:
         try:
             self._book(segment, length)
             booked = True
-            huge = reserve_run(segment, offset, length)
+            huge = reserve_run(segment, offset, length, contents)
         except BaseException:
             if booked:
                 self._book(segment, -length)
             for block in blocks:
                 segment.uncarve(block)
             raise
-        if length >= _POPULATE_FROM:
+        if length >= _POPULATE_FROM and not (contents is not None and contents.written):
             segment.data.populate(offset & -PAGE_SIZE, page_ceil(length))
         if huge < offset + length:
             segment.small[blocks[0]] = huge, 0
@@ -299,6 +317,10 @@ class Heap:
         self._next_segment = next_segment_size(wanted)
         self._host.directory[segment.token] = segment
         self.segments.append(segment)
+        if self._inherited:
+            # A signal handler has forked while it was made, and this is the child.
+            segment.give_up_locks()
+            self.keep_apart_in_child()
         return segment
 
     # Taking back

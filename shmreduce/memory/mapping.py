@@ -185,8 +185,8 @@ class Mapping:
         """
         _madvise(self.address + offset - self.offset, size, _MADV_POPULATE_WRITE)
 
-    def make_huge(self, fd: int, offset: int, size: int, *, patience: int) -> int:
-        """Put huge pages in the place of small ones, or of none; return where it has stopped.
+    def make_huge(self, fd: int, offset: int, size: int, *, patience: int) -> tuple[int, int]:
+        """Put huge pages in the place of small ones, or of none.
 
         One by one (madvise(2), MADV_COLLAPSE, Linux 6.1), as long as the kernel
         has them at hand, and ``patience`` more: what is not, it has to get, by
@@ -195,9 +195,9 @@ class Mapping:
 
         Returns
         -------
-        int
-            Up to where all is huge that can be. What has no pages then is to be
-            allocated in the usual way.
+        (int, int)
+            How many bytes have got huge pages, and up to where all is huge that can
+            be. What has no pages then is to be allocated in the usual way.
 
         Raises
         ------
@@ -205,13 +205,13 @@ class Mapping:
             If there is no room for one small page for each huge one.
         """
         global _collapses
-        end = offset + size
+        made, end = 0, offset + size
         place = huge_ceil(offset)
         if (self.address - self.offset) % HUGE_PAGE:
-            return end
+            return made, end
         while _collapses and place + HUGE_PAGE <= end:
             if not patience:
-                return place
+                return made, place
             # Only what has a page is made huge.
             os.posix_fallocate(fd, place, PAGE_SIZE)
             began = time.monotonic()
@@ -221,7 +221,8 @@ class Mapping:
             if time.monotonic() - began > _AT_HAND:
                 patience -= 1
             place += HUGE_PAGE
-        return end
+            made += HUGE_PAGE
+        return made, end
 
 
 def _refused(operation: str, size: int, number: int) -> SegmentError:

@@ -1,8 +1,8 @@
 """The sender's side of one pickled message: what it gives out.
 
 May import errors, settings, strategies, contracts, ``layout``, ``handle``, ``lease_slots``,
-``segment``, ``heap``, ``record``, ``blocks``, ``filling``, ``parts``, ``runtime`` and, for a type,
-``mover``.
+``segment``, ``reservation``, ``heap``, ``record``, ``blocks``, ``filling``, ``parts``, ``runtime``
+and, for a type, ``mover``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 from shmreduce.contracts import check_nbytes
 from shmreduce.errors import ConfigurationError, SegmentError, ShmreduceError
@@ -23,12 +23,15 @@ from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.lease_slots import NONCE_MASK
 from shmreduce.memory.parts import BLOCK_SIZE, LARGEST_PART, PARTS_FROM, PartedBlock
+from shmreduce.memory.reservation import Contents
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import Segment, Sent
 from shmreduce.settings import get_settings
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shmreduce.contracts import Mode
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.mover import Mover
@@ -106,19 +109,35 @@ class Message:
         self._in_parts = 0
         self._parted: PartedBlock | None = None
 
-    def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None:
+    @overload
+    def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None: ...
+
+    @overload
+    def allocate(
+        self, nbytes: int, contents: Callable[[], Any]
+    ) -> tuple[memoryview | None, bytes] | None: ...
+
+    def allocate(
+        self, nbytes: int, contents: Callable[[], Any] | None = None
+    ) -> tuple[memoryview | None, bytes] | None:
         """Give out a block that carries ``nbytes`` by value.
 
         Parameters
         ----------
         nbytes : int
             Bytes, 0 included.
+        contents : callable, optional
+            Returns what is going to be put there, as an object that exports
+            ``nbytes`` bytes in one run, or None if they do not lie in one. A large
+            block that is new is filled with them at once, which is quicker. Called
+            only then, while the heap is locked: it must not wait for other threads.
 
         Returns
         -------
         (memoryview, bytes) or None
             The bytes to fill before ``reduce`` returns, uninitialised, and the
-            handle. None if this message must not, or at this moment cannot,
+            handle. None in place of the bytes if the block has its ``contents``.
+            None if this message must not, or at this moment cannot,
             use shared memory: pickle in the ordinary way.
 
         Raises
@@ -129,7 +148,7 @@ class Message:
         OutOfLeasesError
             If too many messages that name blocks of the segment are unread.
         ConfigurationError
-            If ``nbytes`` is impossible.
+            If ``nbytes`` is impossible, or ``contents()`` are not as many bytes.
         """
         nbytes = check_nbytes(nbytes)
         if not self.shared_memory:
@@ -137,8 +156,9 @@ class Message:
         runtime = self._current()
         runtime.live.settle()
         heap = runtime.heap(BY_VALUE)
+        filled = None if contents is None else Contents(contents, nbytes)
         try:
-            segment, block = heap.allocate(nbytes)
+            segment, block = heap.allocate(nbytes, contents=filled)
         except HeapBusyError:
             return None
         except SegmentError:
@@ -151,10 +171,14 @@ class Message:
             taken.filling = Filling(runtime.live, heap, segment, block, nbytes)
             taken.slot = segment.start_message(block, taken.nonce)
         except BaseException:
+            if taken.filling is None:
+                # No room for one more frame, say: nobody else knows of the block.
+                heap.untake(segment, block)
             taken.drop()
             raise
         self._taken.append(taken)
-        return taken.filling.view(), pack_handle(
+        view = None if filled is not None and filled.written else taken.filling.view()
+        return view, pack_handle(
             taken.slot,
             taken.nonce,
             _constant(segment, block, taken.generation, nbytes, shared=False, mode="rw"),

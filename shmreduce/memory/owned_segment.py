@@ -42,6 +42,8 @@ class OwnedSegment(Segment):
         if header.kind == SHARED:
             # Views of one's own shared blocks and of received ones are the same memory.
             self.import_mapping = self.data
+        self.inherited = False
+        """Whether this is a forked child by now, and the segment its parent's."""
         self.cold: list[tuple[int, int]] = [(start, header.size - start)]
         """Free runs without pages, as (offset, size), by offset."""
         self.unused = 0

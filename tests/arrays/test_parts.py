@@ -174,7 +174,7 @@ def test_whatever_a_block_lacks_they_are_pickled(
     """Nor for want of a descriptor, of a lease or of a lock."""
     attempts = []
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_named: object) -> None:
         attempts.append(1)
         raise error
 

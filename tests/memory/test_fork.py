@@ -20,13 +20,16 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.memory import mapping, runtime
+from shmreduce.memory import heap as heap_module
+from shmreduce.memory import mapping, reservation, runtime
 from shmreduce.memory.attachments import boot_identity
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce.memory.loading import discard_message, import_block
 from shmreduce.memory.message import Message
+from shmreduce.memory.segment_creation import create_segment
+from shmreduce.memory.segment_file import reserve_pages
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
 if TYPE_CHECKING:
@@ -730,3 +733,78 @@ def test_a_child_that_goes_on_taking_a_block_leaves_its_parents_tables_alone(
     assert segment.capacities[block] >= size
     del segment.records[block]
     assert heap.give_back(segment, block)
+
+
+class Waiting:
+    """Forks when it is told to; the child goes on when its parent has done what it wants."""
+
+    def __init__(self) -> None:
+        self.pid = -1
+        self._read, self._write = os.pipe()
+
+    def fork(self) -> bool:
+        """Return in both processes, in the child later, once; tell whether this is the child."""
+        if self.pid < 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.pid = os.fork()
+            if not self.pid:
+                os.read(self._read, 1)
+        return self.pid == 0
+
+    def let_child_end(self) -> None:
+        """Let it go on, and wait for its end."""
+        os.write(self._write, b"x")
+        for end in (self._read, self._write):
+            os.close(end)
+        assert wait_for_exit(self.pid) == 0
+
+
+@pytest.mark.parametrize("where", ["contents", "pages", "segment"])
+def test_a_child_that_goes_on_making_a_block_leaves_its_parents_message_alone(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a signal handler forks before the contents are asked for, or after they were written
+    and raises, or where the segment is made: what the child does then stays in the child.
+    """
+    heap = runtime.current().heap(BY_VALUE)
+    heap.collect()
+    with heap.exclusive():
+        heap.cool(0)
+    # More than any segment has room for.
+    size = max([segment.header.size for segment in heap.segments], default=1 << 20) * 2
+    waiting = Waiting()
+    create, reserve = create_segment, reserve_pages
+
+    def forking_create(*arguments: Any) -> Any:
+        made = create(*arguments)
+        waiting.fork()
+        return made
+
+    def forking_reserve(*arguments: Any) -> None:
+        if waiting.fork():
+            raise KeyboardInterrupt
+        reserve(*arguments)
+
+    if where == "segment":
+        monkeypatch.setattr(heap_module, "create_segment", forking_create)
+    elif where == "pages":
+        monkeypatch.setattr(reservation, "reserve_pages", forking_reserve)
+
+    def contents() -> bytes:
+        if where == "contents":
+            waiting.fork()
+        return (b"p" if waiting.pid else b"c") * size
+
+    message = Message()
+    try:
+        given = message.allocate(size, contents)
+        if not waiting.pid and given is not None and given[0] is not None:
+            given[0][:] = b"c" * size
+    finally:
+        if not waiting.pid:
+            os._exit(0)
+    assert given is not None
+    message.commit()
+    waiting.let_child_end()
+    assert bytes(import_block(given[1]).buffer) == b"p" * size

@@ -16,6 +16,7 @@ import resource
 import struct
 import subprocess
 import sys
+import traceback
 from contextlib import contextmanager, redirect_stdout
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
@@ -576,3 +577,39 @@ def test_joining_the_family_without_descriptors_leaves_nothing() -> None:
     """
     ForkingPickler.loads(ForkingPickler.dumps(np.ones(LENGTH, np.uint8)))
     assert wait_for_exit(in_forked_child(join_without_descriptors)) == 0
+
+
+@pytest.mark.parametrize("what", ["by value", "shared", "born here", "bytes"])
+@pytest.mark.usefixtures("strategy")
+def test_the_recursion_limit_leaves_no_block_wherever_it_strikes(what: str) -> None:
+    """A send, or a receipt, is as deep as it is; each depth fails whole or not at all."""
+    array = np.arange(40_000.0)
+    payload = {"by value": array, "shared": shmreduce.share(array), "bytes": b"x" * 1_000_000}
+    reader, writer = shmreduce.Pipe(duplex=False)
+
+    def there_and_back() -> Any:
+        if what == "born here":
+            return shmreduce.share(array)
+        writer.send(payload[what])
+        return reader.recv()
+
+    there_and_back()
+    limit, deep = sys.getrecursionlimit(), len(traceback.extract_stack())
+    outcomes = []
+    with reader, writer:
+        for depth in range(1, 60):
+            arrived = None
+            # 3.11 has ctypes tell a RecursionError among its arguments as an error of its own.
+            with contextlib.suppress(RecursionError, ctypes.ArgumentError):
+                try:
+                    sys.setrecursionlimit(deep + depth)
+                    arrived = there_and_back()
+                finally:
+                    sys.setrecursionlimit(limit)
+            outcomes.append(arrived is not None)
+            if arrived is None and reader.poll(0):
+                # What failed was to load it.
+                arrived = reader.recv()
+            assert arrived is None or np.array_equal(arrived, payload.get(what, array))
+    assert not outcomes[0]
+    assert outcomes[-1]
