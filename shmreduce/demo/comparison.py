@@ -124,7 +124,7 @@ class Outcome:
         Of these, the bytes that were copied into shared memory, once each. Shared
         images are not copied, and small ones go through the pipe.
     piped : int or None
-        Bytes that this process wrote to and read from pipes, all rounds; None
+        Bytes that this process and its workers read from pipes, all rounds; None
         where the system does not count them.
     """
 
@@ -282,14 +282,20 @@ def _check(system: SystemName, results: Sequence[Image], expected: Sequence[Imag
 
 
 def _piped() -> int | None:
-    """Return the bytes that this process has read and written so far.
+    """Return the bytes that this process and its workers have read so far.
 
-    While images are filtered that is what goes through the pool's pipes
-    (proc_pid_io(5)); a few bytes of progress messages among it.
+    While images are filtered that is what goes through the pools' pipes
+    (proc_pid_io(5)). What they write is not counted: the kernel takes for that
+    also what is written to files of shared memory.
     """
+    workers = (process.pid for process in multiprocessing.active_children())
     try:
-        text = Path("/proc/self/io").read_text()
+        return sum(_bytes_read(pid) for pid in (os.getpid(), *workers) if pid is not None)
     except OSError:
         return None
+
+
+def _bytes_read(pid: int) -> int:
+    text = Path(f"/proc/{pid}/io").read_text()
     counters = dict(line.split(": ") for line in text.splitlines())
-    return int(counters["rchar"]) + int(counters["wchar"])
+    return int(counters["rchar"])

@@ -55,11 +55,14 @@ class BlockLocks:
 
     def try_lock_block(self, block: int, mark: Mark) -> bool:
         """Lock a block without waiting; return whether that was possible."""
+        # Where the recursion limit leaves no frame for a lock, that is found out before
+        # there is anything to undo: that takes as many.
+        request = locks.lock_request(LOCK_BLOCK + block)
         if self._busy.setdefault(block, mark) is not mark:
             return False
         locked = False
         try:
-            locked = locks.try_lock(self.lock_fd, LOCK_BLOCK + block, later=True)
+            locked = locks.try_request(self.lock_fd, request, later=True)
         except OSError as error:
             if error.errno != errno.EBADF:
                 raise

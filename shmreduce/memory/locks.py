@@ -29,9 +29,11 @@ __all__ = [
     "first_locked",
     "identity_of",
     "keep_trying",
+    "lock_request",
     "reopen",
     "supported",
     "try_lock",
+    "try_request",
     "unlock",
 ]
 
@@ -78,8 +80,18 @@ def try_lock(fd: int, offset: int, *, later: bool = False) -> bool:
     Who tries again ``later`` gets False, too, while the kernel has no memory
     for another lock (``ENOLCK``).
     """
+    return try_request(fd, lock_request(offset), later=later)
+
+
+def lock_request(offset: int) -> bytes:
+    """Return what :func:`try_request` asks the kernel for: to lock one byte."""
+    return _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
+
+
+def try_request(fd: int, request: bytes, *, later: bool) -> bool:
+    """Do what :func:`try_lock` does, with as much room for frames as :func:`unlock` needs."""
     try:
-        fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0))
+        fcntl.fcntl(fd, _SETLK, request)
     except OSError as error:
         if error.errno in _CONFLICT or (later and error.errno == errno.ENOLCK):
             return False
