@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Pipe, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +20,7 @@ from shmreduce import (
     start_processes,
 )
 from tests.conftest import PATIENCE
+from tests.open_files import open_files
 from tests.spawn import functions
 
 if TYPE_CHECKING:
@@ -147,16 +146,10 @@ def test_interrupted_wait_leaves_no_process(method: str, line: Line) -> None:
     line.wait_until_all_gone()
 
 
-def count_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_contexts_leave_no_descriptor(method: str) -> None:
     """Joined or not, a context that is dropped has closed what it opened."""
     start_processes(functions.succeed, nprocs=2, start_method=method)
-    # What other tests have left in cycles is not to be closed in between.
-    gc.collect()
-    before = count_descriptors()
+    before = open_files()
     start_processes(functions.succeed, nprocs=2, start_method=method)
     with pytest.raises(ProcessRaisedException) as caught:
         start_processes(functions.fail, nprocs=2, start_method=method)
@@ -168,7 +161,7 @@ def test_contexts_leave_no_descriptor(method: str) -> None:
         process.join(PATIENCE)
     del processes, process
     multiprocessing.active_children()
-    assert count_descriptors() == before
+    assert not open_files() - before
 
 
 def test_threads_may_join_at_the_same_time(method: str) -> None:
