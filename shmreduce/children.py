@@ -18,7 +18,9 @@ from shmreduce.memory.loading import Loading
 from shmreduce.process_registry import (
     mark_plugins_as_warned,
     registered_by_hand,
+    take_over_found,
     take_over_reducers,
+    tell_found,
     warned_plugins,
 )
 from shmreduce.registry import describe
@@ -69,6 +71,7 @@ class PreparedProcess:
         return _last, (
             CallOnLoad(set_settings, settings),
             inheritance(),
+            CallOnLoad(take_over_found, tell_found()),
             CallOnLoad(_take_over, reducers, warned_plugins()),
             *self._calls,
             # The standard library unpickles it outside of ForkingPickler.loads().

@@ -22,10 +22,11 @@ import pluggy
 from shmreduce import hookspecs
 from shmreduce.contracts import ArrayFactory, MemoryHandlers
 from shmreduce.entry_points import (
-    UnreadableEntryPoints,
     installed_entry_points,
     name_and_version,
+    search_path,
     sorted_and_unique,
+    tell,
 )
 from shmreduce.errors import (
     PluginError,
@@ -38,9 +39,9 @@ from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
-    from importlib.metadata import EntryPoint
 
     from shmreduce.contracts import Reducer, SharingStrategy
+    from shmreduce.entry_points import Found, Told
     from shmreduce.settings import Settings
 
 __all__ = ["PluginReport", "Plugins"]
@@ -97,7 +98,7 @@ class _Plugin:
     """One entry point and what it gave when it was loaded."""
 
     name: str
-    entry_point: EntryPoint | UnreadableEntryPoints
+    entry_point: Found
     status: Status = "not loaded"
     reason: str = ""
     warned: bool = False
@@ -172,6 +173,8 @@ class Plugins:
         Gets what the plugins provide, and loses it when they are blocked.
     found : iterable of EntryPoint, optional
         Where to look; the installed distributions' where not given.
+    told : tuple, optional
+        What the parent process has found, see :meth:`tell`.
 
     Examples
     --------
@@ -182,9 +185,12 @@ class Plugins:
     ['blocked']
     """
 
-    def __init__(self, registry: Registry, found: Iterable[EntryPoint] | None = None) -> None:
+    def __init__(
+        self, registry: Registry, found: Iterable[Found] | None = None, told: Told | None = None
+    ) -> None:
         self.registry = registry
-        entries = installed_entry_points() if found is None else found
+        self._searched = search_path()
+        entries = installed_entry_points(told) if found is None else found
         self._plugins = [_Plugin(each.name, each) for each in sorted_and_unique(entries)]
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
@@ -258,6 +264,10 @@ class Plugins:
         With ``ask``, their reducers are asked whether they work on this machine.
         """
         return [plugin.report(ask=ask) for plugin in self._plugins]
+
+    def tell(self) -> Told | None:
+        """Return what spares children to look for plugins, None if they have to."""
+        return tell(self._searched, (plugin.entry_point for plugin in self._plugins))
 
     def warned(self) -> tuple[str, ...]:
         """Return the names of the plugins that were warned about."""

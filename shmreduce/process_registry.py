@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer
     from shmreduce.discovery import PluginReport, Plugins
+    from shmreduce.entry_points import Told
 
 __all__ = [
     "get_array_factory",
@@ -33,7 +34,9 @@ __all__ = [
     "plugin_report",
     "register_reducer",
     "registered_by_hand",
+    "take_over_found",
     "take_over_reducers",
+    "tell_found",
     "unregister_reducer",
     "warned_plugins",
 ]
@@ -49,6 +52,7 @@ class _Process:
     by_hand: list[Reducer] = field(default_factory=list)
     taken_over: list[Reducer] = field(default_factory=list)
     warned_by_parent: frozenset[str] = frozenset()
+    found_by_parent: Told | None = None
 
 
 _process = _Process()
@@ -82,7 +86,7 @@ def get_plugins() -> Plugins:
             # that a child needs which is sent no arrays.
             from shmreduce.discovery import Plugins
 
-            _process.plugins = Plugins(_process.registry)
+            _process.plugins = Plugins(_process.registry, told=_process.found_by_parent)
         _process.plugins.mark_as_warned(_process.warned_by_parent)
         _process.plugins.synchronise(settings)
         return _process.plugins
@@ -120,6 +124,16 @@ def plugin_report(*, ask: bool = False) -> list[PluginReport]:
         if _process.plugins is None:
             raise
         return _process.plugins.reports(ask=ask)
+
+
+def tell_found() -> Told | None:
+    """Return what spares children to look for the plugins that are installed, if anything does."""
+    return None if _process.plugins is None else _process.plugins.tell()
+
+
+def take_over_found(told: Told | None) -> None:
+    """Do not look for plugins where the parent process has looked already."""
+    _process.found_by_parent = told
 
 
 def warned_plugins() -> tuple[str, ...]:

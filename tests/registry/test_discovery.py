@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from importlib.metadata import distributions
+from importlib.metadata import EntryPoint, distributions
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import shmreduce
 from shmreduce import (
     PluginError,
     Reducer,
@@ -21,7 +22,15 @@ from shmreduce import (
     unregister_reducer,
 )
 from shmreduce.discovery import Plugins
+from shmreduce.entry_points import (
+    Told,
+    ToldEntryPoint,
+    installed_entry_points,
+    search_path,
+    tell,
+)
 from shmreduce.process_registry import (
+    get_plugins,
     get_registry,
     plugin_report,
     registered_by_hand,
@@ -34,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shmreduce.discovery import PluginReport
+    from tests.conftest import Children
 
 REDUCER = """
     from shmreduce import Reducer, hookimpl
@@ -497,3 +507,67 @@ def test_reducers_of_the_parent_make_way(by_hand: Callable[[Reducer], None]) -> 
     claim = get_registry().find(Signal)
     assert claim is not None
     assert claim.reducer is second
+
+
+def report_and_sources() -> tuple[list[PluginReport], set[type]]:
+    plugins = get_plugins()
+    return plugins.reports(), {type(each.entry_point) for each in plugins._plugins}
+
+
+def test_children_are_told_which_plugins_there_are(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They look through no distribution, and say of each plugin what their parent says."""
+    # Tests before this one may have had others on the path when they were looked for.
+    monkeypatch.setattr(get_plugins(), "_searched", search_path())
+    with shmreduce.install():
+        reports, sources = children.call(report_and_sources)
+    assert reports == plugin_report()
+    assert {report.status for report in reports} == {"loaded"}
+    assert sources == {EntryPoint if children.method == "fork" else ToldEntryPoint}
+
+
+def told() -> Told:
+    answer = tell(search_path(), installed_entry_points())
+    assert answer is not None
+    return answer
+
+
+def names(found: list[Any]) -> set[str]:
+    return {each.name for each in found}
+
+
+def test_who_looks_elsewhere_finds_what_is_there(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a parent has found is taken for granted where imports look in the same places."""
+    before = told()
+    installer.install("late", REDUCER.format(claimed="example.Late"))
+    assert "late" not in names(installed_entry_points(before))
+    # As in a child whose main module puts there what it has put there in the parent.
+    monkeypatch.setattr(sys, "path", [sys.path[0], *sys.path])
+    assert "late" not in names(installed_entry_points(before))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(installer.folder / "elsewhere")])
+    assert {"late", "numpy"} <= names(installed_entry_points(before))
+    assert tell(before[0], []) is None
+
+
+def test_what_was_told_is_loaded_as_what_was_found(installer: Installer) -> None:
+    """A module, or what is in it, by a path of attributes."""
+    module = b"plugin_module_damaged"
+    content = b"[shmreduce]\nwhole = %b\npart = %b:TheReducer.types [extra]\n" % (module, module)
+    installer.install_damaged("fine", "entry_points.txt", content)
+    found = {each.name: each for each in installed_entry_points()}
+    again = {each.name: each for each in installed_entry_points(told())}
+    assert all(isinstance(each, ToldEntryPoint) for each in again.values())
+    assert found["whole"].load() is again["whole"].load() is sys.modules["plugin_module_damaged"]
+    assert found["part"].load() == again["part"].load() == ("example.X",)
+    # And told on, by a child to its own.
+    assert tell(search_path(), again.values()) == told()
+
+
+@pytest.mark.parametrize("content", [b"[shmreduce]\ndamaged\n", b"[shmreduce]\na = not one!\n"])
+def test_what_is_damaged_is_looked_at_by_everybody(installer: Installer, content: bytes) -> None:
+    """So that everybody says the same of it."""
+    installer.install_damaged("damaged", "entry_points.txt", content)
+    assert tell(search_path(), installed_entry_points()) is None
