@@ -1,6 +1,6 @@
 """Finds the entry points of plugins among the installed distributions.
 
-May import errors and ``hookspecs``. Nothing is imported of what is found.
+May import errors, signals and ``hookspecs``. Nothing is imported of what is found.
 
 To look through all distributions takes longer than all else that a child does
 before its first array. So children are told what their parent has found.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from shmreduce import hookspecs
 from shmreduce.errors import PluginError
+from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -131,7 +132,9 @@ def tell(searched: tuple[str, ...], found: Iterable[Found]) -> Told | None:
         return None
     try:
         return searched, tuple(tuple(_told(each)) for each in found)
-    except Exception:
+    except Exception as error:
+        if is_from_handler(error):
+            raise
         # A name that cannot be parsed, a distribution in no folder.
         return None
 
@@ -161,7 +164,9 @@ def installed_entry_points(told: Told | None = None) -> list[Found]:
 
     try:
         return [*entry_points(group=hookspecs.PROJECT)]
-    except Exception:
+    except Exception as error:
+        if is_from_handler(error):
+            raise
         # One file that cannot be read or parsed takes the others with it.
         return list(_one_by_one())
 
@@ -179,6 +184,8 @@ def _one_by_one() -> Iterator[EntryPoint | UnreadableEntryPoints]:
         try:
             yield from distribution.entry_points.select(group=hookspecs.PROJECT)
         except Exception as error:
+            if is_from_handler(error):
+                raise
             if _may_have_plugins(distribution):
                 yield UnreadableEntryPoints(distribution, error)
 
@@ -186,7 +193,9 @@ def _one_by_one() -> Iterator[EntryPoint | UnreadableEntryPoints]:
 def _may_have_plugins(distribution: Distribution) -> bool:
     try:
         text = distribution.read_text("entry_points.txt")
-    except Exception:
+    except Exception as error:
+        if is_from_handler(error):
+            raise
         # Not text, or not to be opened.
         return True
     return f"[{hookspecs.PROJECT}]" in (text or "")
@@ -214,6 +223,8 @@ def name_and_version(distribution: Distribution | ToldDistribution | None) -> tu
     try:
         metadata = distribution.metadata
         return metadata["Name"] or "unknown", metadata["Version"] or "unknown"
-    except Exception:
+    except Exception as error:
+        if is_from_handler(error):
+            raise
         # Not text, or one of the two is missing, which later Pythons raise for.
         return "unknown", "unknown"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import textwrap
+from importlib import metadata
 from importlib.metadata import EntryPoint, distributions
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from shmreduce.entry_points import (
     Told,
     ToldEntryPoint,
     installed_entry_points,
+    name_and_version,
     search_path,
     tell,
 )
@@ -571,3 +574,36 @@ def test_what_is_damaged_is_looked_at_by_everybody(installer: Installer, content
     """So that everybody says the same of it."""
     installer.install_damaged("damaged", "entry_points.txt", content)
     assert tell(search_path(), installed_entry_points()) is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "step", "call"),
+    [
+        (metadata, "entry_points", installed_entry_points),
+        (
+            metadata.PathDistribution,
+            "read_text",
+            lambda: name_and_version(next(iter(distributions()))),
+        ),
+        (metadata.PathDistribution, "locate_file", told),
+    ],
+    ids=["looking", "reading", "telling"],
+)
+def test_what_a_signal_handler_raises_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, step: str, call: Callable[[], object]
+) -> None:
+    """One that gives up after some time comes into the middle of it."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        monkeypatch.setattr(owner, step, interrupted)
+        with pytest.raises(TimeoutError):
+            call()
+    finally:
+        signal.signal(signal.SIGALRM, before)
