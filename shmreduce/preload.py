@@ -4,8 +4,8 @@ May import ``context``, ``discovery``, ``pool``, ``queues`` and ``spawn_child``.
 
     multiprocessing.set_forkserver_preload(["numpy", "shmreduce.preload"])
 
-It imports modules and does nothing else: plugins are looked for in each child, by
-its parent's settings.
+It imports modules and does nothing else: plugins are loaded in each child, by its
+parent's settings.
 """
 
 from shmreduce import context, discovery, pool, queues, spawn_child

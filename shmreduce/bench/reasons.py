@@ -63,8 +63,12 @@ REASONS: dict[str, str] = {
         "36 to 47 where it had not, 51 to 59 in torch; 256 MiB 52 to 165 ms, 700 in torch. Below "
         "that it is also what a process does once: to join its family, to make a segment."
     ),
-    "fresh 1 KiB: shmreduce install / multiprocessing": (
-        "Both are two wake-ups, whose time varies by a third within the run."
+    "fresh *: shmreduce install / multiprocessing": (
+        "Both are two wake-ups, whose time varies by a third to a half within the run."
+    ),
+    "shared: slowest / quickest size *": (
+        "No work grows with the size. Where the other systems of that row took longer as "
+        "well, the machine was slower."
     ),
     "shared *: shmreduce / ten bytes": (
         "Where the bare pipe's two processes come to one processor a wake-up costs a third or "
