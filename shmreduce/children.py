@@ -1,7 +1,7 @@
 """What a child process must do before it looks at its arguments.
 
-May import errors, settings, strategies, registry, process_registry and
-:mod:`shmreduce.memory`.
+May import errors, settings, strategies, registry, process_registry,
+:mod:`shmreduce.memory` and, for a type, entry_points.
 
 A child of ``spawn`` or ``forkserver`` gets its process object as a pickle. What
 stands before it there is done first: the settings, the family, the reducers.
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from shmreduce.contracts import Reducer
+    from shmreduce.entry_points import Told
 
 __all__ = ["CallOnLoad", "PreparedProcess"]
 
@@ -71,8 +72,7 @@ class PreparedProcess:
         return _last, (
             CallOnLoad(set_settings, settings),
             inheritance(),
-            CallOnLoad(take_over_found, tell_found()),
-            CallOnLoad(_take_over, reducers, warned_plugins()),
+            CallOnLoad(_take_over, reducers, tell_found(), warned_plugins()),
             *self._calls,
             # The standard library unpickles it outside of ForkingPickler.loads().
             CallOnLoad(Loading),
@@ -86,7 +86,8 @@ def _last(*items: Any) -> Any:
     return process
 
 
-def _take_over(reducers: Iterable[Reducer], warned: Iterable[str]) -> None:
+def _take_over(reducers: Iterable[Reducer], found: Told | None, warned: Iterable[str]) -> None:
+    take_over_found(found)
     mark_plugins_as_warned(warned)
     take_over_reducers(reducers)
 

@@ -112,8 +112,9 @@ Told: TypeAlias = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
 
 def search_path() -> tuple[str, ...]:
     """Return where imports look, written as children are told it."""
-    # As multiprocessing.spawn does. What a main module puts there stands there twice
-    # in a child, which runs it, too.
+    # As multiprocessing.spawn writes it. Its own function for that refuses to be called by
+    # a child that is still being loaded, and the type stubs do not know the name. What a
+    # main module puts there stands there twice in a child, which runs it, too.
     places = (process.ORIGINAL_DIR if each == "" else each for each in sys.path)  # type: ignore[attr-defined]
     return tuple(dict.fromkeys(places))
 

@@ -14,13 +14,12 @@ from shmreduce import Message, import_block
 from shmreduce.memory import reservation, runtime
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.owned_segment import OwnedSegment
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from shmreduce.memory.owned_segment import OwnedSegment
 
 pytestmark = pytest.mark.usefixtures("strategy")
 
@@ -57,8 +56,13 @@ class Writing:
 def segment_of(message: Message) -> OwnedSegment:
     """Return the segment of the only block that a message has."""
     (lease,) = message.leases()
-    segment: Any = lease.segment
-    return segment  # type: ignore[no-any-return]
+    assert isinstance(lease.segment, OwnedSegment)
+    return lease.segment
+
+
+def returning(value: object) -> Callable[[], object]:
+    """Return contents that are this object."""
+    return lambda: value
 
 
 def lacks_pages(segment: OwnedSegment) -> bool:
@@ -75,7 +79,7 @@ def test_a_new_block_has_its_contents_and_a_used_one_is_to_be_filled(size: int) 
     """Both arrive, and no page of either is missing."""
     for number in range(2):
         data, message = os.urandom(size), Message()
-        given = message.allocate(size, lambda data=data: data)  # type: ignore[misc]
+        given = message.allocate(size, returning(data))
         assert given is not None
         view, handle = given
         assert (view is None) == (number == 0)
@@ -148,7 +152,7 @@ def test_contents_that_are_not_as_said_are_an_error(size: int) -> None:
     for wrong in (b"", bytes(size - 1), bytes(size + 1), gaps, 5):
         message = Message()
         with pytest.raises(shmreduce.ConfigurationError, match="contents") as caught:
-            message.allocate(size, lambda wrong=wrong: wrong)  # type: ignore[misc]
+            message.allocate(size, returning(wrong))
         assert caught.value.setting == "contents"
         assert message.is_empty
     # Tables of a segment that was made for them.
