@@ -31,6 +31,7 @@ from shmreduce.pool_supervisor import Supervisor
 from shmreduce.pool_tasks import EACH_STARRED, ONCE, make_task
 from shmreduce.pool_worker import WorkerOptions
 from shmreduce.signals import is_from_handler
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -182,7 +183,7 @@ class ProcessPoolExecutor(Executor):
             _make_abandoned,
         )
         self._supervisor.wanted = max_workers if self._forks else 1
-        self._lock = threading.Lock()
+        self._lock = interrupt_safe(threading.Lock())
         self._shut = False
         self._pending: set[Future[Any]] = set()
         finish_at_shutdown(self._supervisor)

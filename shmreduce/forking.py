@@ -2,7 +2,8 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``pickling``, ``plain_objects``, ``remote`` and ``standard_pools``.
+``children``, ``pickling``, ``plain_objects``, ``remote``, ``standard_pools`` and
+``thread_locks``.
 
 What is installed
 -----------------
@@ -49,6 +50,7 @@ from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
 from shmreduce.standard_pools import instead_of_message
 from shmreduce.strategies import current_strategy
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -225,13 +227,13 @@ class _State:
     """What is installed in this process."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = interrupt_safe(threading.RLock())
         self.installations: list[Installation] = []
         self.patch: _Patch | None = None
 
     def renew_lock(self) -> None:
         """Replace the lock in a forked child, where another thread may have held it."""
-        self.lock = threading.RLock()
+        self.lock = interrupt_safe(threading.RLock())
 
 
 _state = _State()

@@ -1,11 +1,13 @@
 """Backpressure: those who feed a pool wait while too much waits for its workers.
 
-Imports nothing of shmreduce.
+May import ``thread_locks``.
 """
 
 from __future__ import annotations
 
 import threading
+
+from shmreduce.thread_locks import interrupt_safe
 
 __all__ = ["Backpressure"]
 
@@ -29,8 +31,9 @@ class Backpressure:
         self._closed = False
         # Taken by its own ``with``: that of a Condition is Python code, in which
         # Ctrl-C may come between the lock and the block, and it stays taken.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        lock = threading.RLock()
+        self._lock = interrupt_safe(lock)
+        self._changed = threading.Condition(lock)
 
     def acquire(self, weight: int) -> bool:
         """Wait until there is room; False if there will be none, since the pool ends."""

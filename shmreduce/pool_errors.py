@@ -1,13 +1,12 @@
 """How the exception of a task travels from a worker to the parent of its pool.
 
-May import :mod:`shmreduce.errors` and ``children``.
+May import :mod:`shmreduce.errors`, ``children`` and ``tracebacks``.
 """
 
 from __future__ import annotations
 
 import threading
 from multiprocessing.pool import (  # type: ignore[attr-defined]
-    ExceptionWithTraceback,
     RemoteTraceback,
     rebuild_exc,
 )
@@ -15,8 +14,9 @@ from typing import Any
 
 from shmreduce.children import CallOnLoad
 from shmreduce.errors import ShmreduceError
+from shmreduce.tracebacks import formatted
 
-__all__ = ["explained", "forget_announced", "with_traceback"]
+__all__ = ["WithTraceback", "explained", "forget_announced"]
 
 
 class _Announced(threading.local):
@@ -32,12 +32,18 @@ def _announce(text: str) -> None:
     _announced.text = text
 
 
-class _Raised(ExceptionWithTraceback):  # type: ignore[misc]
+class WithTraceback:
     """Pickles as the exception of a task, behind its traceback.
 
     So the traceback is there also if the exception cannot be unpickled, as those
     of classes that take other arguments than they pass on cannot.
     """
+
+    def __init__(self, error: BaseException) -> None:
+        self.exc = error
+        self.tb = f'\n"""\n{formatted(error, error.__traceback__)}"""'
+        # Its frames hold the task's arrays.
+        error.__traceback__ = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (CallOnLoad(_announce, self.tb), self.exc, self.tb)
@@ -67,11 +73,3 @@ def explained(error: BaseException) -> BaseException:
     if error.__cause__ is None:
         error.__cause__ = RemoteTraceback(text)
     return error
-
-
-def with_traceback(error: BaseException) -> Any:
-    """Return what the exception of a task is sent as; the exception loses its frames."""
-    wrapped = _Raised(error, error.__traceback__)
-    # Its frames hold the task's arrays.
-    error.__traceback__ = None
-    return wrapped

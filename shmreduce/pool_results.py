@@ -1,6 +1,6 @@
 """What a pool's asynchronous calls return: results that are yet to come.
 
-Imports nothing of shmreduce. The pool's manager thread calls ``answer`` and
+May import ``thread_locks``. The pool's manager thread calls ``answer`` and
 ``abandon``; everything else is for users, and behaves as the classes of the
 same names in :mod:`multiprocessing.pool`.
 """
@@ -13,6 +13,8 @@ import sys
 import threading
 from multiprocessing.context import TimeoutError  # noqa: A004 - the one that users catch
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +65,7 @@ class _Event:
         # Taken by its own ``with``: that of a Condition is Python code, in which
         # Ctrl-C may come between the lock and the block, and it stays taken.
         self._lock = threading.Lock()
+        self._locked = interrupt_safe(self._lock)
         # Made by the first who waits: most results are there before they are asked for.
         self._condition: threading.Condition | None = None
         self._is_set = False
@@ -71,13 +74,13 @@ class _Event:
         return self._is_set
 
     def set(self) -> None:
-        with self._lock:
+        with self._locked:
             self._is_set = True
             if self._condition is not None:
                 self._condition.notify_all()
 
     def wait(self, timeout: float | None) -> None:
-        with self._lock:
+        with self._locked:
             if not self._is_set:
                 if self._condition is None:
                     self._condition = threading.Condition(self._lock)
@@ -196,7 +199,7 @@ class MapResult(ApplyResult[list[_T]]):
         self._left = -(-length // chunksize)
         # Chunks are answered by the pool's thread, and by the caller's if they
         # cannot be pickled.
-        self._lock = threading.Lock()
+        self._locked = interrupt_safe(threading.Lock())
         if not length:
             # As in the standard library no callback is called: nothing was.
             self._event.set()
@@ -209,7 +212,7 @@ class MapResult(ApplyResult[list[_T]]):
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
         """Take the values of one chunk, or the exception of one of its items."""
-        with self._lock:
+        with self._locked:
             if succeeded and self._success:
                 start = index * self._chunksize
                 self._value[start : start + self._chunksize] = value
@@ -225,7 +228,7 @@ class MapResult(ApplyResult[list[_T]]):
 
     def forget(self, chunks: int) -> None:
         """Expect so many chunks fewer: they will not be sent."""
-        with self._lock:
+        with self._locked:
             self._left -= chunks
             last = chunks > 0 and self._left == 0
         if last:
@@ -251,8 +254,9 @@ class IMapIterator(Generic[_T]):
         self._in_chunks = in_chunks
         self._bar = bar
         # Taken by its own ``with``, as that of an event.
-        self._lock = threading.Lock()
-        self._condition = threading.Condition(self._lock)
+        lock = threading.Lock()
+        self._locked = interrupt_safe(lock)
+        self._condition = threading.Condition(lock)
         self._items: collections.deque[tuple[bool, Any]] = collections.deque()
         self._early: dict[int, tuple[bool, Any]] = {}
         self._arrived = 0
@@ -288,7 +292,7 @@ class IMapIterator(Generic[_T]):
         return self.next()
 
     def _take(self, timeout: float | None) -> tuple[bool, Any]:
-        with self._lock:
+        with self._locked:
             if not self._items and not self._ended():
                 self._condition.wait_for(lambda: self._items or self._ended(), timeout)
             if self._items:
@@ -315,7 +319,7 @@ class IMapIterator(Generic[_T]):
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
         """Take the value of one task, or its exception."""
-        with self._lock:
+        with self._locked:
             self._early[index] = (succeeded, value)
             while self._arrived in self._early:
                 self._add(*self._early.pop(self._arrived))
@@ -323,13 +327,13 @@ class IMapIterator(Generic[_T]):
 
     def expect(self, length: int) -> None:
         """Take note of how many results there will be."""
-        with self._lock:
+        with self._locked:
             self._length = length
             self._news()
 
     def abandon(self, error: BaseException) -> None:
         """Fail once what has come is taken."""
-        with self._lock:
+        with self._locked:
             self._abandoned = error
             self._news()
 
@@ -353,6 +357,6 @@ class IMapUnorderedIterator(IMapIterator[_T]):
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
         """Take the value of one task, or its exception."""
-        with self._lock:
+        with self._locked:
             self._add(succeeded, value)
             self._news()

@@ -1,12 +1,14 @@
 """A self-pipe: any thread wakes the thread that waits in a selector.
 
-Imports nothing of shmreduce.
+May import ``thread_locks``.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
+
+from shmreduce.thread_locks import interrupt_safe
 
 __all__ = ["SelfPipe"]
 
@@ -20,7 +22,7 @@ class SelfPipe:
         self._writer.setblocking(False)
         self._woken = False
         # Reentrant: a finalizer may interrupt wake() and call it.
-        self._lock = threading.RLock()
+        self._lock = interrupt_safe(threading.RLock())
 
     def fileno(self) -> int:
         """Return the descriptor that the selector looks at."""

@@ -13,14 +13,14 @@ import gc
 import signal
 import sys
 import traceback
-from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore[attr-defined]
+from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born.allocations import check_allocator, shared_allocations
 from shmreduce.errors import ShmreduceError
 from shmreduce.parent_death import die_with_parent
 from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
-from shmreduce.pool_errors import with_traceback
+from shmreduce.pool_errors import WithTraceback
 from shmreduce.pool_tasks import EACH, ONCE
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
             if options.initializer is not None:
                 options.initializer(*options.initargs)
         except Exception as error:
-            # On the worker's stderr too: nobody may ever ask for a result.
+            # On the worker's stderr too, if it can: nobody may ever ask for a result.
             if options.plain_errors:
                 # Where concurrent.futures says it; without a handler that is stderr.
                 import logging
@@ -135,8 +135,9 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
                 logger = logging.getLogger("concurrent.futures")
                 logger.critical("Exception in initializer:", exc_info=True)
             else:
-                traceback.print_exc()
-            return not _tell(channel, FAILED, with_traceback(error))
+                with contextlib.suppress(Exception):
+                    traceback.print_exc()
+            return not _tell(channel, FAILED, WithTraceback(error))
     return _tell(channel, READY, None)
 
 
@@ -192,12 +193,12 @@ def _answer(
     except KeyboardInterrupt:
         raise
     except options.catch as error:
-        told = with_traceback(error)
+        told = WithTraceback(error)
         # Where there is no value any more it was pickled, and not moved: no memory, say.
         if held and not isinstance(error, ShmreduceError) and not options.plain_errors:
             # Not one that says itself what to do, such as: there is no memory.
             value = held[0][1]
-            if isinstance(value, ExceptionWithTraceback):
+            if isinstance(value, WithTraceback):
                 value = value.exc
             # It needs their repr(), which may raise, too.
             with contextlib.suppress(Exception):
@@ -225,7 +226,7 @@ def _run(
     except KeyboardInterrupt:
         raise
     except catch as error:
-        return False, with_traceback(error)
+        return False, WithTraceback(error)
 
 
 def _call(

@@ -1,7 +1,7 @@
 """The processes that were started together, seen from their parent: joined as one.
 
-May import errors, ``interrupts``, ``parent_death`` (types only), ``process_ends``
-and ``spawn_child``.
+May import errors, ``interrupts``, ``parent_death`` (types only), ``process_ends``,
+``spawn_child`` and ``thread_locks``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shmreduce.errors import (
 from shmreduce.interrupts import Interrupts
 from shmreduce.process_ends import Sentinel, signal_name
 from shmreduce.spawn_child import Raised, Returned
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -257,7 +258,7 @@ class ProcessContext:
                     waited=timeout,
                     running=running,
                 )
-        with self._turn:
+        with interrupt_safe(self._turn):
             return [self._load_result(index) for index in range(len(self.processes))]
 
     def _reap(self, deadline: float, interrupts: Interrupts | None) -> list[int]:

@@ -1,6 +1,6 @@
 """The registry and the plugins of this process.
 
-May import errors, contracts, settings, registry and discovery.
+May import errors, contracts, settings, ``thread_locks``, registry and discovery.
 
 They are made when they are first needed, and follow the settings. Reducers that
 a program registers by hand are here, too, since its children must be handed them.
@@ -12,14 +12,16 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ReducerConflictError, StrategyConflictError
 from shmreduce.registry import Registry, describe
 from shmreduce.settings import get_settings
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer
     from shmreduce.discovery import PluginReport, Plugins
@@ -48,7 +50,9 @@ class _Process:
 
     registry: Registry = field(default_factory=Registry)
     plugins: Plugins | None = None
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: AbstractContextManager[Any] = field(
+        default_factory=lambda: interrupt_safe(threading.RLock())
+    )
     by_hand: list[Reducer] = field(default_factory=list)
     taken_over: list[Reducer] = field(default_factory=list)
     warned_by_parent: frozenset[str] = frozenset()
@@ -59,7 +63,7 @@ _process = _Process()
 
 
 def _renew_locks() -> None:
-    _process.lock = threading.RLock()
+    _process.lock = interrupt_safe(threading.RLock())
     _process.registry.renew_lock()
 
 

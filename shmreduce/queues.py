@@ -28,10 +28,12 @@ from shmreduce.errors import ShmreduceError
 from shmreduce.packets import Packet, pack_last
 from shmreduce.signals import is_from_handler, is_from_system
 from shmreduce.standard_names import names_of
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     import collections
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from shmreduce.connection import Connection
     from shmreduce.packets import Received
@@ -227,7 +229,7 @@ class Queue(_StandardQueue, Generic[_T]):
     _reader: Connection
     _writer: Connection
     _buffer: collections.deque[Any]
-    _lock: threading.Lock
+    _locked: AbstractContextManager[Any]
     _notempty: threading.Condition
     _sem: Any
     _close: Any
@@ -249,8 +251,9 @@ class Queue(_StandardQueue, Generic[_T]):
         if not after_fork:
             # Taken by its own ``with``: that of a Condition is Python code, in which
             # Ctrl-C may come between the lock and the block, and it stays taken.
-            self._lock = threading.Lock()
-            self._notempty = threading.Condition(self._lock)
+            lock = threading.Lock()
+            self._locked = interrupt_safe(lock)
+            self._notempty = threading.Condition(lock)
         self._busy = [False]
         self._used = False
 
@@ -366,7 +369,7 @@ class Queue(_StandardQueue, Generic[_T]):
 
     def _add(self, item: Packet | _Unsendable) -> None:
         try:
-            with self._lock:
+            with self._locked:
                 self._used = True
                 if not self._sent_at_once(item):
                     if self._thread is None:
@@ -375,7 +378,7 @@ class Queue(_StandardQueue, Generic[_T]):
                     self._notempty.notify()
         except BaseException:
             # Ctrl-C, or no thread can be had (a limit of processes).
-            with self._lock:
+            with self._locked:
                 if item in self._buffer:
                     self._buffer.remove(item)
                 unseen = not item.is_under_way

@@ -1,6 +1,6 @@
 """The registry: which reducer handles a type, which strategy has a name.
 
-May import :mod:`shmreduce.errors` and :mod:`shmreduce.contracts`.
+May import errors, contracts and ``thread_locks``.
 
 The rule for types
 ------------------
@@ -34,6 +34,7 @@ from shmreduce.errors import (
     ReducerError,
     StrategyConflictError,
 )
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +99,7 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = interrupt_safe(threading.RLock())
         self._by_class: dict[type, ReducerClaim] = {}
         self._by_name: dict[str, ReducerClaim] = {}
         self._strategies: dict[str, StrategyClaim] = {}
@@ -115,7 +116,7 @@ class Registry:
 
     def renew_lock(self) -> None:
         """Replace the lock in a forked child, where another thread may have held it."""
-        self._lock = threading.RLock()
+        self._lock = interrupt_safe(threading.RLock())
 
     # Reducers
 

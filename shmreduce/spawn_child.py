@@ -1,8 +1,8 @@
 """What a process of the spawn family does, and how it tells its parent the outcome.
 
 May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`, ``anonymous`` and
-``loading`` of the memory, :mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling`
-and :mod:`shmreduce.prctl`.
+``loading`` of the memory, :mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling`,
+:mod:`shmreduce.prctl` and ``tracebacks``.
 
 The outcome is written to an unnamed file that the parent made, not to a pipe:
 the child never waits for a reader, the parent never waits for the rest of a
@@ -18,7 +18,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 import weakref
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -29,6 +28,7 @@ from shmreduce.interrupts import Interrupts, take_over
 from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import set_thread_name
+from shmreduce.tracebacks import formatted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -244,7 +244,7 @@ def _describe(error: BaseException, pickler: PicklerChoice) -> Raised:
     at = time.monotonic()
     # Without the frame of run_call.
     trace = error.__traceback__ and error.__traceback__.tb_next
-    text = "".join(traceback.format_exception(type(error), error, trace))
+    text = formatted(error, trace)
     try:
         return Raised(at, text, pickler.dumps(error), "")
     except Exception as failure:

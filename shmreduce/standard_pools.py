@@ -11,6 +11,7 @@ before its result was read. Then the one task fails, with our error.
 
 from __future__ import annotations
 
+import importlib
 import pickletools
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from shmreduce.errors import ShmreduceError
 
 __all__ = ["instead_of_message"]
+
+if sys.version_info >= (3, 15):
+    # What formats a traceback imports it when it first does. A worker that cannot, for want
+    # of a descriptor, ends, and does not say what has become of its task.
+    importlib.import_module("_colorize")
 
 _HEAD = 128
 """Bytes at the beginning of a pool's message that have its two numbers among them."""

@@ -1,6 +1,6 @@
 """The compiled allocator: loading it, and what its tables and functions are.
 
-May import errors, contracts, ``compiled`` and :mod:`shmreduce.memory`.
+May import errors, contracts, ``compiled``, ``thread_locks`` and :mod:`shmreduce.memory`.
 
 Its functions are called with the interpreter's lock held (``PyDLL``): none of
 them waits for anything but memory, and no other thread, signal handler or
@@ -21,6 +21,7 @@ from shmreduce.compiled import ALLOCATOR
 from shmreduce.contracts import AllocatorFunctions
 from shmreduce.errors import AllocatorUnavailableError
 from shmreduce.memory.mapping import PAGE_SIZE
+from shmreduce.thread_locks import interrupt_safe
 
 __all__ = [
     "EXPOSED",
@@ -180,7 +181,7 @@ def _address(function: Any) -> int:
 
 
 _library: Library | None = None
-_loading = threading.Lock()
+_loading = interrupt_safe(threading.Lock())
 
 
 def load() -> Library:
@@ -215,7 +216,7 @@ def load() -> Library:
 def _renew_lock() -> None:
     # Another thread may have held it at the moment of the fork.
     global _loading
-    _loading = threading.Lock()
+    _loading = interrupt_safe(threading.Lock())
 
 
 os.register_at_fork(after_in_child=_renew_lock)

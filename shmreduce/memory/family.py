@@ -1,6 +1,7 @@
 """The processes that descend from one installation: one budget, one mailbox.
 
-May import errors, ``standard_streams``, ``anonymous``, ``locks`` and ``mapping``.
+May import errors, ``thread_locks``, ``standard_streams``, ``anonymous``, ``locks`` and
+``mapping``.
 
 A family shares one small file and one socket pair, inherited by fork and passed
 to spawned children. The file has an entry for each member: its pid and the
@@ -32,6 +33,7 @@ from shmreduce.memory import locks
 from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 from shmreduce.memory.standard_streams import seqpacket_pair
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -122,6 +124,7 @@ class Family:
             os.close(fd)
             raise
         self._threads = threading.RLock()
+        self._threads_locked = interrupt_safe(self._threads)
         self._depth = {_LOCK_BUDGET: 0, _LOCK_MAILBOX: 0}
 
     def _begin(self, fd: int) -> None:
@@ -244,7 +247,7 @@ class Family:
             needs none: the entry is this process's alone.
         """
         if nbytes <= 0:
-            with self._threads:
+            with self._threads_locked:
                 self.lower(-nbytes)
             return
         with self._locked(_LOCK_BUDGET):
@@ -287,7 +290,7 @@ class Family:
         # The byte lock excludes other processes only. A call from a signal
         # handler passes both, as part of the call that it interrupted. The thread
         # lock's own ``with``: Ctrl-C does not come between the lock and the block.
-        with self._threads:
+        with self._threads_locked:
             try:
                 self._depth[offset] += 1
                 waited = locks.keep_trying(

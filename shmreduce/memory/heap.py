@@ -1,7 +1,7 @@
 """The allocator over the segments that this process made.
 
-May import errors, contracts, ``mapping``, ``layout``, ``size_classes``, ``segment``,
-``owned_segment``, ``reservation`` and ``segment_creation``.
+May import errors, contracts, ``thread_locks``, ``mapping``, ``layout``, ``size_classes``,
+``segment``, ``owned_segment``, ``reservation`` and ``segment_creation``.
 
 A freed block stays *warm*, its pages allocated and mapped, on the stack of its
 size and is the first to be used again: a copy into warm memory is ten times
@@ -10,7 +10,7 @@ sparse file without pages. Idle blocks are cooled by punching holes
 (fallocate(2)); cold runs merge and are carved again at any size.
 
 The fast path takes a block off a stack, one atomic list operation, without a
-lock. Carving, cooling and growing hold ``Heap.lock``; a call that re-enters in
+lock. Carving, cooling and growing hold the heap's lock; a call that re-enters in
 the thread that holds it (from a signal handler or a finalizer) gets
 :class:`HeapBusyError` instead of a deadlock.
 """
@@ -33,6 +33,7 @@ from shmreduce.memory.reservation import (
 )
 from shmreduce.memory.segment_creation import SegmentHost, create_segment
 from shmreduce.memory.size_classes import FIRST_SEGMENT, SLAB, next_segment_size, size_class
+from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,7 +105,8 @@ class Heap:
         self.strategy = strategy
         self.segments: list[OwnedSegment] = []
         self.warm: dict[int, list[tuple[OwnedSegment, int]]] = {}
-        self.lock: Any = threading.RLock()
+        self._lock: Any = threading.RLock()
+        self._locked = interrupt_safe(self._lock)
         self._busy = False
         self._inherited = False
         self._host = host
@@ -219,7 +221,7 @@ class Heap:
     @contextmanager
     def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
         """Hold the heap's lock; yield whether it was got."""
-        if self.lock._is_owned():
+        if self._lock._is_owned():
             raise HeapBusyError(
                 "this thread is inside the heap already, where a signal handler or a finalizer "
                 "has interrupted it"
@@ -230,7 +232,7 @@ class Heap:
         # The lock's own ``with``: Ctrl-C does not come between the lock and the
         # block. A thread that holds one heap and sees another busy does not wait
         # for it, so two cannot wait for each other.
-        with self.lock:
+        with self._locked:
             self._busy = True
             try:
                 yield True

@@ -5,12 +5,14 @@ May import ``heap`` and ``blocks``.
 A process that waits for its next message cannot notice that its receivers are
 done. So while its heaps hold more than they may keep idle, a thread looks once
 in a while. It ends itself when it is no longer needed, and is ended before a
-fork: CPython 3.12 and later warn about forking with other threads running.
+fork: CPython 3.12 and later warn about forking with other threads running, and from
+3.15 on raise where warnings are errors. (3.13 counts them when it runs again.)
 """
 
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import time
 from contextlib import suppress
@@ -29,6 +31,8 @@ _LONGEST_PAUSE = 0.5
 """Seconds between two looks of the thread."""
 _PATIENCE = 0.5
 """Seconds to wait for the end of the thread before a fork."""
+_EXIT_PATIENCE = 0.05
+"""Seconds to wait until the kernel has forgotten it, which takes some microseconds."""
 
 
 class IdleReturn:
@@ -157,5 +161,13 @@ class IdleReturn:
 
 def _wait_for(thread: threading.Thread) -> None:
     # A destructor that the collector calls in the thread itself may fork.
-    if thread.ident != threading.get_ident():
-        thread.join(_PATIENCE)
+    if thread.ident == threading.get_ident():
+        return
+    thread.join(_PATIENCE)
+    # What CPython counts is the kernel's threads, and one that has been joined may be on
+    # its way out yet. A number, if it is there for longer, is another thread's by now.
+    deadline = time.monotonic() + _EXIT_PATIENCE
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0)

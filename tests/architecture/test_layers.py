@@ -27,7 +27,16 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"borrowed_socket", "compiled", "processors", "receive_buffer", "signals", "standard_names"},
+    {
+        "borrowed_socket",
+        "compiled",
+        "processors",
+        "receive_buffer",
+        "signals",
+        "standard_names",
+        "thread_locks",
+        "tracebacks",
+    },
     {"errors"},
     {"contracts"},
     {"settings"},

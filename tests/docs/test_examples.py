@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PATIENCE = 100
+BESIDE_THREADS = "ignore:This process:DeprecationWarning"
+"""What CPython says of forks beside threads, as those of the standard library's queues are.
+
+Before 3.15 it is never an error.
+"""
 WITH_EXAMPLES = [page for page in pages() if page.program]
 
 
@@ -29,7 +34,7 @@ def test_the_examples_of_a_page_run_and_print_what_it_says(page: Page, tmp_path:
     program = tmp_path / "page.py"
     program.write_text(page.program)
     done = subprocess.run(
-        [sys.executable, "-W", "error", program.name],
+        [sys.executable, "-W", "error", "-W", BESIDE_THREADS, program.name],
         cwd=tmp_path,
         capture_output=True,
         text=True,

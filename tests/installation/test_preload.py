@@ -56,6 +56,8 @@ def test_children_of_such_a_server_import_nothing_of_shmreduce(way: str, tmp_pat
 def test_it_only_imports(tmp_path: Path) -> None:
     """No thread, no segment, no descriptor, no plugin: a process that does so can be forked."""
     program = """
+# libffi may keep a file open.
+import ctypes
 import os
 import sys
 import threading

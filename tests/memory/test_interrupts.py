@@ -83,6 +83,28 @@ def test_the_family_can_be_locked_after_an_interrupt() -> None:
         os.close(stranger)
 
 
+def test_a_heap_can_be_locked_after_an_interrupt() -> None:
+    """Other threads can make arrays."""
+    heap = runtime.current().heap(BY_VALUE)
+    taken: list[bool] = []
+
+    def look() -> None:
+        if heap._lock.acquire(timeout=0):
+            heap._lock.release()
+        else:
+            taken.append(True)
+
+    def lock() -> None:
+        with heap.exclusive():
+            pass
+
+    for _ in interrupt_often(lock):
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        assert taken == []
+
+
 def test_a_block_can_be_locked_after_an_interrupt() -> None:
     """Other threads, and other processes, can send and load its arrays."""
     # In a process of its own: messages that are interrupted before they are

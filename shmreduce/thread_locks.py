@@ -1,0 +1,70 @@
+"""Locks of threads that a signal handler never leaves taken.
+
+May import nothing of :mod:`shmreduce`.
+
+``with lock:`` takes a lock of :mod:`threading` whole or not at all: no handler
+runs between the call of its ``__enter__``, which is in C, and the block. But in
+CPython 3.14 one does, and a lock whose taker Ctrl-C strikes there stays taken for
+ever (https://github.com/python/cpython/issues/148874; half of the strikes at a
+thread that does nothing else).
+"""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import threading
+    from contextlib import AbstractContextManager
+
+    Lock = threading.Lock | threading.RLock
+
+__all__ = ["interrupt_safe"]
+
+_WAIT = (True,)
+_NEEDED = sys.version_info[:2] == (3, 14)
+
+
+class _InterruptSafe:
+    """Takes a lock without a call in the frame of the ``with``, but that of a Python function.
+
+    The interpreter looks for signals after calls of what is in C and when a Python
+    function begins; neither when one returns nor where a sequence is unpacked, though
+    that calls :func:`map`, and this the lock.
+    """
+
+    __slots__ = ("_acquire", "_exit")
+
+    def __init__(self, lock: Lock) -> None:
+        self._acquire = lock.acquire
+        self._exit = lock.__exit__
+
+    def __enter__(self) -> bool:
+        (taken,) = map(self._acquire, _WAIT)
+        return taken
+
+    # The lock's own, in C: a function of Python could be struck when it begins.
+    __exit__: Any = property(attrgetter("_exit"))
+
+
+def interrupt_safe(lock: Lock) -> AbstractContextManager[Any]:
+    """Return what ``with`` takes in the place of a lock, safely with any CPython.
+
+    Parameters
+    ----------
+    lock : threading.Lock or threading.RLock
+        Taken and released by it. Conditions are to be made of the lock itself.
+
+    Examples
+    --------
+    >>> import threading
+    >>> lock = threading.Lock()
+    >>> with interrupt_safe(lock):
+    ...     lock.locked()
+    True
+    >>> lock.locked()
+    False
+    """
+    return _InterruptSafe(lock) if _NEEDED else lock

@@ -1,0 +1,98 @@
+"""A lock that ``with`` takes is given back whenever a signal handler raises."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shmreduce.thread_locks import _InterruptSafe, interrupt_safe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUNDS = 1000
+SECONDS = 0.0002
+"""Of processor time before a strike."""
+
+
+class Struck(BaseException):
+    """Raised by the handler."""
+
+
+def strike(*_: object) -> None:
+    raise Struck
+
+
+def take_and_give_back(lock: Any) -> None:
+    while True:
+        with lock:
+            pass
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
+@pytest.mark.parametrize("safe", [interrupt_safe, _InterruptSafe])
+def test_it_is_never_left_taken(
+    make: Callable[[], Any], safe: Callable[[Any], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """A thousand strikes at a thread that does nothing but take it and give it back."""
+    taken: list[int] = []
+
+    def look(lock: Any, number: int) -> None:
+        if not lock.acquire(timeout=0):
+            taken.append(number)
+
+    before = signal.signal(signal.SIGVTALRM, strike)
+    try:
+        for number in range(ROUNDS):
+            lock = make()
+            with contextlib.suppress(Struck):
+                signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+                take_and_give_back(safe(lock))
+            # Another thread, since a lock that is reentrant is free for the one that has it.
+            other = threading.Thread(target=look, args=(lock, number))
+            other.start()
+            other.join()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert taken == []
+
+
+def test_it_is_a_lock() -> None:
+    """It excludes other threads for the time of the block, and is given back after an error."""
+    lock = threading.Lock()
+    safe = _InterruptSafe(lock)
+    with safe as taken:
+        assert taken
+        assert not lock.acquire(blocking=False)
+    with pytest.raises(ValueError, match="in the block"), safe:
+        raise ValueError("in the block")
+    assert not lock.locked()
+
+
+def test_a_strike_while_it_waits_takes_nothing() -> None:
+    """Who is struck while somebody else has the lock does not get it."""
+    lock = threading.Lock()
+    lock.acquire()
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        with pytest.raises(Struck):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with _InterruptSafe(lock):
+                pytest.fail("two have the lock")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert lock.locked()
+    lock.release()
+
+
+def test_nothing_is_called_once_it_has_the_lock() -> None:
+    """The way in is no call, after which the interpreter would look for signals."""
+    names = [each.opname for each in dis.get_instructions(_InterruptSafe.__enter__)]
+    assert not any(name.startswith("CALL") for name in names[names.index("UNPACK_SEQUENCE") :])
