@@ -48,6 +48,7 @@ from shmreduce.packets import (
 from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.settings import get_settings
 from shmreduce.standard_names import names_of
+from shmreduce.thread_locks import is_free_threaded
 
 if TYPE_CHECKING:
     from shmreduce.packets import Packet, Received
@@ -413,7 +414,7 @@ def _ask_for_room(end: socket.socket) -> None:
 @functools.cache
 def supported() -> bool:
     """Return whether the connections of this module work here."""
-    if not locks.supported() or not hasattr(socket, "SOCK_SEQPACKET"):
+    if is_free_threaded() or not (locks.supported() and hasattr(socket, "SOCK_SEQPACKET")):
         return False
     try:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,7 +1,8 @@
 """Chooses the sharing strategy by name and says why others cannot be chosen.
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
-:mod:`shmreduce.settings`, :mod:`shmreduce.signals` and :mod:`shmreduce.process_registry`.
+:mod:`shmreduce.settings`, :mod:`shmreduce.signals`, ``thread_locks`` and
+:mod:`shmreduce.process_registry`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
 from shmreduce.process_registry import get_plugins, get_registry
 from shmreduce.settings import get_settings, set_settings
 from shmreduce.signals import is_from_handler
+from shmreduce.thread_locks import is_free_threaded
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
@@ -65,6 +67,11 @@ def reason_against(strategy: SharingStrategy) -> str | None:
 
     One that cannot even say so does not work; the others are not to suffer for it.
     """
+    if is_free_threaded():
+        return (
+            "this Python is a free-threaded build, for which shmreduce is not made: use one with "
+            "the global interpreter lock"
+        )
     try:
         reason = strategy.unusable_reason()
     except Exception as error:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
-import sys
 import threading
 from typing import Any
 
@@ -21,7 +20,7 @@ from shmreduce.compiled import ALLOCATOR
 from shmreduce.contracts import AllocatorFunctions
 from shmreduce.errors import AllocatorUnavailableError
 from shmreduce.memory.mapping import PAGE_SIZE
-from shmreduce.thread_locks import interrupt_safe
+from shmreduce.thread_locks import interrupt_safe, is_free_threaded
 
 __all__ = [
     "EXPOSED",
@@ -195,8 +194,8 @@ def load() -> Library:
     global _library
     if _library is not None:
         return _library
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        raise _unavailable("this Python runs without the global interpreter lock")
+    if is_free_threaded():
+        raise _unavailable("this Python is a free-threaded build")
     try:
         if LIBRARY.stat().st_mode & stat.S_IWOTH:
             raise _unavailable("anybody may write to it")

@@ -6,13 +6,14 @@ import multiprocessing.connection
 import multiprocessing.managers
 import multiprocessing.pool
 import multiprocessing.queues
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import PlatformError, connection
+from shmreduce import PlatformError, StrategyUnusableError, connection
 
 pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")
 
@@ -24,6 +25,22 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context that believes to be on such a platform."""
     monkeypatch.setattr(connection, "supported", lambda: False)
     return shmreduce.get_context("fork")
+
+
+def test_nothing_is_installed_in_a_free_threaded_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nobody has seen it work: the error says what to do."""
+    monkeypatch.setattr(sys, "abiflags", "t")
+    connection.supported.cache_clear()
+    try:
+        assert not connection.supported()
+        with pytest.raises(StrategyUnusableError, match="global interpreter lock") as caught:
+            shmreduce.install(strategy="file_system")
+    finally:
+        connection.supported.cache_clear()
+    assert caught.value.name == "file_system"
+    assert caught.value.available == []
 
 
 def test_channels_are_those_of_the_standard_library(context: Any) -> None:

@@ -15,7 +15,7 @@ from shmreduce.thread_locks import _InterruptSafe, interrupt_safe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 1000
+ROUNDS = 200
 SECONDS = 0.0002
 """Of processor time before a strike."""
 
@@ -39,7 +39,7 @@ def take_and_give_back(lock: Any) -> None:
 def test_it_is_never_left_taken(
     make: Callable[[], Any], safe: Callable[[Any], contextlib.AbstractContextManager[Any]]
 ) -> None:
-    """A thousand strikes at a thread that does nothing but take it and give it back."""
+    """Two hundred strikes at a thread that does nothing but take it and give it back."""
     taken: list[int] = []
 
     def look(lock: Any, number: int) -> None:

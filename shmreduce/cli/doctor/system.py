@@ -1,6 +1,6 @@
 """Checks of the kernel, of what a container allows, and of Python.
 
-May import ``findings``, and ``headroom`` and ``locks`` of the memory.
+May import ``findings``, ``thread_locks``, and ``headroom`` and ``locks`` of the memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import platform
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmreduce.cli.doctor.findings import Finding
 from shmreduce.memory import locks
+from shmreduce.thread_locks import is_free_threaded
 
 if TYPE_CHECKING:
     from shmreduce.memory.headroom import Machine
@@ -49,12 +49,12 @@ def kernel(_machine: Machine) -> Finding:
 def python(_machine: Machine) -> Finding:
     """Look at the interpreter and whether it has a global interpreter lock."""
     value = f"{platform.python_implementation()} {platform.python_version()}"
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if is_free_threaded():
         return Finding(
             "Python",
-            "warning",
+            "problem",
             f"{value}, free-threaded",
-            "use a build with the global interpreter lock: shmreduce is not tested without it",
+            "use a build with the global interpreter lock: shmreduce is not made for this one",
         )
     return Finding("Python", "ok", f"{value}, with the global interpreter lock")
 
