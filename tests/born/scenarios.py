@@ -437,6 +437,29 @@ def no_room_means_ordinary_memory() -> None:
         check(False)
 
 
+def no_room_for_a_copy_is_an_error_and_leaves_the_array() -> None:
+    """An array that somebody keeps needs a copy; without room for one nothing is sent."""
+    here, there = shmreduce.Pipe()
+    with shmreduce.shared_allocations():
+        # The addresses that arrays are born at are had without a budget.
+        check(is_born(filled(1, 15 << 20)))
+    with shmreduce.install(budget=64 << 20), shmreduce.shared_allocations():
+        array = filled(1, 15 << 20)
+        check(is_born(array))
+        try:
+            here.send([array, filled(2, 14 << 20), [filled(3, 14 << 20), array[1:]]])
+        except shmreduce.BudgetExceededError:
+            pass
+        else:
+            check(False)
+        check((array == 1).all())
+        check(not there.poll(0))
+        here.send(filled(4))
+        check((there.recv() == 4).all())
+    here.close()
+    there.close()
+
+
 def once_there_is_room_again_arrays_are_born_again() -> None:
     """That there was none at one look is not the last word, whatever was asked for then."""
     with shmreduce.install(budget=1 << 20), shmreduce.shared_allocations():
@@ -465,6 +488,7 @@ SCENARIOS = {
         arrays_live_to_the_very_end,
         a_freed_array_gives_its_memory_back_to_a_later_region,
         no_room_means_ordinary_memory,
+        no_room_for_a_copy_is_an_error_and_leaves_the_array,
         once_there_is_room_again_arrays_are_born_again,
     )
 }
