@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shmreduce.borrowed_socket import ask_socket
 from shmreduce.errors import ConfigurationError
+from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory import locks
 from shmreduce.memory.standard_streams import (
     all_clear_of_streams,
@@ -48,7 +49,6 @@ from shmreduce.packets import (
 from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.settings import get_settings
 from shmreduce.standard_names import names_of
-from shmreduce.thread_locks import is_free_threaded
 
 if TYPE_CHECKING:
     from shmreduce.packets import Packet, Received

@@ -2,7 +2,7 @@
 
 The demo and the benchmarks put each thing that they compare into a process of
 its own, so that an ``install()`` here does not change what is measured there.
-May import :mod:`shmreduce.errors` and :mod:`shmreduce.process_ends`.
+May import errors, ``process_ends`` and ``tracebacks``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import time
-import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.errors import ShmreduceError
 from shmreduce.process_ends import signal_name
+from shmreduce.tracebacks import formatted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -217,7 +217,7 @@ def _run(
         return
     except Exception as error:
         ours = error if isinstance(error, ShmreduceError) else None
-        text = traceback.format_exc() if ours is None else str(error)
+        text = formatted(error, error.__traceback__) if ours is None else str(error)
         # The starter may have left meanwhile.
         with contextlib.suppress(ConnectionError):
             _send_failure(connection, ours, text)

@@ -6,10 +6,7 @@ May import :mod:`shmreduce.errors`, ``children`` and ``tracebacks``.
 from __future__ import annotations
 
 import threading
-from multiprocessing.pool import (  # type: ignore[attr-defined]
-    RemoteTraceback,
-    rebuild_exc,
-)
+from multiprocessing.pool import RemoteTraceback, rebuild_exc  # type: ignore[attr-defined]
 from typing import Any
 
 from shmreduce.children import CallOnLoad

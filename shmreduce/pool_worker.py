@@ -1,8 +1,8 @@
 """What a worker process of a pool does.
 
 May import :mod:`shmreduce.errors`, ``born``, ``pool_tasks``, ``pool_channel``,
-``pool_errors``, ``pool_worker_progress`` and ``parent_death``. The protocol
-is described in :mod:`shmreduce.pool_supervisor`.
+``pool_errors``, ``pool_worker_progress``, ``parent_death`` and ``tracebacks``. The
+protocol is described in :mod:`shmreduce.pool_supervisor`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import gc
 import signal
 import sys
-import traceback
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from shmreduce.parent_death import die_with_parent
 from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
 from shmreduce.pool_errors import WithTraceback
 from shmreduce.pool_tasks import EACH, ONCE
+from shmreduce.tracebacks import formatted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +127,7 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
             if options.initializer is not None:
                 options.initializer(*options.initargs)
         except Exception as error:
-            # On the worker's stderr too, if it can: nobody may ever ask for a result.
+            # On the worker's stderr too: nobody may ever ask for a result.
             if options.plain_errors:
                 # Where concurrent.futures says it; without a handler that is stderr.
                 import logging
@@ -135,8 +135,9 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
                 logger = logging.getLogger("concurrent.futures")
                 logger.critical("Exception in initializer:", exc_info=True)
             else:
+                # Standard error may be closed.
                 with contextlib.suppress(Exception):
-                    traceback.print_exc()
+                    sys.stderr.write(formatted(error, error.__traceback__))
             return not _tell(channel, FAILED, WithTraceback(error))
     return _tell(channel, READY, None)
 

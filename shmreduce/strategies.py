@@ -1,7 +1,7 @@
 """Chooses the sharing strategy by name and says why others cannot be chosen.
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
-:mod:`shmreduce.settings`, :mod:`shmreduce.signals`, ``thread_locks`` and
+:mod:`shmreduce.settings`, :mod:`shmreduce.signals`, ``interpreter`` and
 :mod:`shmreduce.process_registry`.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
+from shmreduce.interpreter import is_free_threaded
 from shmreduce.process_registry import get_plugins, get_registry
 from shmreduce.settings import get_settings, set_settings
 from shmreduce.signals import is_from_handler
-from shmreduce.thread_locks import is_free_threaded
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy

@@ -1,4 +1,4 @@
-"""Locks of threads that a signal handler never leaves taken; whether the interpreter has one.
+"""Locks of threads that a signal handler never leaves taken.
 
 May import nothing of :mod:`shmreduce`.
 
@@ -21,19 +21,11 @@ if TYPE_CHECKING:
 
     Lock = threading.Lock | threading.RLock
 
-__all__ = ["interrupt_safe", "is_free_threaded"]
+__all__ = ["interrupt_safe"]
 
 _WAIT = (True,)
 _NEEDED = sys.version_info[:2] == (3, 14)
 """3.15 has it mended, and the versions before 3.14 take locks by one instruction."""
-
-
-def is_free_threaded() -> bool:
-    """Whether this Python is built without the global interpreter lock (PEP 703).
-
-    Also where it is told to take one (``-X gil=1``): with 3.13, forked children hang there, too.
-    """
-    return "t" in getattr(sys, "abiflags", "")
 
 
 class _InterruptSafe:

@@ -1,13 +1,16 @@
 """The tracebacks of errors as text, for other processes.
 
-Imports nothing of :mod:`shmreduce`.
+May import ``signals``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
 from typing import TYPE_CHECKING
+
+from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,17 +39,15 @@ def formatted(error: BaseException, trace: TracebackType | None) -> str:
     >>> formatted(ValueError("wrong"), None)
     'ValueError: wrong\n'
     """
-    try:
-        return _format(error, trace)
-    except Exception:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return _format(error, trace)
-            except Exception as failure:
-                name = type(error).__qualname__
-                return f"{name}, of which there is no traceback: {failure!r}\n"
-
-
-def _format(error: BaseException, trace: TracebackType | None) -> str:
-    return "".join(traceback.format_exception(type(error), error, trace))
+    reason = ""
+    # Warnings are left alone unless they are in the way: other threads share their filters.
+    for around in (contextlib.nullcontext(), warnings.catch_warnings(action="ignore")):
+        try:
+            with around:
+                return "".join(traceback.format_exception(type(error), error, trace))
+        except Exception as failure:
+            # Whatever it is, the error itself is what has to be told.
+            if is_from_handler(failure):
+                raise
+            reason = repr(failure)
+    return f"{type(error).__qualname__}, of which there is no traceback: {reason}\n"

@@ -255,7 +255,8 @@ class BornHeap(Heap):
                 room = self._room()
                 # Not for what there is no room for anyway.
                 if not enough and (wanted <= room or not left):
-                    self._new_region(max(3 * wanted if wanted <= room else 0, _usual_region()))
+                    needed = wanted if wanted <= room else 0
+                    self._new_region(max(3 * needed, _usual_region()), needed)
         except (HeapBusyError, SegmentError, LeaseTimeoutError):
             # No room, or somebody else is at it: arrays come from ordinary
             # memory until the next look, and are copied when they are sent.
@@ -277,7 +278,8 @@ class BornHeap(Heap):
             room = min(room, int(available * _HEADROOM_SHARE))
         return max(0, room)
 
-    def _new_region(self, size: int) -> None:
+    def _new_region(self, size: int, needed: int) -> None:
+        """Lend the allocator addresses for ``size`` bytes; a budget may allow few of them."""
         for heap in {*_heaps.values()} - {self}:
             with heap.exclusive(wait=False) as got:
                 if not got:
@@ -297,7 +299,7 @@ class BornHeap(Heap):
         zeroed = found is None
         if found is None:
             self._next_segment = max(self._next_segment, size)
-            found = self._grow(size // 2), 0
+            found = self._grow(size // 2, needed), 0
         segment, place = found
         number = self._number_of(segment)
         if number is None:

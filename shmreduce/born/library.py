@@ -1,6 +1,7 @@
 """The compiled allocator: loading it, and what its tables and functions are.
 
-May import errors, contracts, ``compiled``, ``thread_locks`` and :mod:`shmreduce.memory`.
+May import errors, contracts, ``compiled``, ``interpreter``, ``thread_locks`` and
+:mod:`shmreduce.memory`.
 
 Its functions are called with the interpreter's lock held (``PyDLL``): none of
 them waits for anything but memory, and no other thread, signal handler or
@@ -19,8 +20,9 @@ from typing import Any
 from shmreduce.compiled import ALLOCATOR
 from shmreduce.contracts import AllocatorFunctions
 from shmreduce.errors import AllocatorUnavailableError
+from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory.mapping import PAGE_SIZE
-from shmreduce.thread_locks import interrupt_safe, is_free_threaded
+from shmreduce.thread_locks import interrupt_safe
 
 __all__ = [
     "EXPOSED",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["UNSHARED", "Block", "LiveBlocks", "owner_record", "warn_of_exposed"]
 
 _CUTTING_SECONDS = 0.05
-"""How long a fork waits for another thread that is making a block's pages private."""
+"""How long a fork waits for a thread that makes a block's pages private, or undoes a load."""
 _REAP_SECONDS = 0.3
 """How often at most :meth:`Block.reclaim` looks for killed processes."""
 
@@ -252,13 +252,15 @@ class LiveBlocks:
 
         Afterwards writes here stay here, and the block keeps the bytes of this
         instant for whoever is given a lease on it. The hold must last as long
-        as the views: unwritten pages are still the block's.
+        as the views: unwritten pages are still the block's. The caller keeps the
+        root: pages that are covered after the hold's end are the next block's,
+        which would show what this process writes to it, for ever.
         """
         segment, block = record.segment, record.block
         mark = object()
         try:
             # Covering twice would throw away what was written in between.
-            if record.private or record.cutting.setdefault(None, mark) is not mark:
+            if record.private or record.ended or record.cutting.setdefault(None, mark) is not mark:
                 return False
             # First: whatever comes now, the next block here will show the file again.
             record.in_place = True
@@ -293,7 +295,8 @@ class LiveBlocks:
         slot = record.slot
         if slot is None:
             return False
-        # First: who finds it as a shared block from here on leaves it alone.
+        # First: who finds it as a shared block from here on leaves it alone, and so does
+        # who prepares a fork. Who has found it before is seen by the count.
         record.ended = True
         taken = False
         try:
@@ -446,15 +449,33 @@ class LiveBlocks:
         references = list(self._roots.values())
         exposed = 0
         for reference in references:
-            record = reference.record
-            if record.slot is not None and not record.shared and not self.make_private(record):
-                _await_private(record)
-                exposed += not record.private
+            # Kept meanwhile: another thread may drop the last view at any moment.
+            root = reference()
+            if root is not None:
+                exposed += not self._is_apart(reference)
+            del root
         self.exposed = exposed
         # Other threads may make more before the fork happens. Not by
         # threading.active_count(), which waits for a lock.
         guarded = bool(references or self.fillings) or self.guards_forks or _thread._count() > 0
         self.ledger.before_fork(fork, guarded=guarded)
+
+    def _is_apart(self, reference: RootReference) -> bool:
+        """Cut a by-value block off, or see another thread do so; return whether that is done.
+
+        Not for ever: it may be this very thread that was interrupted.
+        """
+        record = reference.record
+        if record.slot is None or record.shared:
+            return True
+        deadline = time.monotonic() + _CUTTING_SECONDS
+        while not (record.private or self.make_private(record)):
+            taken_back = record.ended and self._roots.get(reference.identity) is not reference
+            busy = record.cutting or record.ended
+            if taken_back or not busy or time.monotonic() > deadline:
+                return record.ended
+            time.sleep(0)
+        return True
 
     def warn_of_exposed(self) -> None:
         """Warn of arrays that the child just forked shares, if there are any."""
@@ -481,13 +502,6 @@ def warn_of_exposed(count: int) -> None:
         ShmreduceWarning,
         stacklevel=3,
     )
-
-
-def _await_private(record: Record) -> None:
-    """Let another thread finish what it began; not for ever, it may be this very thread."""
-    deadline = time.monotonic() + _CUTTING_SECONDS
-    while not record.private and record.cutting and time.monotonic() < deadline:
-        time.sleep(0)
 
 
 def _root_died(reference: RootReference) -> None:

@@ -268,7 +268,7 @@ class Heap:
             blocks = segment.carve(size, count)
             if blocks:
                 return self._fill(segment, blocks, contents)
-        segment = self._grow(size)
+        segment = self._grow(size, size)
         blocks = segment.carve(size, count)
         if not blocks:
             raise SegmentError(
@@ -309,13 +309,14 @@ class Heap:
         self._host.family.reserve(nbytes, self._host.budget())
         segment.reserved += nbytes
 
-    def _grow(self, size: int) -> OwnedSegment:
+    def _grow(self, size: int, needed: int) -> OwnedSegment:
+        """Make a segment with addresses for ``size`` bytes, of which ``needed`` come now."""
         wanted = max(self._next_segment, 2 * size)
         try:
-            segment = create_segment(self.kind, wanted, size, self.strategy, self._host)
+            segment = create_segment(self.kind, wanted, needed, self.strategy, self._host)
         except SegmentError:
             # Address space or file size may be limited: ask for just enough.
-            segment = create_segment(self.kind, size, size, self.strategy, self._host)
+            segment = create_segment(self.kind, size, needed, self.strategy, self._host)
         self._next_segment = next_segment_size(wanted)
         self._host.directory[segment.token] = segment
         self.segments.append(segment)

@@ -1,12 +1,13 @@
 """Gives idle memory back while the program does something else.
 
-May import ``heap`` and ``blocks``.
+May import ``locks``, ``heap`` and ``blocks``.
 
 A process that waits for its next message cannot notice that its receivers are
 done. So while its heaps hold more than they may keep idle, a thread looks once
 in a while. It ends itself when it is no longer needed, and is ended before a
 fork: CPython 3.12 and later warn about forking with other threads running, and from
-3.15 on raise where warnings are errors. (3.13 counts them when it runs again.)
+3.15 on raise where warnings are errors. With 3.13 the warning comes all the same: it
+counts the threads after the hooks of the fork, which start this one again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from shmreduce.memory import locks
 from shmreduce.memory.heap import Heap, HeapBusyError
 
 if TYPE_CHECKING:
@@ -166,8 +168,5 @@ def _wait_for(thread: threading.Thread) -> None:
     thread.join(_PATIENCE)
     # What CPython counts is the kernel's threads, and one that has been joined may be on
     # its way out yet. A number, if it is there for longer, is another thread's by now.
-    deadline = time.monotonic() + _EXIT_PATIENCE
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0)
+    itself = f"/proc/self/task/{thread.native_id}"
+    locks.keep_trying(lambda: not os.path.exists(itself), _EXIT_PATIENCE)

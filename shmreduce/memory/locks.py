@@ -100,7 +100,7 @@ def try_request(fd: int, request: bytes, *, later: bool) -> bool:
 
 
 def keep_trying(attempt: Callable[[], bool], patience: float) -> float | None:
-    """Make an attempt at a lock again and again; return None when one succeeded.
+    """Make an attempt, at a lock for instance, again and again; return None once one succeeded.
 
     Otherwise, when ``patience`` seconds are over, how many were waited. The
     kernel's own waiting, ``F_OFD_SETLKW``, has no limit.

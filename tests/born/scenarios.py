@@ -440,9 +440,6 @@ def no_room_means_ordinary_memory() -> None:
 def no_room_for_a_copy_is_an_error_and_leaves_the_array() -> None:
     """An array that somebody keeps needs a copy; without room for one nothing is sent."""
     here, there = shmreduce.Pipe()
-    with shmreduce.shared_allocations():
-        # The addresses that arrays are born at are had without a budget.
-        check(is_born(filled(1, 15 << 20)))
     with shmreduce.install(budget=64 << 20), shmreduce.shared_allocations():
         array = filled(1, 15 << 20)
         check(is_born(array))

@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import threading
+import warnings
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -19,10 +20,12 @@ import pytest
 import shmreduce
 from shmreduce import AttachError, LeaseTimeoutError
 from shmreduce.memory import runtime
+from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.ledger import Fork, ForkLedger
+from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.segment import Segment
 from shmreduce_numpy.blocks import find_block_of
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shmreduce.memory.owned_segment import OwnedSegment
+    from shmreduce.memory.record import Record
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -464,3 +468,90 @@ def test_who_looks_for_unread_messages_can_be_interrupted_by_who_sends() -> None
     assert unread <= {each.nonce for each in found}
     for message in messages + sent:
         ForkingPickler.loads(message)
+
+
+def received(value: int) -> Any:
+    """Return an array of equal bytes as it arrives by value."""
+    return ForkingPickler.loads(ForkingPickler.dumps(np.full(LENGTH, value, np.uint8)))
+
+
+def address_of(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def assert_what_arrives_there_is_what_was_sent(address: int) -> None:
+    """Receive several arrays at an address, and write to each, which is the receiver's right."""
+    for value in (2, 3, 4):
+        array = received(value)
+        assert address_of(array) == address
+        assert (array == value).all()
+        array[:] = 99
+        del array
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "when it is", "when it is covered"])
+def test_an_array_that_dies_while_a_fork_is_prepared_leaves_no_private_pages(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another thread drops the last view when the hook has found the array: what arrives in
+    that memory later is what was sent, not what this process has written there before.
+    """
+    # The hook looks at them in this order.
+    arrays = [received(1), received(1)]
+    dropped = 1 if when == "before it is looked at" else 0
+    address = address_of(arrays[dropped])
+    drop = in_another_thread(lambda: arrays.pop(dropped))
+    make_private, cover = LiveBlocks.make_private, Mapping.cover
+
+    def look(live: LiveBlocks, record: Record) -> bool:
+        drop()
+        return make_private(live, record)
+
+    def show(mapping: Mapping, *where: int, private: bool) -> None:
+        drop()
+        cover(mapping, *where, private=private)
+
+    with monkeypatch.context() as patch:
+        if when == "when it is covered":
+            patch.setattr(Mapping, "cover", show)
+        else:
+            patch.setattr(LiveBlocks, "make_private", look)
+        assert wait_for_exit(in_forked_child(lambda: True)) == 0
+    assert len(arrays) == 1
+    assert_what_arrives_there_is_what_was_sent(address)
+
+
+def test_a_fork_leaves_alone_what_another_thread_is_giving_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A load that failed turns its array into a message again while a child is forked: the
+    pages that the next try finds are the block's.
+    """
+    block = find_block_of(received(1))
+    assert block is not None
+    address = block._record.address
+    show_file = LiveBlocks._show_file
+    statuses: list[int] = []
+
+    def fork() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            statuses.append(wait_for_exit(in_forked_child(lambda: True)))
+
+    happens = in_another_thread(fork)
+
+    def show_and_fork(live: LiveBlocks, record: Record) -> bool:
+        shown = show_file(live, record)
+        happens()
+        return shown
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveBlocks, "_show_file", show_and_fork)
+        assert runtime.current().live.take_back(block)
+    assert statuses == [0]
+    record = block._record
+    assert record.slot is not None
+    del block
+    assert record.segment.try_release(record.block, record.slot)
+    assert_what_arrives_there_is_what_was_sent(address)

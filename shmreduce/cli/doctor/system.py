@@ -1,6 +1,6 @@
 """Checks of the kernel, of what a container allows, and of Python.
 
-May import ``findings``, ``thread_locks``, and ``headroom`` and ``locks`` of the memory.
+May import ``findings``, ``interpreter``, and ``headroom`` and ``locks`` of the memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shmreduce.cli.doctor.findings import Finding
+from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory import locks
-from shmreduce.thread_locks import is_free_threaded
 
 if TYPE_CHECKING:
     from shmreduce.memory.headroom import Machine
