@@ -21,7 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_VERSION 3
+#define SHMREDUCE_VERSION 4
 #define MOST_DESCRIPTORS 64 /* as packet_socket.py has it */
 #define BRIEF 4096 /* bytes of a packet that takes no time to copy */
 #define LONGEST_LOOK 1e-3 /* seconds between two looks at what signals have come */

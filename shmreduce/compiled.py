@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALLOCATOR",
+    "BLOCKS",
     "FOLDER",
     "MODULES",
     "MODULE_VERSION",
@@ -31,7 +32,7 @@ __all__ = [
     "reason_against",
 ]
 
-MODULE_VERSION = 3
+MODULE_VERSION = 4
 """Of the modules' functions; their sources have the same number."""
 FOLDER = Path(__file__).parent
 """The package's, below which all parts are."""
@@ -66,8 +67,9 @@ def _module(title: str, name: str) -> Part:
 
 ALLOCATOR = Part("allocator", FOLDER / "born" / "allocator.c", FOLDER / "born" / "allocator.so")
 SLOTS = _module("lease slots", "memory._quick_slots")
+BLOCKS = _module("blocks", "memory._quick_blocks")
 PACKETS = _module("packets", "_quick_packets")
-MODULES = (SLOTS, PACKETS)
+MODULES = (SLOTS, BLOCKS, PACKETS)
 PARTS = (ALLOCATOR, *MODULES)
 
 

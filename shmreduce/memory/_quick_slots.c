@@ -31,7 +31,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define SHMREDUCE_VERSION 3
+#define SHMREDUCE_VERSION 4
 
 #ifndef F_OFD_SETLK
 #define F_OFD_SETLK 37
@@ -196,6 +196,25 @@ static PyObject *transition(QuickSlots *self, PyObject *const *arguments, Py_ssi
         return transition(self, arguments, given, wanted, name##_step); \
     }
 
+/* Link the first message of a block that nobody else can name yet. It takes no lock, see
+ * Segment.start_message, and so keeps to nobody's. */
+static PyObject *start(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
+{
+    uint64_t of[MOST];
+    int readable = read_numbers(arguments, given, of + BLOCK, WORD);
+
+    if (readable < 0)
+        return NULL;
+    if (!readable || of[BLOCK] >= self->blocks || of[SLOT] >= self->slots
+        || LOAD(self->heads[of[BLOCK]]))
+        return PyBool_FromLong(0);
+    STORE(self->next[of[SLOT]], (uint32_t)0);
+    STORE(self->previous[of[SLOT]], (uint32_t)0);
+    STORE(self->words[of[SLOT]], of[WORD]);
+    STORE(self->heads[of[BLOCK]], (uint32_t)of[SLOT] + 1);
+    return PyBool_FromLong(1);
+}
+
 TRANSITION(add, GENERATION + 1)
 TRANSITION(claim_alone, HOLDER + 1)
 TRANSITION(consume, HOLDER + 1)
@@ -265,6 +284,7 @@ static void dealloc(QuickSlots *self)
 
 static PyMethodDef methods[] = {
     METHOD("add", add, "add(fd, block, slot, word, generation): link a message."),
+    METHOD("start", start, "start(block, slot, word): link a new block's first message."),
     METHOD("claim_alone", claim_alone,
         "claim_alone(fd, block, slot, word, generation, holder): make a hold of the one message."),
     METHOD("consume", consume,

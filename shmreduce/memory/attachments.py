@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
 
-__all__ = ["EXHAUSTED", "Attachments", "boot_identity", "open_process_descriptor"]
+__all__ = ["EXHAUSTED", "FEW", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
 """Segments of others that stay open although nothing of them is in use."""
-_FEW = 16
+FEW = 16
 """Open segments up to which nobody need count those in use."""
 _MOST_HELD = 8192
 """Segments of others, of two mappings each: a process has 65,530 (vm.max_map_count)."""
@@ -345,7 +345,7 @@ class Attachments:
         processes are held, each needs a segment of its own, and the limit of open
         files comes nearer.
         """
-        if len(self.directory) <= _FEW or segment.owner or segment.needed > 1:
+        if len(self.directory) <= FEW or segment.owner or segment.needed > 1:
             return False
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _MOST_HELD if soft == resource.RLIM_INFINITY else min(soft // 8, _MOST_HELD)

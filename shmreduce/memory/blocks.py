@@ -1,7 +1,7 @@
 """Live blocks of this process, and what happens when their last view dies.
 
 May import errors, contracts, ``mapping``, ``handle``, ``layout``, ``segment``,
-``ledger``, ``heap``, ``owned_segment`` and ``record``.
+``ledger``, ``heap``, ``owned_segment``, ``record`` and ``quick_blocks``.
 
 Every block that this process can see has one *root*: the object at the bottom
 of all its views. A weak reference to the root tells when the last view has
@@ -21,6 +21,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import SegmentError, ShmreduceWarning
+from shmreduce.memory import quick_blocks
 from shmreduce.memory.handle import block_key
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import make_root
@@ -201,7 +202,7 @@ class LiveBlocks:
     def watch(self, record: Record, root: Any) -> None:
         """Take note of a record, which lives as long as its root."""
         segment, block = record.segment, record.block
-        reference = RootReference(root, _root_died)
+        reference = RootReference(root, quick_blocks.root_died or _root_died)
         reference.record = record
         reference.identity = id(root)
         if record.slot is None:

@@ -38,6 +38,7 @@ __all__ = [
     "pack_constant",
     "pack_handle",
     "padded",
+    "rest_of",
 ]
 
 MARK = b"shmreduce\0hdl\x02\n"
@@ -69,6 +70,11 @@ def block_key(token: bytes, block: int, generation: int) -> bytes:
 def key_of(handle: bytes) -> bytes:
     """Return the key that a handle has, or whatever stands there."""
     return handle[_FROM_KEY:_FROM_REST]
+
+
+def rest_of(constant: bytes) -> bytes:
+    """Return what is the same for all blocks of a segment, of what :func:`pack_constant` made."""
+    return constant[_KEY.size :]
 
 
 def lease_of(handle: bytes) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The receiver's side of one pickled message: what it brings.
 
-May import errors, ``mapping``, ``layout``, ``handle``, ``segment``, ``attachments``,
+May import errors, ``quick_blocks``, ``mapping``, ``handle``, ``segment``, ``attachments``,
 ``record``, ``blocks`` and ``runtime``.
 """
 
@@ -21,9 +21,9 @@ from shmreduce.errors import (
     SegmentError,
     ShmreduceError,
 )
+from shmreduce.memory import quick_blocks
 from shmreduce.memory.blocks import Block
 from shmreduce.memory.handle import MARK, Handle, block_key, check_handle, key_of, lease_of
-from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import Mapping, make_root, page_ceil
 from shmreduce.memory.record import Record
 from shmreduce.memory.runtime import Runtime, current
@@ -69,15 +69,15 @@ class Loading:
     def __init__(self, arrived: Arrived | None = None) -> None:
         self.arrived: Arrived = _NOTHING if arrived is None else arrived
         # The blocks themselves: unpickling drops the arrays before it raises.
-        self._claims: list[tuple[Block, Handle]] = []
+        self._claims: list[tuple[Block, bytes]] = []
         self._known: list[tuple[Block, int, int]] = []
         self._private: dict[bytes, Block] | None = None
         self._outer = _here.loading
         _here.loading = self
 
-    def claimed(self, block: Block, what: Handle) -> None:
+    def claimed(self, block: Block, handle: bytes, what: Handle) -> None:
         """Note a claim."""
-        self._claims.append((block, what))
+        self._claims.append((block, handle))
         if what.mode == "cow":
             # Made when it is needed: hardly any message brings such blocks.
             self._private = self._private or {}
@@ -103,12 +103,13 @@ class Loading:
         by-value one is not loaded again.
         """
         live = current().live
-        for block, what in self._claims:
+        for block, handle in self._claims:
             record = block._record
             slot = record.slot
             if record.live is not live or slot is None:
                 # A child that was forked in the middle: it is the parent's.
                 continue
+            what = Handle.unpack_checked(handle)
             if live.take_back(block):
                 record.segment.unclaim(record.block, slot, what.nonce, what.slot)
             elif record.shared and record.slot == what.slot:
@@ -169,6 +170,14 @@ def import_block(handle: bytes) -> Block:
     """
     runtime = current()
     runtime.live.settle()
+    loading = _here.loading
+    quickly: Block | None = quick_blocks.import_block(
+        handle, runtime.live, runtime.attachments, loading
+    )
+    if quickly is not None:
+        if loading is None:
+            _message_ended(runtime, quickly._record.segment)
+        return quickly
     check_handle(handle)
     known = runtime.live.find_shared(key_of(handle))
     if known is not None:
@@ -183,14 +192,14 @@ def import_block(handle: bytes) -> Block:
     mark = object()
     segment = runtime.attachments.pin(what, mark, _arrived_here())
     try:
-        if what.shared != (segment.header.kind == SHARED):
+        if what.shared != segment.is_shared:
             raise InvalidHandleError(
                 f"the handle calls block {what.block} of segment {segment.token.hex()} "
                 f"{'shared' if what.shared else 'by value'}, which it is not; the handle was "
                 "damaged or made up",
                 reason="kind does not match",
             )
-        found = _claim(runtime, segment, what)
+        found = _claim(runtime, segment, handle, what)
     finally:
         segment.unpin(mark)
     if not what.shared and runtime.attachments.is_one_too_many(segment):
@@ -217,7 +226,7 @@ def _message_ended(runtime: Runtime, segment: Segment) -> None:
         runtime.attachments.tidy_mailbox()
 
 
-def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
+def _claim(runtime: Runtime, segment: Segment, handle: bytes, what: Handle) -> Block:
     """Make a message this process's hold of a block, and let the block be seen here."""
     if segment.import_mapping is None:
         start = segment.layout.data_offset
@@ -242,7 +251,7 @@ def _claim(runtime: Runtime, segment: Segment, what: Handle) -> Block:
             segment.try_release(what.block, slot)
         raise
     if _here.loading is not None:
-        _here.loading.claimed(found, what)
+        _here.loading.claimed(found, handle, what)
     return found
 
 

@@ -1,6 +1,6 @@
 """Address ranges over a file: shared, private, and switched in place.
 
-May import :mod:`shmreduce.errors`.
+May import :mod:`shmreduce.errors` and ``quick_blocks``.
 
 Every range is reserved by an anonymous ``mmap`` object, which owns the
 addresses and unmaps them when its last reference goes, and is then covered by
@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from shmreduce.errors import SegmentError
+from shmreduce.memory import quick_blocks
 
 __all__ = [
     "HUGE_PAGE",
@@ -253,6 +254,8 @@ def make_root(pages: mmap.mmap | memoryview, offset: int, nbytes: int) -> Any:
     garbage collector: in a dying cycle the collector calls weak reference
     callbacks while finalizers may still use the views.
     """
+    if quick_blocks.make_root is not None:
+        return quick_blocks.make_root(pages, offset, nbytes)
     kind = _array_types.get(nbytes)
     if kind is None:
         if len(_array_types) > 1024:

@@ -17,12 +17,23 @@ from typing import TYPE_CHECKING, Any, overload
 
 from shmreduce.contracts import check_nbytes
 from shmreduce.errors import ConfigurationError, SegmentError, ShmreduceError
+from shmreduce.memory import quick_blocks
+from shmreduce.memory.attachments import FEW
+from shmreduce.memory.blocks import Block
 from shmreduce.memory.filling import Filling
-from shmreduce.memory.handle import ROOM_FOR_ANOTHER, block_key, pack_constant, pack_handle
+from shmreduce.memory.handle import (
+    ROOM_FOR_ANOTHER,
+    block_key,
+    pack_constant,
+    pack_handle,
+    rest_of,
+)
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.lease_slots import NONCE_MASK
+from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.parts import BLOCK_SIZE, LARGEST_PART, PARTS_FROM, PartedBlock
+from shmreduce.memory.record import Record, RootReference
 from shmreduce.memory.reservation import Contents
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import Segment, Sent
@@ -33,9 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shmreduce.contracts import Mode
-    from shmreduce.memory.blocks import Block
     from shmreduce.memory.mover import Mover
-    from shmreduce.memory.record import Record
 
 __all__ = ["Lease", "Message"]
 
@@ -156,6 +165,12 @@ class Message:
         runtime = self._current()
         runtime.live.settle()
         heap = runtime.heap(BY_VALUE)
+        nonce = next(_nonces) & NONCE_MASK
+        quickly: tuple[memoryview, bytes] | None = quick_blocks.take_block(
+            heap, runtime.live, nbytes, nonce, self._taken
+        )
+        if quickly is not None:
+            return quickly
         filled = None if contents is None else Contents(contents, nbytes)
         try:
             segment, block = heap.allocate(nbytes, contents=filled)
@@ -166,7 +181,7 @@ class Message:
             if get_settings().on_exhausted == "pickle":
                 return None
             raise
-        taken = Lease(segment, block, segment.generations[block], next(_nonces) & NONCE_MASK)
+        taken = Lease(segment, block, segment.generations[block], nonce)
         try:
             taken.filling = Filling(runtime.live, heap, segment, block, nbytes)
             taken.slot = segment.start_message(block, taken.nonce)
@@ -178,11 +193,10 @@ class Message:
             raise
         self._taken.append(taken)
         view = None if filled is not None and filled.written else taken.filling.view()
-        return view, pack_handle(
-            taken.slot,
-            taken.nonce,
-            _constant(segment, block, taken.generation, nbytes, shared=False, mode="rw"),
-        )
+        constant = _constant(segment, block, taken.generation, nbytes, shared=False, mode="rw")
+        if segment.block_tables is not None:
+            segment.block_tables.rest = rest_of(constant)
+        return view, pack_handle(taken.slot, taken.nonce, constant)
 
     def allocate_part(self, nbytes: int) -> tuple[memoryview, object, int] | None:
         """Give out a part of a block that carries other buffers of the message, too.
@@ -306,11 +320,10 @@ class Message:
         if inherited:
             segment = runtime.attachments.own_view_of(segment, mark)
         try:
-            taken = self._add(segment, record.block, record.generation)
+            constant = _what_names(record, segment, 0 if mover is None else ROOM_FOR_ANOTHER)
+            handle, taken = self._add(segment, record.block, record.generation, constant)
         finally:
             segment.unpin(mark)
-        room = 0 if mover is None else ROOM_FOR_ANOTHER
-        handle = pack_handle(taken.slot, taken.nonce, _what_names(record, segment, room))
         if mover is not None:
             mover.pass_on(self, block, taken, handle)
         return handle
@@ -351,9 +364,8 @@ class Message:
         """
         # Whose message it is, see _is_ours().
         self._current()
-        taken = self._add(segment, block, generation)
-        written = _constant(segment, block, generation, nbytes, shared=False, mode="rw")
-        return pack_handle(taken.slot, taken.nonce, written), taken
+        constant = _constant(segment, block, generation, nbytes, shared=False, mode="rw")
+        return self._add(segment, block, generation, constant)
 
     def end_lease(self, lease: Lease) -> None:
         """Take back what :meth:`add_lease` gave out, also if the message was committed."""
@@ -406,8 +418,9 @@ class Message:
         self._let_go_of_parts()
         child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
-        now = time.monotonic()
-        for taken in self._taken:
+        kept = quick_blocks.commit(self._taken, reference)
+        for taken in self._taken[kept:]:
+            now = time.monotonic()
             taken.segment.sent(
                 Sent(taken.slot, taken.nonce, taken.block, taken.generation, now, reference)
             )
@@ -443,15 +456,24 @@ class Message:
             self._parted.close()
             self._parted = None
 
-    def _add(self, segment: Segment, block: int, generation: int) -> Lease:
-        taken = Lease(segment, block, generation, next(_nonces) & NONCE_MASK)
+    def _add(
+        self, segment: Segment, block: int, generation: int, constant: bytes
+    ) -> tuple[bytes, Lease]:
+        """Give out one more lease on a block; return its handle and itself."""
+        nonce = next(_nonces) & NONCE_MASK
+        quickly: tuple[bytes, Lease] | None = quick_blocks.lend_block(
+            segment, block, generation, nonce, constant, self._taken
+        )
+        if quickly is not None:
+            return quickly
+        taken = Lease(segment, block, generation, nonce)
         try:
             taken.slot = segment.add_message(block, generation, taken.nonce)
         except BaseException:
             taken.drop()
             raise
         self._taken.append(taken)
-        return taken
+        return pack_handle(taken.slot, nonce, constant), taken
 
     def _is_ours(self) -> bool:
         """Whether there is anything here that this process gave out."""
@@ -565,3 +587,6 @@ def _constant(
         segment.strategy.name,
         segment.locator + "\0" * room,
     )
+
+
+quick_blocks.configure(Block, Filling, Lease, Record, RootReference, Sent, PAGE_SIZE, FEW)

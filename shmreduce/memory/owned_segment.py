@@ -54,6 +54,8 @@ class OwnedSegment(Segment):
         """Blocks that are not free, and since when (monotonic seconds)."""
         self.small: dict[int, tuple[int, int]] = {}
         """Blocks with small pages where huge ones could be: from where on, and used how often."""
+        if self.block_tables is not None:
+            self.block_tables.out, self.block_tables.small = self.out, self.small
         self.reserved = self.layout.slot_words
         self._seen: dict[tuple[int, int], float] = {}
         """Slot and word of unread messages, and when they were first seen."""

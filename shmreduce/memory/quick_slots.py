@@ -31,6 +31,9 @@ class QuickSlots(Protocol):
     def add(self, fd: int, block: int, slot: int, word: int, generation: int) -> bool:
         """Link a message into a slot that is the caller's."""
 
+    def start(self, block: int, slot: int, word: int) -> bool:
+        """Link the first message of a block that nobody else can name, if it has none."""
+
     def claim_alone(
         self, fd: int, block: int, slot: int, word: int, generation: int, holder: int
     ) -> bool:
@@ -52,7 +55,7 @@ class LongWay:
         """See :meth:`QuickSlots.add`."""
         return False
 
-    claim_alone = consume = release = add
+    start = claim_alone = consume = release = add
 
 
 _module, _ = find_module(SLOTS)

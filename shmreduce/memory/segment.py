@@ -1,7 +1,7 @@
 """One segment as one process has it open: its importers and its lease transitions.
 
 May import errors, contracts, ``standard_streams``, ``locks``, ``block_locks``, ``mapping``,
-``handle``, ``processes``, ``layout``, ``segment_file`` and ``lease_slots``.
+``handle``, ``processes``, ``layout``, ``segment_file``, ``quick_blocks`` and ``lease_slots``.
 
 Each block has a generation, which its owner raises when the block becomes free,
 and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
@@ -36,9 +36,10 @@ from shmreduce.errors import (
 from shmreduce.memory import locks
 from shmreduce.memory.block_locks import if_unlocked, under_lock
 from shmreduce.memory.handle import LONGEST_LOCATOR
-from shmreduce.memory.layout import IMPORTERS, LOCK_IMPORTER, LOCK_OWNER, SegmentHeader
+from shmreduce.memory.layout import IMPORTERS, LOCK_IMPORTER, LOCK_OWNER, SHARED, SegmentHeader
 from shmreduce.memory.lease_slots import MESSAGE, LeaseSlots
 from shmreduce.memory.processes import is_closing
+from shmreduce.memory.quick_blocks import block_tables
 from shmreduce.memory.segment_file import check_file, contract_broken
 from shmreduce.memory.standard_streams import clear_of_streams
 
@@ -126,6 +127,8 @@ class Segment(LeaseSlots):
         self.outbox: dict[int, Sent] = {}
         """Messages sent by this process, by nonce; read ones are pruned."""
         self._prune_at = _PRUNE_FROM
+        self.is_shared = header.kind == SHARED
+        """Whether its blocks are shared, as against those that carry one message each."""
         self.import_mapping: Mapping | None = None
         self._locator: str | None = None
         self._transfer: dict[str, int] = {}
@@ -134,6 +137,7 @@ class Segment(LeaseSlots):
         except BaseException:
             self.give_up_locks()
             raise
+        self.block_tables = block_tables(self)
 
     @classmethod
     def adopt(cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy) -> Segment:
@@ -248,7 +252,11 @@ class Segment(LeaseSlots):
         """Remember a message that was sent by this process."""
         self.outbox[message.nonce] = message
         if len(self.outbox) > self._prune_at:
-            self._prune_at = max(_PRUNE_FROM, 2 * len(self.unread()))
+            self.prune()
+
+    def prune(self) -> None:
+        """Forget messages that have been read."""
+        self._prune_at = max(_PRUNE_FROM, 2 * len(self.unread()))
 
     def unread(self) -> list[Sent]:
         """Return this process's messages that nobody has read."""

@@ -1,0 +1,91 @@
+"""What a message costs in blocks, each step of it in one call, where that was compiled.
+
+May import :mod:`shmreduce.compiled` and, for a type, ``segment``.
+
+The long way through these steps is that of ``message``, ``loading`` and ``blocks``: some
+dozens of functions, most of which see to it that Ctrl-C, another thread or a fork in the
+middle does no harm. In ``_quick_blocks.c`` there is no middle. It does the usual case
+whole, and of every other nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.compiled import BLOCKS, find_module
+
+if TYPE_CHECKING:
+    from shmreduce.memory.segment import Segment
+
+__all__ = [
+    "block_tables",
+    "commit",
+    "configure",
+    "import_block",
+    "lend_block",
+    "make_root",
+    "root_died",
+    "take_block",
+]
+
+
+def _decline(*_: object) -> Any:
+    """Return what says that nothing was done."""
+    return None
+
+
+_module: Any = find_module(BLOCKS)[0]
+
+configure: Any = getattr(_module, "configure", _decline)
+"""``(Block, Filling, Lease, Record, RootReference, Sent, page_size, few)``: what they make.
+
+Before that is known all but :func:`make_root` decline. ``few`` is the number of open
+segments up to which none is one too many.
+"""
+import_block: Any = getattr(_module, "import_block", _decline)
+"""``(handle, live, attachments, loading)``: the block of :func:`loading.import_block`, or None."""
+take_block: Any = getattr(_module, "take_block", _decline)
+"""``(heap, live, nbytes, nonce, taken)``: what :meth:`Message.allocate` returns, or None.
+
+The lease is added to ``taken``.
+"""
+lend_block: Any = getattr(_module, "lend_block", _decline)
+"""``(segment, block, generation, nonce, constant, taken)``: handle and lease, or None.
+
+``constant`` is from :func:`handle.pack_constant`. The lease is added to ``taken``.
+"""
+commit: Any = getattr(_module, "commit", _decline)
+"""``(taken, child)``: keeps leases, as :meth:`Message.commit` does; how many, None for none."""
+make_root: Any = getattr(_module, "make_root", None)
+"""As :func:`mapping.make_root`; None where not compiled."""
+root_died: Any = getattr(_module, "root_died", None)
+"""``(reference)``: ends the hold of a root that has died; None where not compiled."""
+
+
+def block_tables(segment: Segment) -> Any:
+    """Return what these functions need of a segment's tables; None where not compiled."""
+    if _module is None:
+        return None
+    layout = segment.layout
+    return _module.BlockTables(
+        segment.tables.pages,
+        shared=segment.is_shared,
+        size=segment.header.size,
+        data_offset=layout.data_offset,
+        blocks=layout.blocks,
+        slots=layout.slots,
+        generations=layout.generations,
+        offsets=layout.offsets,
+        capacities=layout.capacities,
+        words=layout.slot_words,
+        heads=layout.heads,
+        hints=layout.hints,
+        importer=segment.importer,
+        holds=segment.holds,
+        passing=segment.passing,
+        pins=segment.pins,
+        outbox=segment.outbox,
+        records=segment.records,
+        free_slots=segment._free_slots,
+        listed=segment._listed,
+    )
