@@ -280,7 +280,25 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     return found;
 }
 
+/* Close all descriptors of a list, and take them off it. No handler of a signal runs in
+ * between: none is closed that is in the list, nor left open that is not. */
+static PyObject *close_descriptors(PyObject *module, PyObject *list)
+{
+    (void)module;
+    for (Py_ssize_t size = PyList_Size(list); size > 0; size--) {
+        long fd = PyLong_AsLong(PyList_GetItem(list, size - 1));
+
+        if (PyErr_Occurred() || PyList_SetSlice(list, size - 1, size, NULL) < 0)
+            return NULL;
+        /* An error is none of the caller's; close(2): the number is free all the same. */
+        if (fd >= 0 && fd <= INT_MAX)
+            close((int)fd);
+    }
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
 static PyMethodDef methods[] = {
+    {"close_descriptors", close_descriptors, METH_O, "close_descriptors(descriptors)"},
     {"write_packet", write_packet, METH_VARARGS, "write_packet(fd, data, descriptors, flags)"},
     {"read_packet", read_packet, METH_VARARGS,
         "read_packet(fd, buffer, flags, patience, spare, descriptors)"},

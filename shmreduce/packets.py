@@ -313,19 +313,21 @@ class Arrival:
     __slots__ = ("_arrived", "_body", "_kind")
 
     def __init__(self, buffer: ReceiveBuffer, size: int) -> None:
-        packet, descriptors = memoryview(buffer)[:size], buffer.descriptors
-        count = packet[1] if size >= _HEAD.size else 0
+        descriptors = buffer.descriptors
+        kind, count = buffer[0], buffer[1] if size >= _HEAD.size else 0
         start = _HEAD.size + _TOKEN_SIZE * count
-        if size < start or packet[0] not in _KINDS or len(descriptors) > count:
-            _refuse(packet, len(descriptors))
-        self._kind = packet[0]
-        self._body = packet[start:]
+        if size < start or kind not in _KINDS or len(descriptors) > count:
+            _refuse(memoryview(buffer)[:size], len(descriptors))
+        self._kind = kind
+        self._body = memoryview(buffer)[start:size]
         # Of segments that are open here, too: one whose owner is dead is closed
         # at any moment when nothing of it is in use, and comes from nowhere else.
-        self._arrived = {
-            bytes(packet[place : place + _TOKEN_SIZE]): fd
-            for place, fd in zip(range(_HEAD.size, start, _TOKEN_SIZE), descriptors, strict=False)
-        }
+        self._arrived: dict[bytes, int] = {}
+        place = _HEAD.size
+        for fd in descriptors:
+            end = place + _TOKEN_SIZE
+            self._arrived[bytes(buffer[place:end])] = fd
+            place = end
 
     def load(self) -> Any:
         """Return the object.

@@ -25,7 +25,7 @@ from multiprocessing.reduction import ForkingPickler
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from shmreduce.children import CallOnLoad
+from shmreduce.children import CallOnLoad, pickle_of_call
 from shmreduce.errors import (
     AlreadyLoadedError,
     AttachError,
@@ -461,8 +461,7 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
         reduced = claim.reducer.reduce(obj, message)
         if type(reduced) is tuple and len(reduced) == 2 and _says_all(reduced[1]):
             # Nobody has to be asked about any part of it: the quick pickler will do.
-            whole = CallOnLoad(reduced[0], *reduced[1])
-            return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
+            return Pickled(memoryview(pickle_of_call(*reduced)), message)
     except BaseException:
         message.rollback()
         raise

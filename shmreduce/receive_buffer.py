@@ -1,6 +1,6 @@
 """What a packet is read into.
 
-Imports nothing of shmreduce.
+May import :mod:`shmreduce.compiled`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import os
 import sys
 from collections import deque
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.compiled import PACKETS, find_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["ReceiveBuffer"]
+
+_module: Any = find_module(PACKETS)[0]
 
 
 class ReceiveBuffer(bytearray):
@@ -47,6 +51,9 @@ class ReceiveBuffer(bytearray):
 
     def close_descriptors(self) -> None:
         """Close all that came, and forget them."""
+        if _module is not None:
+            _module.close_descriptors(self.descriptors)
+            return
         # One expression, of calls in C: in a loop a handler could raise when a number is
         # out of the list and not closed yet, or closed and still in the list.
         numbers = map(self.descriptors.pop, repeat(-1, len(self.descriptors)))

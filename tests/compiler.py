@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shmreduce.compiled import Part
 
-__all__ = ["changed_slots", "needs_compiler", "needs_headers", "needs_module"]
+__all__ = ["changed_module", "needs_compiler", "needs_headers", "needs_module"]
 
 
 def needs_compiler() -> None:
@@ -38,17 +38,17 @@ def needs_module(part: Part) -> ModuleType:
     return module
 
 
-def changed_slots(folder: Path, *changes: tuple[str, str]) -> ModuleType:
-    """Compile the transitions of lease slots with other text in some places, and load them."""
+def changed_module(part: Part, folder: Path, *changes: tuple[str, str]) -> ModuleType:
+    """Compile a module with other text in some places, and load it."""
     needs_headers()
-    text = SLOTS.source.read_text()
+    text = part.source.read_text()
     for found, instead in changes:
         assert text.count(found) == 1
         text = text.replace(found, instead)
-    source = folder / SLOTS.source.name
+    source = folder / part.source.name
     source.write_text(text)
-    library = build(SLOTS._replace(source=source), folder / SLOTS.library.name)
-    spec = spec_from_file_location(SLOTS.module or "", library)
+    library = build(part._replace(source=source), folder / part.library.name)
+    spec = spec_from_file_location(part.module or "", library)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

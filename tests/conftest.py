@@ -13,7 +13,7 @@ import pytest
 
 import shmreduce
 from shmreduce import presized_pickle
-from shmreduce.memory import runtime
+from shmreduce.memory import quick_slots, runtime
 from shmreduce.memory.family import _LOCK_MAILBOX
 
 if TYPE_CHECKING:
@@ -171,6 +171,14 @@ def _uninstalled_afterwards() -> Iterator[None]:
     """Leave no installation to the next test."""
     yield
     shmreduce.uninstall()
+
+
+@pytest.fixture
+def long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of a message goes the long way in this process, as where nothing was compiled."""
+    monkeypatch.setattr(quick_slots, "_module", None)
+    for segment in runtime.current().directory.values():
+        monkeypatch.setattr(segment, "_quick", quick_slots.LongWay())
 
 
 @pytest.fixture(autouse=True)

@@ -66,17 +66,15 @@ def offset_in(block: Block, array: np.ndarray[Any, Any]) -> int:
     return address_of(array) - block.address
 
 
-_ALL = slice(None)
+def root_of(block: Block) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of ``block`` as an array; read-only if the block is.
 
-
-def root_of(block: Block, part: slice = _ALL) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of ``block``, or of a part of it, as an array; read-only if the block is.
-
-    What is derived from it keeps the block alive. ``frombuffer`` and not
-    ``ndarray(buffer=)``: the latter forgets that a buffer was read-only, and
-    would let anybody set ``flags.writeable``.
+    What is derived from it keeps the block alive.
     """
-    return np.frombuffer(block.buffer[part], np.uint8)
+    return np.frombuffer(block.buffer, np.uint8)
+
+
+_ALL = slice(None)
 
 
 def array_over(
@@ -103,7 +101,9 @@ def array_over(
     if offset < 0:
         # NumPy looks at it only where there are strides.
         raise ValueError(f"it begins {-offset} bytes before the block")
+    buffer = block.buffer if part is _ALL else block.buffer[part]
+    if buffer.readonly:
+        # ndarray(buffer=) forgets that, and would let anybody set ``flags.writeable``.
+        buffer = np.frombuffer(buffer, np.uint8)
     # Not cls(...): the constructor of a subclass takes what it likes.
-    return np.ndarray.__new__(
-        cls, shape, dtype, buffer=root_of(block, part), offset=offset, strides=strides, order=order
-    )
+    return np.ndarray.__new__(cls, shape, dtype, buffer, offset, strides, order)

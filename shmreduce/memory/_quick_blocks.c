@@ -818,13 +818,15 @@ static PyObject *import_block(PyObject *module, PyObject *const *given, Py_ssize
 
 /* Ending: LiveBlocks._died() of blocks.py. */
 
-static int end_quickly(State *state, PyObject *reference, PyObject *record, PyObject *live)
+/* `left` gets another process's segment of which nothing is held here any more. */
+static int end_quickly(State *state, PyObject *reference, PyObject *record, PyObject *live,
+    PyObject **left)
 {
     OWNED PyObject *slot = PyObject_GetAttr(record, NAME(slot));
     OWNED PyObject *ledger = PyObject_GetAttr(live, NAME(ledger));
     OWNED PyObject *forks = NULL, *birth = NULL, *segment = NULL, *quick = NULL, *fd = NULL;
     OWNED PyObject *number = NULL, *roots = NULL, *identity = NULL, *key = NULL, *shared = NULL;
-    OWNED PyObject *told = NULL, *tables = NULL;
+    OWNED PyObject *tables = NULL;
     Tables *its;
     int ended, in_place, same, owner;
 
@@ -873,27 +875,31 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
         return -1;
     if (PyErr_Occurred())
         return -1;
-    if (!owner && PyDict_Size(its->holds) == 0) {
-        told = PyObject_CallMethodObjArgs(live, NAME(on_unused), segment, NULL);
-        if (told == NULL)
-            return -1;
-    }
+    if (!owner && PyDict_Size(its->holds) == 0)
+        *left = Py_NewRef(segment);
     return 1;
 }
 
-/* What a reference to a root calls when the root has died; 0 if it has to be done in Python. */
+/* What a reference to a root calls when the root has died. */
 static PyObject *root_died(PyObject *module, PyObject *reference)
 {
     State *state = PyModule_GetState(module);
     OWNED PyObject *record = PyObject_GetAttr(reference, NAME(record));
     OWNED PyObject *live = record == NULL ? NULL : PyObject_GetAttr(record, NAME(live));
+    OWNED PyObject *left = NULL;
     int current = live == NULL ? -1 : is_field(live, NAME(current), Py_True);
-    int done = current <= 0 ? current : end_quickly(state, reference, record, live);
 
-    if (done < 0)
+    if (current < 0)
         return NULL;
-    if (current && !done)
+    if (!current)
+        return Py_NewRef(Py_None);
+    if (end_quickly(state, reference, record, live, &left) <= 0) {
+        /* For want of memory, perhaps: there it is put off. */
+        PyErr_Clear();
         return PyObject_CallMethodObjArgs(live, NAME(_died), reference, NULL);
+    }
+    if (left != NULL)
+        return PyObject_CallMethodObjArgs(live, NAME(on_unused), left, NULL);
     return Py_NewRef(Py_None);
 }
 

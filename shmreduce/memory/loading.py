@@ -124,8 +124,8 @@ class Loading:
         for block, slot, nonce in self._known:
             _end_known(block, slot, nonce)
         # Only now: what was undone may be the last message of its segment.
-        for segment in {block._record.segment for block, _ in self._claims}:
-            if segment.handed_over:
+        for block, _ in self._claims:
+            if block._record.segment.handed_over:
                 current().attachments.tidy_mailbox()
                 return
 
@@ -326,10 +326,14 @@ def _end_known(known: Block, slot: int, nonce: int) -> None:
     """End a message about a block that this process has had before."""
     # As long as it is known its segment stays open, without a pin.
     record = known._record
-    # Who has the lock is stopped: the message stays, but the array is there.
-    with contextlib.suppress(LeaseTimeoutError):
-        if record.segment.consume(record.block, record.generation, slot, nonce):
-            _message_ended(current(), record.segment)
+    segment = record.segment
+    try:
+        ended = segment.consume(record.block, record.generation, slot, nonce)
+    except LeaseTimeoutError:
+        # Who has the lock is stopped: the message stays, but the array is there.
+        return
+    if ended and segment.handed_over:
+        current().attachments.tidy_mailbox()
 
 
 def common_handles(

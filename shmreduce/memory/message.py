@@ -316,14 +316,13 @@ class Message:
             mover = self._mover_for(record)
             if mover is None and not runtime.live.make_private(record):
                 return None
-        segment, mark = record.segment, object()
+        room = 0 if mover is None else ROOM_FOR_ANOTHER
         if inherited:
-            segment = runtime.attachments.own_view_of(segment, mark)
-        try:
-            constant = _what_names(record, segment, 0 if mover is None else ROOM_FOR_ANOTHER)
+            handle, taken = self._add_inherited(runtime, record, room)
+        else:
+            segment = record.segment
+            constant = _what_names(record, segment, room)
             handle, taken = self._add(segment, record.block, record.generation, constant)
-        finally:
-            segment.unpin(mark)
         if mover is not None:
             mover.pass_on(self, block, taken, handle)
         return handle
@@ -474,6 +473,16 @@ class Message:
             raise
         self._taken.append(taken)
         return pack_handle(taken.slot, nonce, constant), taken
+
+    def _add_inherited(self, runtime: Runtime, record: Record, room: int) -> tuple[bytes, Lease]:
+        """Do so for a block that this process has from its parent."""
+        mark = object()
+        segment = runtime.attachments.own_view_of(record.segment, mark)
+        try:
+            constant = _what_names(record, segment, room)
+            return self._add(segment, record.block, record.generation, constant)
+        finally:
+            segment.unpin(mark)
 
     def _is_ours(self) -> bool:
         """Whether there is anything here that this process gave out."""

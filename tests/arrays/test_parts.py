@@ -166,7 +166,7 @@ LACKS = [
 ]
 
 
-@pytest.mark.usefixtures("shmreduce_no_leaks")
+@pytest.mark.usefixtures("shmreduce_no_leaks", "long_way")
 @pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
 def test_whatever_a_block_lacks_they_are_pickled(
     error: Exception, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import shmreduce
-from shmreduce.memory import quick_slots, runtime
+from shmreduce.memory import runtime
 from tests.memory.own_heaps import forget_heaps
 
 if TYPE_CHECKING:
@@ -48,14 +48,6 @@ def installed(shmreduce_no_leaks: None) -> Iterator[None]:
     """Arrays of 4 KiB and more travel by shared memory, with the default strategy."""
     with shmreduce.install(inline_limit=4096):
         yield
-
-
-@pytest.fixture
-def long_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every transition goes the long way in this process, as where nothing was compiled."""
-    monkeypatch.setattr(quick_slots, "_module", None)
-    for segment in runtime.current().directory.values():
-        monkeypatch.setattr(segment, "_quick", quick_slots.LongWay())
 
 
 @pytest.fixture(params=STRATEGIES)

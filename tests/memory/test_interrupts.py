@@ -189,7 +189,7 @@ def test_pages_are_what_they_are_said_to_be_after_an_interrupt(
 
 
 def test_a_hold_is_ended_once_after_an_interrupt(
-    installed: None, monkeypatch: pytest.MonkeyPatch
+    installed: None, long_way: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C when an array has just been received, and the traceback is kept: with that
     goes the hold, and no other that has come into its place.

@@ -15,7 +15,7 @@ from shmreduce.compiled import SLOTS
 from shmreduce.memory import locks, quick_slots
 from shmreduce.memory.layout import LOCK_BLOCK
 from shmreduce.memory.lease_slots import MESSAGE
-from tests.compiler import changed_slots, needs_module
+from tests.compiler import changed_module, needs_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -251,7 +251,7 @@ def test_without_the_look_at_other_threads_their_locks_would_be_lost(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled without it, a transition is made in the middle of another's, whose lock ends."""
-    module = changed_slots(tmp_path, ("PyDict_Size(self->busy) == 0 && ", ""))
+    module = changed_module(SLOTS, tmp_path, ("PyDict_Size(self->busy) == 0 && ", ""))
     monkeypatch.setattr(quick_slots, "_module", module)
     segment: Any = place.segment
     unguarded = quick_slots.quick_slots(segment.tables.pages, segment.layout, segment._busy)

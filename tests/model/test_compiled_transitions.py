@@ -14,7 +14,7 @@ import pytest
 
 from shmreduce.compiled import SLOTS
 from shmreduce.memory import quick_slots
-from tests.compiler import changed_slots
+from tests.compiler import changed_module
 from tests.model.test_transitions import WORLDS, Bench, transitions_of
 from tests.model.world import World
 
@@ -41,7 +41,7 @@ class Watched:
     """The compiled transitions, which take note of what they write."""
 
     def __init__(self, folder: Path, *changes: tuple[str, str]) -> None:
-        self.module = changed_slots(folder, (STORING, NOTING), *changes)
+        self.module = changed_module(SLOTS, folder, (STORING, NOTING), *changes)
         library = ctypes.CDLL(str(folder / SLOTS.library.name))
         self._notes = (ctypes.c_uint64 * 129).in_dll(library, "shmreduce_notes")
 
