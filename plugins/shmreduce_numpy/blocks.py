@@ -101,7 +101,7 @@ def array_over(
     if offset < 0:
         # NumPy looks at it only where there are strides.
         raise ValueError(f"it begins {-offset} bytes before the block")
-    buffer = block.buffer if part is _ALL else block.buffer[part]
+    buffer: Any = block.buffer if part is _ALL else block.buffer[part]
     if buffer.readonly:
         # ndarray(buffer=) forgets that, and would let anybody set ``flags.writeable``.
         buffer = np.frombuffer(buffer, np.uint8)

@@ -1,8 +1,8 @@
 """The sender's side of one pickled message: what it gives out.
 
-May import errors, settings, strategies, contracts, ``layout``, ``handle``, ``lease_slots``,
-``segment``, ``reservation``, ``heap``, ``record``, ``blocks``, ``filling``, ``parts``, ``runtime``
-and, for a type, ``mover``.
+May import errors, settings, strategies, contracts, ``quick_blocks``, ``mapping``, ``layout``,
+``handle``, ``lease_slots``, ``segment``, ``reservation``, ``heap``, ``attachments``, ``record``,
+``blocks``, ``filling``, ``parts``, ``runtime`` and, for a type, ``mover``.
 """
 
 from __future__ import annotations

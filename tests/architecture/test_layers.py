@@ -32,12 +32,11 @@ LAYERS = [
         "compiled",
         "interpreter",
         "processors",
-        "receive_buffer",
         "signals",
         "standard_names",
         "thread_locks",
     },
-    {"errors", "tracebacks"},
+    {"errors", "receive_buffer", "tracebacks"},
     {"contracts"},
     {"settings"},
     {"hookspecs", "registry"},
@@ -68,7 +67,7 @@ LAYERS = [
 UPWARDS = {("context", "pool")}
 """Each of the two needs the other: the method of a context that makes a pool imports it then."""
 MEMORY_LAYERS = [
-    {"standard_streams"},
+    {"quick_blocks", "standard_streams"},
     {"anonymous", "locks", "mapping", "handle", "processes"},
     {"layout"},
     {"block_locks", "quick_slots", "segment_file", "size_classes"},

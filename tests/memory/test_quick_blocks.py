@@ -134,55 +134,72 @@ def look() -> Look:
     )
 
 
-def play(seed: int, steps: int) -> list[Look]:
-    """Send, share, receive and drop as chance has it; return what there was after each step."""
-    chance = random.Random(seed)
-    handles: list[tuple[bytes, bytes]] = []
-    held: list[tuple[Any, bytes]] = []
-    looks = []
-    for step in range(steps):
-        doing = chance.choice(
-            ("send", "share", "pass on", "receive", "receive", "drop", "take back")
-        )
-        contents = step.to_bytes(4, "little")
-        if doing == "send":
-            handles.append((sent(contents), contents))
-        elif doing == "share":
-            block = allocate(SIZE)
-            block.buffer[:4] = contents
-            held.append((block, contents))
-        elif doing == "pass on" and held:
-            block, contents = chance.choice(held)
-            if block.shared:
-                handles.append((referred(block), contents))
-        elif doing == "receive" and handles:
-            handle, contents = handles.pop(chance.randrange(len(handles)))
-            loading = Loading()
-            try:
-                block = import_block(handle)
-                if chance.random() < 0.2:
-                    # What comes after it fails: the message is there again.
-                    del block
-                    loading.undo()
-                    handles.append((handle, contents))
-                else:
-                    assert bytes(block.buffer[:4]) == contents
-                    held.append((block, contents))
-            finally:
-                loading.close()
-        elif doing == "drop" and held:
-            del held[chance.randrange(len(held))]
-        elif doing == "take back":
-            message = Message()
-            message.allocate(SIZE)
-            message.rollback()
-        block = None
-        for each, there in held:
-            assert bytes(each.buffer[:4]) == there
-        looks.append(look())
-    for handle, _ in handles:
-        import_block(handle)
-    return looks
+class Player:
+    """Sends, shares, receives and drops as chance has it.
+
+    Parameters
+    ----------
+    seed : int
+        Of chance.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.messages: list[tuple[bytes, bytes]] = []
+        """Handles that nobody has loaded, and what they bring."""
+        self.held: list[tuple[shmreduce.Block, bytes]] = []
+
+    def play(self, steps: int) -> list[Look]:
+        """Return what there was after each step."""
+        doings = (self.send, self.share, self.pass_on, self.receive, self.receive, self.drop)
+        looks = []
+        for step in range(steps):
+            self.chance.choice((*doings, self.take_back))(step.to_bytes(4, "little"))
+            assert all(bytes(block.buffer[:4]) == contents for block, contents in self.held)
+            looks.append(look())
+        for handle, _ in self.messages:
+            import_block(handle)
+        return looks
+
+    def send(self, contents: bytes) -> None:
+        self.messages.append((sent(contents), contents))
+
+    def share(self, contents: bytes) -> None:
+        block = allocate(SIZE)
+        block.buffer[:4] = contents
+        self.held.append((block, contents))
+
+    def pass_on(self, _: bytes) -> None:
+        shared = [each for each in self.held if each[0].shared]
+        if shared:
+            block, contents = self.chance.choice(shared)
+            self.messages.append((referred(block), contents))
+
+    def receive(self, _: bytes) -> None:
+        if not self.messages:
+            return
+        handle, contents = self.messages.pop(self.chance.randrange(len(self.messages)))
+        loading = Loading()
+        try:
+            block = import_block(handle)
+            if self.chance.random() < 0.2:
+                # What comes after it fails: the message is there again.
+                del block
+                loading.undo()
+                self.messages.append((handle, contents))
+            else:
+                self.held.append((block, contents))
+        finally:
+            loading.close()
+
+    def drop(self, _: bytes) -> None:
+        if self.held:
+            del self.held[self.chance.randrange(len(self.held))]
+
+    def take_back(self, _: bytes) -> None:
+        message = Message()
+        message.allocate(SIZE)
+        message.rollback()
 
 
 def fresh(seed: int) -> list[Look]:
@@ -191,7 +208,7 @@ def fresh(seed: int) -> list[Look]:
 
     def child() -> bool:
         with os.fdopen(writer, "wb") as file:
-            pickle.dump([tuple(each) for each in play(seed, 150)], file)
+            pickle.dump([tuple(each) for each in Player(seed).play(150)], file)
         return True
 
     pid = in_forked_child(child)
