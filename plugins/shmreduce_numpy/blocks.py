@@ -101,9 +101,8 @@ def array_over(
     if offset < 0:
         # NumPy looks at it only where there are strides.
         raise ValueError(f"it begins {-offset} bytes before the block")
-    buffer: Any = block.buffer if part is _ALL else block.buffer[part]
-    if buffer.readonly:
-        # ndarray(buffer=) forgets that, and would let anybody set ``flags.writeable``.
-        buffer = np.frombuffer(buffer, np.uint8)
+    # By way of an array of bytes: ndarray(buffer=) forgets that a buffer was read-only, and
+    # would let anybody set ``flags.writeable``; and its base is the whole block.
+    memory = np.frombuffer(block.buffer if part is _ALL else block.buffer[part], np.uint8)
     # Not cls(...): the constructor of a subclass takes what it likes.
-    return np.ndarray.__new__(cls, shape, dtype, buffer, offset, strides, order)
+    return np.ndarray.__new__(cls, shape, dtype, memory, offset, strides, order)

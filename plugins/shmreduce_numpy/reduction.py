@@ -177,7 +177,7 @@ def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
     handle = message.move(address, nbytes_of(array))
     if handle is None:
         return None
-    offset = address_of(array) - address
+    offset = 0 if array is owner else address_of(array) - address
     dtype = describe_dtype(dtype_of(array))
     arguments = (
         handle,

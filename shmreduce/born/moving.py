@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shmreduce.born.heap import BornHeap, heap_of
 from shmreduce.born.library import EXPOSED, FREED, PRIVATE, load
-from shmreduce.memory.handle import ROOM_FOR_ANOTHER, padded
 from shmreduce.settings import get_settings
 from shmreduce.strategies import current_strategy
 
@@ -89,7 +88,6 @@ def name_array(
             return None
         segment, block = place
         handle, lease = message.add_lease(segment, block, segment.generations[block], size)
-        handle = padded(handle, len(handle) + ROOM_FOR_ANOTHER)
         made = BornMove(heap, number, message, lease, handle)
         note(made)
         kept = True

@@ -359,11 +359,13 @@ class Message:
     ) -> tuple[bytes, Lease]:
         """Name a by-value block that the caller keeps from being reused.
 
-        Returns the handle, and what :meth:`end_lease` takes.
+        Returns the handle, with room for another in its place, and what :meth:`end_lease` takes.
         """
         # Whose message it is, see _is_ours().
         self._current()
-        constant = _constant(segment, block, generation, nbytes, shared=False, mode="rw")
+        constant = _constant(
+            segment, block, generation, nbytes, shared=False, mode="rw", room=ROOM_FOR_ANOTHER
+        )
         return self._add(segment, block, generation, constant)
 
     def end_lease(self, lease: Lease) -> None:
