@@ -33,16 +33,15 @@
 
 /* Names of attributes and methods. */
 #define NAMES(_) \
-    _(_birth) _(_block) _(_claims) _(_free_slots) _(_heap) _(_known) _(_listed) _(_live) _(_nbytes) \
-    _(_prune_at) _(_quick) _(_read_only) _(_record) _(_release) _(_root) _(_roots) _(_segment) \
-    _(_shared) _(add) _(address) _(birth) _(block) _(block_tables) _(boot) _(claim_alone) _(current) \
-    _(cutting) _(death) _(directory) _(end) _(ended) _(filling) _(fillings) _(forks) _(generation) \
-    _(give_back) _(heap) _(holds) _(identity) _(import_mapping) _(importer) _(in_place) _(key) \
-    _(last_used) _(ledger) _(live) _(lock_fd) _(mapping) _(mode) _(nbytes) _(nonce) _(offset) \
-    _(on_unused) _(out) _(outbox) _(owner) _(pages) _(passing) _(pending) _(pins) _(private) \
-    _(prune) _(read_only) _(record) _(records) _(release) _(root) _(segment) _(segments) _(shared) \
-    _(slot) _(small) _(start) _(token) _(unclaim) _(unused) _(warm) _(written) _(_died) _(consume) \
-    _(data)
+    _(_birth) _(_block) _(_claims) _(_died) _(_heap) _(_known) _(_live) _(_nbytes) \
+    _(_prune_at) _(_quick) _(_read_only) _(_record) _(_root) _(_roots) _(_segment) \
+    _(_shared) _(add) _(address) _(birth) _(block) _(block_tables) _(boot) _(claim_alone) \
+    _(consume) _(current) _(cutting) _(data) _(death) _(directory) _(end) _(ended) \
+    _(filling) _(fillings) _(forks) _(generation) _(heap) _(identity) _(import_mapping) \
+    _(in_place) _(key) _(last_used) _(ledger) _(live) _(lock_fd) _(mapping) _(mode) \
+    _(nbytes) _(nonce) _(offset) _(on_unused) _(owner) _(pages) _(pending) _(private) \
+    _(prune) _(read_only) _(record) _(release) _(root) _(segment) _(segments) _(shared) \
+    _(slot) _(start) _(token) _(unclaim) _(unused) _(warm) _(written)
 
 #define AS_MEMBER(name) PyObject *name;
 #define AS_TEXT(name) #name,
@@ -184,8 +183,8 @@ static PyObject *tables_make(PyTypeObject *type, PyObject *arguments, PyObject *
     uint8_t *start;
     uint64_t room;
 
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OpKKKKKKKKKKO!O!O!O!O!O!O!O!", names, &tables,
-            &shared, &size, &data_offset, &blocks, &slots, &generations, &offsets, &capacities,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OpKKKKKKKKKKO!O!O!O!O!O!O!O!", names,
+            &tables, &shared, &size, &data_offset, &blocks, &slots, &generations, &offsets, &capacities,
             &words, &heads, &hints, &PyLong_Type, &importer, &PyDict_Type, &holds, &PyDict_Type,
             &passing, &PyDict_Type, &pins, &PyDict_Type, &outbox, &PyDict_Type, &records,
             &PyList_Type, &slots_left, &PyDict_Type, &listed))
@@ -459,7 +458,6 @@ static int is_true(PyObject *found)
     Py_XDECREF(found);
     return answer;
 }
-
 
 /* Return how many forks there were; NULL if another is about to happen, or this is the
  * table of a parent. */
@@ -1091,7 +1089,8 @@ static PyObject *take(State *state, PyObject *heap, PyObject *live, PyObject *nb
     OWNED PyObject *lease = NULL, *filling = NULL, *warm = NULL, *length = NULL, *stack = NULL;
     OWNED PyObject *item = NULL, *slot = NULL, *mapping = NULL, *pages = NULL;
     OWNED PyObject *root = NULL, *view = NULL, *handle = NULL, *token = NULL, *forks = NULL;
-    OWNED PyObject *fillings = NULL, *quick = NULL, *generation = NULL, *word = NULL, *tables = NULL, *result = NULL;
+    OWNED PyObject *fillings = NULL, *quick = NULL, *generation = NULL, *word = NULL;
+    OWNED PyObject *tables = NULL, *result = NULL;
     PyObject *segment, *number;
     Tables *its;
     int there;

@@ -358,7 +358,10 @@ class Segment(LeaseSlots):
         stale handles do not change a chain.
         """
         slot = self._take_slot()
-        self._link(block, slot, MESSAGE | nonce)
+        if self._quick.start(block, slot, MESSAGE | nonce):
+            self._listed.pop(slot, None)
+        else:
+            self._link(block, slot, MESSAGE | nonce)
         return slot
 
     def add_message(self, block: int, generation: int, nonce: int) -> int:

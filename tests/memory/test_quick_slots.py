@@ -259,3 +259,21 @@ def test_without_the_look_at_other_threads_their_locks_would_be_lost(
     with locked_by_a_thread(place):
         assert place.try_quickly("consume")
         assert not place.is_locked
+
+
+def test_a_first_message_is_linked_without_a_lock(place: Place) -> None:
+    """Into a block that has none, as nobody else can name it; into no other, whatever is asked."""
+    segment = place.segment
+    free, empty = segment._free_slots[-1], segment.layout.blocks - 1
+    assert not segment._quick.start(place.block, free, MESSAGE | NONCE)
+    for block, slot in ((1 << 31, free), (empty, 1 << 31), (-1, free), (empty, -1)):
+        assert not segment._quick.start(block, slot, MESSAGE | NONCE)
+    assert place.is_as_it_was
+    assert segment.leases(empty) == []
+    with locked_by_a_thread(place):
+        assert segment._quick.start(empty, free, MESSAGE | 777)
+    assert segment.leases(empty) == [MESSAGE | 777]
+    segment._unlink(empty, free)
+    segment.hints[empty] = 0
+    with pytest.raises(TypeError, match="3 numbers are needed"):
+        segment._quick.start(1, 2)  # type: ignore[call-arg]
