@@ -19,21 +19,21 @@ REASONS: dict[str, str] = {
         "Here each message is a new array, and its memory comes back."
     ),
     "fresh 8 MiB: shmreduce / one copy": (
-        "Beside the copy stand the work for two messages, 0.1 to 0.2 ms, and a wake-up; and what "
-        "caches hold of 8 MiB is copied quicker when nothing else is done. Two threads copy, and "
-        "to start the second takes as long as a mebibyte. Needed: more of that work in C, and "
-        "threads that are kept."
+        "Beside the copy stand the work for two messages, 0.1 ms with full caches, which the copy "
+        "has emptied; and what caches hold of 8 MiB is copied quicker when nothing else is done. "
+        "One thread copies: the reader, who looks for the message, has the other processor. "
+        "Needed: all of that work in C."
     ),
     "born *: shmreduce born shared / ten bytes": (
         "Ten bytes are sent in a tight loop, this by an interpreter whose caches the making of "
         "the array has emptied. With a copy of 64 MiB made before each, an array that was shared "
         "already took 1.2 ms, this 1.3 to 1.4, and ten bytes five to seven times as long. "
-        "Needed: the work of a message compiled, so that it touches less code and data."
+        "Needed: all the work of a message compiled, so that it touches less code and data."
     ),
     "fresh 1 MiB: *torch*": (
-        "Two messages are 0.13 ms of work, up to 0.2 after a copy that has emptied the caches; "
-        "after install() two wake-ups come on top. Lease transitions and packets are compiled, "
-        "which took a seventh off. Needed: the bookkeeping of messages and blocks in C as well."
+        "Two messages are 0.1 ms of work; after install() two wake-ups come on top. What concerns "
+        "blocks, leases and packets is compiled, which took two fifths off. Needed: the reducer "
+        "and the pickling in C as well."
     ),
     "fresh *: *torch*": (
         "Where one copy alone takes more than a tenth of torch's whole time it cannot be met; "
@@ -48,6 +48,10 @@ REASONS: dict[str, str] = {
     ),
     "exchange 10 B among 16 *": "Within the spread of both.",
     "objects DataFrame with text 1 MiB *": "Within the spread of both.",
+    "small-arrays 10000 x 10 KB: best of torch*": (
+        "100 MB each way, in pickles: copied twice on each side. Needed: a block for all of them, "
+        "as there is for arrays from 16 KiB on."
+    ),
     "small-arrays 10000 x 100 KB: best of torch*": (
         "A GB each way. What is idle for 5 s goes back to the system, and the turns of the others "
         "take longer: so memory was cold each time. In a tight loop it was 0.67 s, and 3.7 in "

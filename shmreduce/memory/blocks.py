@@ -450,6 +450,9 @@ class LiveBlocks:
         references = list(self._roots.values())
         exposed = 0
         for reference in references:
+            record = reference.record
+            if record.slot is None or record.shared:
+                continue
             # Kept meanwhile: another thread may drop the last view at any moment.
             root = reference()
             if root is not None:
@@ -462,13 +465,11 @@ class LiveBlocks:
         self.ledger.before_fork(fork, guarded=guarded)
 
     def _is_apart(self, reference: RootReference) -> bool:
-        """Cut a by-value block off, or see another thread do so; return whether that is done.
+        """Cut a received by-value block off, or see another do so; return whether that is done.
 
         Not for ever: it may be this very thread that was interrupted.
         """
         record = reference.record
-        if record.slot is None or record.shared:
-            return True
         deadline = time.monotonic() + _CUTTING_SECONDS
         while not (record.private or self.make_private(record)):
             taken_back = record.ended and self._roots.get(reference.identity) is not reference
