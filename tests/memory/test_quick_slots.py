@@ -140,7 +140,7 @@ def test_nothing_is_done_while_another_process_has_the_block_locked(
 
 
 WRONG: list[dict[str, int]] = [
-    {"generation": 77},
+    {"generation": 1 << 40},
     {"word": MESSAGE | 777},
     {"block": 1 << 31},
     {"block": 1 << 80},
