@@ -1075,9 +1075,11 @@ static void untake(State *state, const Taking *of)
         PyErr_Clear();
     done = PyObject_CallMethodObjArgs(of->segment, NAME(consume), of->number, of->generation,
         of->slot, of->nonce, NULL);
+    /* It may still be there, where the list could not shrink: twice, and it would be given out
+     * twice. What cannot be put back is not used again. */
     if (done == NULL || take_out(of->tables->records, of->number) < 0
         || take_out(of->tables->out, of->number) < 0
-        || PyList_Append(of->stack, of->item) < 0)
+        || (last_of(of->stack) != of->item && PyList_Append(of->stack, of->item) < 0))
         PyErr_Clear();
     PyErr_Restore(kind, value, trace);
 }

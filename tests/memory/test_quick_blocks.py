@@ -447,6 +447,30 @@ def test_a_block_that_cannot_be_taken_for_want_of_memory_is_not() -> None:
     assert not taken
 
 
+def test_a_block_is_warm_once_also_where_the_list_of_them_cannot_shrink() -> None:
+    """A list gives memory back as it gets shorter, and asks for less: that may fail, too."""
+    warm_up()
+    handles = [sent(b"") for _ in range(18)]
+    for handle in handles:
+        import_block(handle)
+    warm_up()
+    taken: list[Any] = []
+    message = Message()
+
+    def undo(found: list[Any]) -> None:
+        found.clear()
+        taken.pop().undo()
+
+    for _ in range(16):
+        with_less_memory(lambda: quick_blocks.take_block(*taking(taken)), undo)
+        for stack in runtime.current().heap(BY_VALUE).warm.values():
+            places = [(segment.token, block) for segment, block in stack]
+            assert len(set(places)) == len(places)
+        # One less. By the long way, if the slots that are at hand are used up.
+        assert message.allocate(SIZE) is not None
+    message.rollback()
+
+
 def test_a_message_that_cannot_be_loaded_for_want_of_memory_can_be_later() -> None:
     """Whichever allocation fails, the message is what it was."""
     warm_up()
