@@ -36,7 +36,7 @@ class Settings:
         ``file_descriptor`` and ``file_system``. ``SHMREDUCE_STRATEGY``.
     inline_limit : int
         By-value buffers smaller than this many bytes are pickled in the
-        ordinary way, unless a message has many of 16 KiB and more.
+        ordinary way, unless a message has many of 8 KiB and more.
         ``SHMREDUCE_INLINE_LIMIT``.
     budget : int or None
         Bytes of shared memory that the whole family of processes may use;

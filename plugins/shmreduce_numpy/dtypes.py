@@ -50,11 +50,16 @@ def describe_dtype(dtype: np.dtype[Any]) -> str | np.dtype[Any]:
 
     Examples
     --------
+    >>> describe_dtype(np.dtype("f8"))
+    'd'
     >>> describe_dtype(np.dtype(">f8"))
     '>f8'
     >>> describe_dtype(np.dtype([("x", "u1"), ("y", "<f8")], align=True))
     dtype([('x', 'u1'), ('y', '<f8')], align=True)
     """
+    if dtype.isbuiltin == 1:
+        # One of NumPy's own objects, which its character names, and the quickest to write.
+        return dtype.char
     if dtype.type in _SAID_BY_STR and dtype.names is None and dtype.metadata is None:
         return dtype.str
     return dtype

@@ -45,10 +45,8 @@ def rebuild_view(
         As :func:`shmreduce.import_block`; an InvalidHandleError if the array
         would reach beyond its block.
     """
-    block = import_block(handle)
-    return _lay_over(
-        block, shape, dtype, offset=offset, strides=strides, writeable=writeable, cls=cls
-    )
+    memory = import_block(handle).buffer
+    return _lay_over(memory, shape, dtype, offset, strides, "C", writeable, cls)
 
 
 def rebuild_copy(
@@ -66,8 +64,8 @@ def rebuild_copy(
     ShmreduceError
         As :func:`rebuild_view`.
     """
-    block = import_block(handle)
-    return _lay_over(block, shape, dtype, order=order, writeable=writeable, cls=cls)
+    memory = import_block(handle).buffer
+    return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
 
 
 def rebuild_part(
@@ -87,8 +85,8 @@ def rebuild_part(
     ShmreduceError
         As :func:`rebuild_view`.
     """
-    part = slice(start, start + nbytes)
-    return _lay_over(block, shape, dtype, order=order, writeable=writeable, cls=cls, part=part)
+    memory = block.buffer[start : start + nbytes]
+    return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
 
 
 def rebuild_inline(
@@ -159,14 +157,21 @@ def take_attributes(array: np.ndarray[Any, Any], template: np.ndarray[Any, Any])
 
 
 def _lay_over(
-    block: Block, shape: tuple[int, ...], dtype: Any, *, writeable: bool, **layout: Any
+    memory: memoryview,
+    shape: tuple[int, ...],
+    dtype: Any,
+    offset: int,
+    strides: tuple[int, ...] | None,
+    order: str,
+    writeable: bool,
+    cls: type[np.ndarray[Any, Any]],
 ) -> Any:
     try:
-        array = array_over(block, shape, dtype, **layout)
+        array = array_over(memory, shape, dtype, offset, strides, order, cls)
     except (TypeError, ValueError) as error:
         reason = f"an array of shape {shape} and dtype {dtype} does not fit: {error}"
         raise InvalidHandleError(
-            f"The message names {block.nbytes} bytes of shared memory, but {reason}. "
+            f"The message names {memory.nbytes} bytes of shared memory, but {reason}. "
             "It was damaged, or made by another version of shmreduce.",
             reason=reason,
         ) from error

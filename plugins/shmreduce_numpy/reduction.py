@@ -37,7 +37,7 @@ __all__ = ["reduce_array"]
 
 _PLAIN = frozenset("biufc")
 """Kinds whose dtype is said by one character."""
-_PARTS_FROM = 16 << 10
+_PARTS_FROM = 8 << 10
 """Bytes from which one of many arrays goes into a block with others; else pickling is as quick."""
 
 
@@ -124,26 +124,27 @@ def _reference(
 
 
 def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: Message) -> Any:
-    if nbytes_of(array) < message.inline_limit or nbytes_of(array) == 0:
+    nbytes = nbytes_of(array)
+    if nbytes < message.inline_limit or nbytes == 0:
         return _reduce_inline(array, message)
     flags = flags_of(array)
     # Pickling would make a gapless array of any other.
-    if block is not None and (flags.c_contiguous or flags.f_contiguous):
-        handle = message.refer(block, nbytes_of(array))
+    if block is not None and flags.forc:
+        handle = message.refer(block, nbytes)
         if handle is not None:
             return _reference(array, block, handle)
-    if block is None and message.moves and (flags.c_contiguous or flags.f_contiguous):
+    if block is None and message.moves and flags.forc:
         moved = _move(array, message)
         if moved is not None:
             return moved
-    part = _reduce_to_part(array, message)
+    part = _reduce_to_part(array, nbytes, flags, message)
     if part is not None:
         return part
-    taken = message.allocate(nbytes_of(array), functools.partial(_elements, array))
+    taken = message.allocate(nbytes, functools.partial(_elements, array))
     if taken is None:
         return _reduce_inline(array, message)
     memory, handle = taken
-    order = _order_of(array)
+    order = _order(flags)
     if memory is not None:
         _copy(array, memory, order)
     arguments = (handle, shape_of(array), order, describe_dtype(dtype_of(array)), flags.writeable)
@@ -152,17 +153,18 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     return rebuild.rebuild_copy, (*arguments, type(array))
 
 
-def _reduce_to_part(array: np.ndarray[Any, Any], message: Message) -> Any:
+def _reduce_to_part(
+    array: np.ndarray[Any, Any], nbytes: int, flags: Any, message: Message
+) -> Any:
     """Copy an array into a block that it shares with others, if the message has many."""
-    nbytes = nbytes_of(array)
     part = message.allocate_part(nbytes)
     if part is None:
         return None
     memory, block, start = part
-    order = _order_of(array)
+    order = _order(flags)
     _copy(array, memory, order)
-    dtype, writeable = describe_dtype(dtype_of(array)), flags_of(array).writeable
-    arguments = (block, start, nbytes, shape_of(array), order, dtype, writeable)
+    dtype = describe_dtype(dtype_of(array))
+    arguments = (block, start, nbytes, shape_of(array), order, dtype, flags.writeable)
     if type(array) is np.ndarray:
         return rebuild.rebuild_part, arguments
     return rebuild.rebuild_part, (*arguments, type(array))
@@ -198,8 +200,9 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
         return NotImplemented
     flags = flags_of(array)
     dtype = dtype_of(array)
-    if nbytes_of(array) >= _PARTS_FROM and not dtype.hasobject:
-        part = _reduce_to_part(array, message)
+    nbytes = nbytes_of(array)
+    if nbytes >= _PARTS_FROM and not dtype.hasobject:
+        part = _reduce_to_part(array, nbytes, flags, message)
         if part is not None:
             return part
     if flags.writeable and dtype.isnative:
@@ -207,45 +210,47 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
             return NotImplemented
         # Fewer objects than NumPy's own reduction has, each of which the
         # pickler would ask about.
-        fortran = flags.f_contiguous and not flags.c_contiguous
+        fortran = flags.fnc
         data = array.tobytes("F" if fortran else "C")
         return rebuild.rebuild_small, (dtype.char, shape_of(array), fortran, data)
     if dtype.hasobject:
         return NotImplemented
     # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
     # ones, and native ones of those in the other byte order.
-    order = _order_of(array)
+    order = _order(flags)
     plain = np.ndarray.view(array, np.ndarray)
     return rebuild.rebuild_inline, (
         plain.tobytes(order),
         shape_of(array),
         order,
-        describe_dtype(dtype_of(array)),
-        flags_of(array).writeable,
+        describe_dtype(dtype),
+        flags.writeable,
         type(array),
     )
 
 
-def _order_of(array: np.ndarray[Any, Any]) -> Any:
-    """Return the layout, C or F, that ordinary pickling would give the array."""
-    flags = flags_of(array)
-    return "F" if flags.f_contiguous and not flags.c_contiguous else "C"
+def _order(flags: Any) -> Any:
+    """Return the layout, C or F, that ordinary pickling would give an array of these flags."""
+    return "F" if flags.fnc else "C"
 
 
 def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
     # A plain view: a subclass may redefine what copying means.
     source = np.ndarray.view(array, np.ndarray)
-    if source.dtype.names is not None:
+    dtype = source.dtype
+    if dtype.names is not None:
         # Opaque elements: field by field is slow and leaves the gaps between
         # fields with what the memory held before, perhaps of another array.
         source = source.view(f"V{source.itemsize}")
-    copy_elements(np.ndarray(source.shape, source.dtype, buffer=memory, order=order), source)
+        dtype = source.dtype
+    # By position, as in array_over().
+    copy_elements(np.ndarray(source.shape, dtype, memory, 0, None, order), source)
 
 
 def _elements(array: np.ndarray[Any, Any]) -> Any:
     """Return the bytes of an array if there is nothing between them."""
     flags = flags_of(array)
-    if not (flags.c_contiguous or flags.f_contiguous):
+    if not flags.forc:
         return None
     # A plain view: a subclass may redefine what a buffer is.
     plain = np.ndarray.view(array, np.ndarray)

@@ -123,7 +123,7 @@ def _new(
     block = allocate(nbytes, mode)
     if zeroed:
         root_of(block).fill(0)
-    return array_over(block, shape, dtype, order=order, strides=strides, cls=cls)
+    return array_over(block.buffer, shape, dtype, 0, strides, order, cls)
 
 
 def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
