@@ -85,7 +85,7 @@ def compile_command(part: Part) -> list[str]:
     CompilationError
         If the compiler or the header of Python is missing.
     """
-    command = [*_compiler(part), *_OPTIONS, str(part.source)]
+    command = [*_compiler(part), *_OPTIONS, *map(str, part.sources)]
     if part.module is not None:
         include = sysconfig.get_path("include")
         if not Path(include, "Python.h").exists():
@@ -107,7 +107,7 @@ def _compiler(part: Part) -> list[str]:
 
 def _failure(part: Part, reason: str) -> CompilationError:
     return CompilationError(
-        f"{part.source.name} ({part.title}) could not be compiled: {reason}. Install what is "
+        f"{part.sources[0].name} ({part.title}) could not be compiled: {reason}. Install what is "
         "missing, or run `shmreduce build-helper` as a user who may write to the package's folder",
         path=str(part.library),
         reason=reason,

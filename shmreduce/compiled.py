@@ -40,34 +40,50 @@ _VARIABLE = "SHMREDUCE_COMPILED"
 
 
 class Part(NamedTuple):
-    """One C file.
+    """One library.
 
     Parameters
     ----------
     title : str
         What people call it.
-    source, library : Path
-        The file, and where what is made of it is looked for: there, and nowhere
-        else.
+    sources : tuple of Path
+        Its C files. The first has the version; headers are beside it.
+    library : Path
+        Where what is made of them is looked for: there, and nowhere else.
     module : str, optional
         The module's dotted name, of one that is a module of Python.
     """
 
     title: str
-    source: Path
+    sources: tuple[Path, ...]
     library: Path
     module: str | None = None
 
 
-def _module(title: str, name: str) -> Part:
-    # The suffix of modules that keep to Python's stable interface (PEP 384).
+def _module(title: str, name: str, *others: str) -> Part:
     place = FOLDER.joinpath(*name.split("."))
-    return Part(title, place.with_suffix(".c"), place.with_suffix(".abi3.so"), f"shmreduce.{name}")
+    sources = [place, *(place.with_name(f"{place.name}_{other}") for other in others)]
+    return Part(
+        title,
+        tuple(source.with_suffix(".c") for source in sources),
+        # The suffix of modules that keep to Python's stable interface (PEP 384).
+        place.with_suffix(".abi3.so"),
+        f"shmreduce.{name}",
+    )
 
 
-ALLOCATOR = Part("allocator", FOLDER / "born" / "allocator.c", FOLDER / "born" / "allocator.so")
+ALLOCATOR = Part("allocator", (FOLDER / "born" / "allocator.c",), FOLDER / "born" / "allocator.so")
 SLOTS = _module("lease slots", "memory._quick_slots")
-BLOCKS = _module("blocks", "memory._quick_blocks")
+BLOCKS = _module(
+    "blocks",
+    "memory._quick_blocks",
+    "objects",
+    "handles",
+    "steps",
+    "receiving",
+    "taking",
+    "giving",
+)
 PACKETS = _module("packets", "_quick_packets")
 MODULES = (SLOTS, BLOCKS, PACKETS)
 PARTS = (ALLOCATOR, *MODULES)

@@ -41,13 +41,16 @@ def needs_module(part: Part) -> ModuleType:
 def changed_module(part: Part, folder: Path, *changes: tuple[str, str]) -> ModuleType:
     """Compile a module with other text in some places, and load it."""
     needs_headers()
-    text = part.source.read_text()
+    first = part.sources[0]
+    headers = first.parent.glob(f"{first.stem}*.h")
+    texts = {path.name: path.read_text() for path in (*part.sources, *headers)}
     for found, instead in changes:
-        assert text.count(found) == 1
-        text = text.replace(found, instead)
-    source = folder / part.source.name
-    source.write_text(text)
-    library = build(part._replace(source=source), folder / part.library.name)
+        assert sum(text.count(found) for text in texts.values()) == 1
+        texts = {name: text.replace(found, instead) for name, text in texts.items()}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    sources = tuple(folder / source.name for source in part.sources)
+    library = build(part._replace(sources=sources), folder / part.library.name)
     spec = spec_from_file_location(part.module or "", library)
     assert spec is not None
     assert spec.loader is not None

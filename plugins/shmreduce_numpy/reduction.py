@@ -153,9 +153,7 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     return rebuild.rebuild_copy, (*arguments, type(array))
 
 
-def _reduce_to_part(
-    array: np.ndarray[Any, Any], nbytes: int, flags: Any, message: Message
-) -> Any:
+def _reduce_to_part(array: np.ndarray[Any, Any], nbytes: int, flags: Any, message: Message) -> Any:
     """Copy an array into a block that it shares with others, if the message has many."""
     part = message.allocate_part(nbytes)
     if part is None:

@@ -132,11 +132,11 @@ def test_the_allocator_needs_each_of_its_guards(name: str, tmp_path: Path) -> No
     """Compiled without the guard, the allocator breaks what the scenario says."""
     guard = IN_C[name]
     needs_compiler()
-    text = ALLOCATOR.source.read_text()
+    text = ALLOCATOR.sources[0].read_text()
     assert text.count(guard.found) == 1
-    source = tmp_path / ALLOCATOR.source.name
+    source = tmp_path / ALLOCATOR.sources[0].name
     source.write_text(text.replace(guard.found, guard.instead))
-    library = build(ALLOCATOR._replace(source=source), tmp_path / ALLOCATOR.library.name)
+    library = build(ALLOCATOR._replace(sources=(source,)), tmp_path / ALLOCATOR.library.name)
     assert fails(guard.scenario, f"library.LIBRARY = Path({str(library)!r})")
 
 

@@ -215,7 +215,7 @@ def test_a_wheel_without_anything_compiled_is_for_any_platform(
 def test_modules_are_of_the_version_that_is_asked_for(part: Part) -> None:
     """Sources and package have the same number."""
     version = f"#define SHMREDUCE_VERSION {compiled.MODULE_VERSION}\n"
-    assert version in part.source.read_text()
+    assert version in part.sources[0].read_text()
 
 
 def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_module_that_is_damaged_is_not_used(
     """The reason says what the loader said; nothing is raised."""
     monkeypatch.delenv("SHMREDUCE_COMPILED", raising=False)
     (tmp_path / "damaged.abi3.so").write_bytes(b"no library")
-    part = Part("damaged", tmp_path, tmp_path / "damaged.abi3.so", "damaged")
+    part = Part("damaged", (), tmp_path / "damaged.abi3.so", "damaged")
     sys.path.insert(0, str(tmp_path))
     try:
         module, reason = find_module(part)
