@@ -82,7 +82,7 @@ def pickle_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
         name = f"{function.__module__}\n{function.__qualname__}\n".encode()
         start = _calls[function] = pickle.PROTO + bytes([_PROTOCOL]) + pickle.GLOBAL + name
     # Nothing but the arguments is in the memo, whose numbers they have given by themselves.
-    return start + pickle.dumps(arguments, _PROTOCOL)[2:-1] + _CALLED
+    return b"".join((start, memoryview(pickle.dumps(arguments, _PROTOCOL))[2:-1], _CALLED))
 
 
 _CALLED = pickle.REDUCE + pickle.STOP

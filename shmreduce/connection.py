@@ -77,6 +77,11 @@ _DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
 _NO_MEMORY = frozenset((errno.ENOBUFS, errno.ENOMEM))
 _SPARE_BUFFERS = 4
+_UNREAD_SHARE = 4
+"""Of a pipe's room, which part large packets may take; beyond it they go into blocks.
+
+That is one more copy, and not worth it for a reader who is merely not here yet.
+"""
 _WAITS_FROM = 16 << 20
 """Bytes from which ``send_bytes`` waits for the reader, lest streams fill the memory."""
 _LONGEST_PAUSE = 20
@@ -231,7 +236,7 @@ class Connection(multiprocessing.connection.Connection):
         if not wait:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
             return
-        if len(packet.data) > SMALL_PACKET and not self.closed and self._unread_bytes():
+        if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
             # Nobody reads for the time being: let there be room for more.
             packet = packet.in_block()
         while True:
@@ -296,6 +301,14 @@ class Connection(multiprocessing.connection.Connection):
                 # Received, but the block stays unread if the reader was killed.
                 return
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _fills_up(self) -> bool:
+        """Whether what is unread takes a good part of the room that there is."""
+        unread = self._unread_bytes()
+        if not unread:
+            return False
+        room = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        return unread > room // _UNREAD_SHARE
 
     def _unread_bytes(self) -> int:
         # SIOCOUTQ (unix(7)) has the number of TIOCOUTQ.

@@ -49,6 +49,7 @@ class Plan:
         4 * _KIB,
         16 * _KIB,
         64 * _KIB,
+        96 * _KIB,
         256 * _KIB,
         _MIB,
         8 * _MIB,

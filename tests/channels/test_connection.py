@@ -25,6 +25,7 @@ from shmreduce import packets
 from shmreduce.connection import Connection, Pipe
 from shmreduce.memory import runtime
 from shmreduce.memory.handle import Handle
+from shmreduce.memory.layout import BY_VALUE
 from shmreduce.packets import pack_last
 from tests.channels.channels import PATIENCE, context_of, eventually, within
 from tests.open_files import OpenFile, open_files
@@ -228,6 +229,22 @@ def test_messages_of_middle_size_have_room_in_a_pipe_that_nobody_reads(
         received = there.recv()
         assert received[:2] == [number, contents]
         assert np.shares_memory(received[2], array)
+
+
+def test_a_reader_who_is_late_by_one_message_costs_no_block(pipe: tuple[Any, Any]) -> None:
+    """Packets go as they are until what is unread takes a quarter of the pipe."""
+    here, there = pipe
+    before = blocks_out()
+    for number in range(2):
+        here.send(bytes([number]) * (40 << 10))
+    assert blocks_out() == before
+    room = here._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    for number in range(2, room // (4 * (40 << 10)) + 3):
+        here.send(bytes([number % 256]) * (40 << 10))
+    assert blocks_out() > before
+    for number in range(room // (4 * (40 << 10)) + 3):
+        assert there.recv() == bytes([number % 256]) * (40 << 10)
+    assert blocks_out() == before
 
 
 # The interface of multiprocessing.connection.Connection
@@ -539,9 +556,8 @@ def blocks_out() -> int:
     state.live.settle()
     for heap in state.heaps:
         heap.collect()
-    return sum(
-        len(segment.out) for heap in state.heaps if heap.kind == 0 for segment in heap.segments
-    )
+    heaps = [heap for heap in state.heaps if heap.kind == BY_VALUE]
+    return sum(len(segment.out) for heap in heaps for segment in heap.segments)
 
 
 def test_too_many_descriptors_under_way(
