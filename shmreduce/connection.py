@@ -236,11 +236,11 @@ class Connection(multiprocessing.connection.Connection):
         if not wait:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
             return
-        if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
-            # Nobody reads for the time being: let there be room for more.
-            packet = packet.in_block()
         while True:
             try:
+                if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
+                    # Nobody reads for the time being: let there be room for more.
+                    packet = packet.in_block()
                 self._write(packet, _NO_SIGNAL)
             except OSError as error:
                 if patient and error.errno in _NO_MEMORY:

@@ -88,9 +88,9 @@ class Settings:
     """
 
     strategy: str | None = None
-    # What pickling takes a quarter more than a block for. From 85 KiB on it is four times as
-    # much: half as large again, as the pickler makes it, its buffer comes from mmap(2) each time
-    # and what is beside it goes back to the system (malloc(3): M_MMAP_THRESHOLD, 128 KiB).
+    # Up to there pickling is as quick as a block, or quicker. From 85 KiB on it takes four times
+    # as long: the pickler makes its buffer half as large again, and one of 128 KiB malloc(3) gets
+    # from mmap(2) each time (M_MMAP_THRESHOLD), and gives what lies beside it back.
     inline_limit: int = 80 * KIBIBYTE
     budget: int | None = None
     idle_seconds: float = 5.0

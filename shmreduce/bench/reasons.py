@@ -27,7 +27,8 @@ REASONS: dict[str, str] = {
     "born *: shmreduce born shared / ten bytes": (
         "Ten bytes are sent in a tight loop, this by an interpreter whose caches the making of "
         "the array has emptied. With a copy of 64 MiB made before each, an array that was shared "
-        "already took 1.2 ms, this 1.3 to 1.4, and ten bytes five to seven times as long. "
+        "already took 1.2 ms, this 1.3 to 1.4, and ten bytes five to seven times as long. Where "
+        "the pipe's two processes come to one processor ten bytes take a third: see its spread. "
         "Needed: all the work of a message compiled, so that it touches less code and data."
     ),
     "fresh 1 MiB: *torch*": (

@@ -231,6 +231,22 @@ def test_messages_of_middle_size_have_room_in_a_pipe_that_nobody_reads(
         assert np.shares_memory(received[2], array)
 
 
+def test_a_message_is_taken_back_where_the_pipe_is_closed_meanwhile(
+    pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, while it is found out how much is unread."""
+    here, _there = pipe
+
+    def closed() -> bool:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(here, "_fills_up", closed)
+    before = blocks_out()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        here.send([np.zeros(1 << 18), bytes(40 << 10)])
+    assert blocks_out() == before
+
+
 def test_a_reader_who_is_late_by_one_message_costs_no_block(pipe: tuple[Any, Any]) -> None:
     """Packets go as they are until what is unread takes a quarter of the pipe."""
     here, there = pipe
