@@ -19,7 +19,7 @@ from shmreduce.pickling import dumps, loads
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    from shmreduce.memory.message import Lease
+    from shmreduce.memory.lease import Lease
 
 __all__ = ["ForkServerPopen", "SpawnPopen"]
 

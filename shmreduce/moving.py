@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shmreduce.born import moving as born
 from shmreduce.errors import OutOfSharedMemoryError, ReducerError, SegmentError
 from shmreduce.memory.handle import padded
-from shmreduce.memory.message import Lease, Message
+from shmreduce.memory.message import Message
 from shmreduce.memory.mover import sending
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shmreduce.memory.blocks import Block
+    from shmreduce.memory.lease import Lease
 
 __all__ = ["Moves", "moves_of"]
 

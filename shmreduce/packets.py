@@ -28,7 +28,7 @@ from shmreduce.errors import (
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import Loading, hold_message, import_block
-from shmreduce.memory.message import Lease, Message
+from shmreduce.memory.message import Message
 from shmreduce.moving import Moves
 from shmreduce.packet_socket import MOST_DESCRIPTORS
 from shmreduce.pickling import dumps, is_exhausted, load_message, loads_again, unloaded
@@ -37,6 +37,7 @@ from shmreduce.signals import is_from_system
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shmreduce.memory.lease import Lease
     from shmreduce.memory.segment import Segment
     from shmreduce.receive_buffer import ReceiveBuffer
 

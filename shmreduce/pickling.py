@@ -76,6 +76,8 @@ _MOVER = "_shmreduce_mover"
 """Where a pickler keeps who moves the arrays of that message, if anybody."""
 _PROTOCOL = 5
 """The first with buffers out of band: https://peps.python.org/pep-0574/"""
+_REDUCED = (tuple, str)
+"""What ``__reduce__`` may return; a union would be made anew at each look."""
 _ALIGNMENT = 64
 """Of the buffers in a block, as Arrow asks for:
 https://arrow.apache.org/docs/format/Columnar.html#buffer-alignment-and-padding"""
@@ -125,12 +127,7 @@ def ask_reducer(
     if message is None:
         message = state[_MESSAGE] = Message(shared_memory=shared_memory(), mover=state[_MOVER])
     result = claim.reducer.reduce(obj, message)
-    # What it mostly is first: to make the union takes as long as all the rest.
-    if (
-        type(result) is not tuple
-        and result is not NotImplemented
-        and not isinstance(result, tuple | str)
-    ):
+    if not isinstance(result, _REDUCED) and result is not NotImplemented:
         _reject_result(claim, obj, result)
     return result
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shmreduce.compiled import Part
 
-__all__ = ["changed_module", "needs_compiler", "needs_headers", "needs_module"]
+__all__ = ["changed_library", "changed_module", "needs_compiler", "needs_headers", "needs_module"]
 
 
 def needs_compiler() -> None:
@@ -38,11 +38,9 @@ def needs_module(part: Part) -> ModuleType:
     return module
 
 
-def changed_module(part: Part, folder: Path, *changes: tuple[str, str]) -> ModuleType:
-    """Compile a module with other text in some places, and load it."""
-    needs_headers()
-    first = part.sources[0]
-    headers = first.parent.glob(f"{first.stem}*.h")
+def changed_library(part: Part, folder: Path, *changes: tuple[str, str]) -> Path:
+    """Compile a part with other text in some places; return where it is."""
+    headers = part.sources[0].parent.glob("*.h")
     texts = {path.name: path.read_text() for path in (*part.sources, *headers)}
     for found, instead in changes:
         assert sum(text.count(found) for text in texts.values()) == 1
@@ -50,7 +48,13 @@ def changed_module(part: Part, folder: Path, *changes: tuple[str, str]) -> Modul
     for name, text in texts.items():
         (folder / name).write_text(text)
     sources = tuple(folder / source.name for source in part.sources)
-    library = build(part._replace(sources=sources), folder / part.library.name)
+    return build(part._replace(sources=sources), folder / part.library.name)
+
+
+def changed_module(part: Part, folder: Path, *changes: tuple[str, str]) -> ModuleType:
+    """Compile a module with other text in some places, and load it."""
+    needs_headers()
+    library = changed_library(part, folder, *changes)
     spec = spec_from_file_location(part.module or "", library)
     assert spec is not None
     assert spec.loader is not None

@@ -50,8 +50,8 @@ REASONS: dict[str, str] = {
     "exchange 10 B among 16 *": "Within the spread of both.",
     "objects DataFrame with text 1 MiB *": "Within the spread of both.",
     "small-arrays 10000 x 10 KB: best of torch*": (
-        "100 MB each way, in blocks that they share, in 20,000 calls of a reducer on each side. "
-        "Needed: a reducer that takes many arrays at once."
+        "100 MB each way, in blocks that they share; each side reduces 10,000 arrays, one by one, "
+        "and rebuilds as many. Needed: a reducer that takes many at once."
     ),
     "small-arrays 10000 x 100 KB: best of torch*": (
         "A GB each way. What is idle for 5 s goes back to the system, and the turns of the others "

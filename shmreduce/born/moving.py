@@ -18,7 +18,8 @@ from shmreduce.strategies import current_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shmreduce.memory.message import Lease, Message
+    from shmreduce.memory.lease import Lease
+    from shmreduce.memory.message import Message
 
 __all__ = ["BornMove", "name_array", "started"]
 

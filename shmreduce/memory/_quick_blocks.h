@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_tables.h"
+
 /* Names of attributes and methods. */
 #define NAMES(_) \
     _(_birth) _(_block) _(_claims) _(_died) _(_heap) _(_known) _(_live) _(_nbytes) \
@@ -52,10 +54,6 @@ static inline void drop(PyObject **object)
 
 /* A reference that ends with its variable; the last that was declared goes first. */
 #define OWNED __attribute__((cleanup(drop)))
-
-/* Others read and write the same memory. */
-#define LOAD(place) __atomic_load_n(&(place), __ATOMIC_ACQUIRE)
-#define STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)
 
 /* The object at the bottom of all views of a block; see make_root() of mapping.py. */
 typedef struct {

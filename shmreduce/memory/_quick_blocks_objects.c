@@ -79,7 +79,6 @@ static PyObject *tables_make(PyTypeObject *type, PyObject *arguments, PyObject *
     int shared;
     Tables *self;
     uint8_t *start;
-    uint64_t room;
 
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OpKKKKKKKKKKO!O!O!O!O!O!O!O!", names,
             &tables, &shared, &size, &data_offset, &blocks, &slots, &generations, &offsets, &capacities,
@@ -95,17 +94,14 @@ static PyObject *tables_make(PyTypeObject *type, PyObject *arguments, PyObject *
         return NULL;
     }
     start = self->tables.buf;
-    room = (uint64_t)self->tables.len;
-    /* Numbers of 32 bits; so nothing below overflows. */
-    if (blocks > UINT32_MAX || slots > UINT32_MAX || generations > room || offsets > room
-        || capacities > room || words > room || heads > room || hints > room
-        || generations + 8 * blocks > room || offsets + 8 * blocks > room
-        || capacities + 8 * blocks > room || words + 8 * slots > room
-        || heads + 4 * blocks > room || hints + blocks > room
-        || ((uintptr_t)start | generations | offsets | capacities | words) % 8 || heads % 4) {
+    /* Their numbers have 32 bits in handles. */
+    if (blocks > UINT32_MAX || slots > UINT32_MAX
+        || !fits(&self->tables, generations, 8, blocks)
+        || !fits(&self->tables, offsets, 8, blocks)
+        || !fits(&self->tables, capacities, 8, blocks) || !fits(&self->tables, words, 8, slots)
+        || !fits(&self->tables, heads, 4, blocks) || !fits(&self->tables, hints, 1, blocks)) {
         Py_DECREF(self);
-        PyErr_SetString(PyExc_ValueError, "the tables have no room for so many blocks and slots");
-        return NULL;
+        return refuse_tables();
     }
     self->shared = shared;
     self->size = size;

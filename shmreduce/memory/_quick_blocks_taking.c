@@ -127,7 +127,7 @@ static PyObject *handle_of(Tables *tables, PyObject *token, uint64_t block, uint
     return make_handle(slot, nonce, constant, key + size);
 }
 
-/* A message's lease; see Lease of message.py. Its segment's pins get it when it is given out. */
+/* A message's lease; see lease.py. Its segment's pins get it when it is given out. */
 int fill_lease(State *state, PyObject *lease, PyObject *segment, PyObject *number,
     PyObject *generation, PyObject *nonce, PyObject *slot, PyObject *filling)
 {

@@ -31,6 +31,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_tables.h"
+
 #define SHMREDUCE_VERSION 4
 
 #ifndef F_OFD_SETLK
@@ -49,10 +51,6 @@ typedef struct {
     uint32_t *next, *previous; /* links: the number of a slot plus one, 0 at an end */
     uint8_t *hints;
 } QuickSlots;
-
-/* Others read and write the same memory. */
-#define LOAD(place) __atomic_load_n(&(place), __ATOMIC_ACQUIRE)
-#define STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)
 
 static int set_lock(int fd, short kind, uint64_t offset)
 {
@@ -231,7 +229,6 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     PyObject *tables, *busy;
     QuickSlots *self;
     uint8_t *start;
-    uint64_t size;
 
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!KKKKKKKKK", names, &tables,
             &PyDict_Type, &busy, &first_lock, &blocks, &slots, &generations, &heads, &hints,
@@ -245,16 +242,13 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         return NULL;
     }
     start = self->tables.buf;
-    size = (uint64_t)self->tables.len;
-    /* Slots have room in a link of 32 bits; so nothing below overflows. */
-    if (blocks > UINT32_MAX || slots >= UINT32_MAX || generations > size || heads > size
-        || hints > size || words > size || next > size || previous > size
-        || generations + 8 * blocks > size || heads + 4 * blocks > size || hints + blocks > size
-        || words + 8 * slots > size || next + 4 * slots > size || previous + 4 * slots > size
-        || ((uintptr_t)start | generations | words) % 8 || (heads | next | previous) % 4) {
+    /* A slot's number has room in a link of 32 bits. */
+    if (blocks > UINT32_MAX || slots >= UINT32_MAX
+        || !fits(&self->tables, generations, 8, blocks) || !fits(&self->tables, heads, 4, blocks)
+        || !fits(&self->tables, hints, 1, blocks) || !fits(&self->tables, words, 8, slots)
+        || !fits(&self->tables, next, 4, slots) || !fits(&self->tables, previous, 4, slots)) {
         Py_DECREF(self);
-        PyErr_SetString(PyExc_ValueError, "the tables have no room for so many blocks and slots");
-        return NULL;
+        return refuse_tables();
     }
     self->busy = Py_NewRef(busy);
     self->first_lock = first_lock;

@@ -2,7 +2,7 @@
 
 May import errors, settings, strategies, contracts, ``quick_blocks``, ``mapping``, ``layout``,
 ``handle``, ``lease_slots``, ``segment``, ``reservation``, ``heap``, ``attachments``, ``record``,
-``blocks``, ``filling``, ``parts``, ``runtime`` and, for a type, ``mover``.
+``blocks``, ``filling``, ``lease``, ``parts``, ``runtime`` and, for a type, ``mover``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from shmreduce.memory.handle import (
 )
 from shmreduce.memory.heap import HeapBusyError
 from shmreduce.memory.layout import BY_VALUE
+from shmreduce.memory.lease import Lease
 from shmreduce.memory.lease_slots import NONCE_MASK
 from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.parts import BLOCK_SIZE, LARGEST_PART, PARTS_FROM, PartedBlock
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import Mode
     from shmreduce.memory.mover import Mover
 
-__all__ = ["Lease", "Message"]
+__all__ = ["Message"]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
@@ -515,43 +516,6 @@ def _can_travel(record: Record, used: int, inherited: bool) -> bool:
         or record.segment.capacities[record.block] < _PRIVATE_FROM
         or 2 * used < record.nbytes
     )
-
-
-class Lease:
-    """One lease that a message gives out.
-
-    It keeps the segment open until the message is complete: the last view may
-    die before, and nobody would be left who could pass the segment on.
-    """
-
-    __slots__ = ("block", "ended", "filling", "generation", "nonce", "segment", "slot")
-
-    def __init__(self, segment: Segment, block: int, generation: int, nonce: int) -> None:
-        self.segment = segment
-        self.block = block
-        self.generation = generation
-        self.nonce = nonce
-        self.slot = -1
-        self.filling: Filling | None = None
-        self.ended = False
-        """Whether it was taken back."""
-        segment.pins[self] = None
-
-    def is_filled_by(self, view: memoryview) -> bool:
-        """Return whether a view is of this block, while that is being filled."""
-        return self.filling is not None and view.obj is self.filling.root
-
-    def undo(self) -> None:
-        """Take it back, unless somebody has loaded the message by now."""
-        self.ended = True
-        self.segment.consume(self.block, self.generation, self.slot, self.nonce)
-        self.drop()
-
-    def drop(self) -> None:
-        """Let go of what keeps the block and the segment while the message is made."""
-        if self.filling is not None:
-            self.filling.end()
-        self.segment.unpin(self)
 
 
 def _what_names(record: Record, segment: Segment, room: int) -> bytes:

@@ -1,6 +1,6 @@
 """Who moves the arrays of a message: what messages ask of it, and how picklers are told of it.
 
-May import, for its types, ``blocks`` and ``message``.
+May import, for its types, ``blocks``, ``lease`` and ``message``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from shmreduce.memory.blocks import Block
-    from shmreduce.memory.message import Lease, Message
+    from shmreduce.memory.lease import Lease
+    from shmreduce.memory.message import Message
 
 __all__ = ["Mover", "sending", "take_mover"]
 

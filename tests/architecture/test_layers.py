@@ -84,7 +84,7 @@ MEMORY_LAYERS = [
     {"record"},
     {"blocks"},
     {"idle"},
-    {"runtime", "filling", "mover"},
+    {"runtime", "filling", "lease", "mover"},
     {"allocation", "inheritance", "loading"},
     {"parts"},
     {"message"},

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from shmreduce.building import build
 from shmreduce.compiled import ALLOCATOR
 from tests.born.allocator import in_fresh_interpreter
 from tests.born.scenarios import RUN
-from tests.compiler import needs_compiler
+from tests.compiler import changed_library, needs_compiler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,11 +131,7 @@ def test_the_allocator_needs_each_of_its_guards(name: str, tmp_path: Path) -> No
     """Compiled without the guard, the allocator breaks what the scenario says."""
     guard = IN_C[name]
     needs_compiler()
-    text = ALLOCATOR.sources[0].read_text()
-    assert text.count(guard.found) == 1
-    source = tmp_path / ALLOCATOR.sources[0].name
-    source.write_text(text.replace(guard.found, guard.instead))
-    library = build(ALLOCATOR._replace(sources=(source,)), tmp_path / ALLOCATOR.library.name)
+    library = changed_library(ALLOCATOR, tmp_path, (guard.found, guard.instead))
     assert fails(guard.scenario, f"library.LIBRARY = Path({str(library)!r})")
 
 

@@ -1,0 +1,24 @@
+/* The tables of a segment, see layout.py: what the modules share that read them. */
+#include <Python.h>
+
+#include <stdint.h>
+
+/* Others read and write the same memory. */
+#define LOAD(place) __atomic_load_n(&(place), __ATOMIC_ACQUIRE)
+#define STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)
+
+/* Whether there is room from an offset on for so many numbers of a size, and they are aligned. */
+static inline int fits(const Py_buffer *tables, uint64_t offset, uint64_t size, uint64_t count)
+{
+    uint64_t room = (uint64_t)tables->len;
+
+    return offset <= room && count <= (room - offset) / size
+        && ((uintptr_t)tables->buf + offset) % size == 0;
+}
+
+/* Raise that the tables are not what was said. */
+static inline void *refuse_tables(void)
+{
+    PyErr_SetString(PyExc_ValueError, "the tables have no room for so many blocks and slots");
+    return NULL;
+}

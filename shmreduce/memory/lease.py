@@ -1,0 +1,51 @@
+"""One lease that a message gives out, until the message is complete.
+
+May import, for types alone, ``filling`` and ``segment``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shmreduce.memory.filling import Filling
+    from shmreduce.memory.segment import Segment
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """One lease that a message gives out.
+
+    It keeps the segment open until the message is complete: the last view may
+    die before, and nobody would be left who could pass the segment on.
+    """
+
+    __slots__ = ("block", "ended", "filling", "generation", "nonce", "segment", "slot")
+
+    def __init__(self, segment: Segment, block: int, generation: int, nonce: int) -> None:
+        self.segment = segment
+        self.block = block
+        self.generation = generation
+        self.nonce = nonce
+        self.slot = -1
+        self.filling: Filling | None = None
+        self.ended = False
+        """Whether it was taken back."""
+        segment.pins[self] = None
+
+    def is_filled_by(self, view: memoryview) -> bool:
+        """Return whether a view is of this block, while that is being filled."""
+        return self.filling is not None and view.obj is self.filling.root
+
+    def undo(self) -> None:
+        """Take it back, unless somebody has loaded the message by now."""
+        self.ended = True
+        self.segment.consume(self.block, self.generation, self.slot, self.nonce)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of what keeps the block and the segment while the message is made."""
+        if self.filling is not None:
+            self.filling.end()
+        self.segment.unpin(self)
