@@ -94,6 +94,7 @@ if TYPE_CHECKING:
         SegmentFile,
         SharingStrategy,
     )
+    from shmreduce.copying import copy_bytes, copy_in_parts
     from shmreduce.errors import (
         AllocatorUnavailableError,
         AlreadyLoadedError,
@@ -229,6 +230,8 @@ __all__ = [
     "allocate",
     "allow_connection_pickling",
     "array",
+    "copy_bytes",
+    "copy_in_parts",
     "cpu_count",
     "current_process",
     "empty",
@@ -320,6 +323,7 @@ _DEFINED_IN = {
         "SegmentFile",
         "SharingStrategy",
     ),
+    "shmreduce.copying": ("copy_bytes", "copy_in_parts"),
     "shmreduce.process_registry": ("register_reducer", "unregister_reducer"),
     "shmreduce.executor": ("ProcessPoolExecutor",),
     "shmreduce.forking": ("Installation", "install", "uninstall"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALLOCATOR",
     "BLOCKS",
+    "COPIES",
     "FOLDER",
     "MODULES",
     "MODULE_VERSION",
@@ -85,7 +86,8 @@ BLOCKS = _module(
     "giving",
 )
 PACKETS = _module("packets", "_quick_packets")
-MODULES = (SLOTS, BLOCKS, PACKETS)
+COPIES = _module("copies", "_quick_copies")
+MODULES = (SLOTS, BLOCKS, PACKETS, COPIES)
 PARTS = (ALLOCATOR, *MODULES)
 
 

@@ -1,4 +1,4 @@
-"""How many processors this process may use, and whether all are taken.
+"""How many processors this process may use, whether all are taken, and how much they keep.
 
 Imports nothing of shmreduce.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["all_taken", "usable_processors"]
+__all__ = ["all_taken", "cache_size", "usable_processors"]
+
+_CACHES = "/sys/devices/system/cpu/cpu0/cache"
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def usable_processors() -> int:
@@ -44,3 +47,26 @@ def all_taken() -> bool:
             return int(running) > usable_processors()
     except (OSError, ValueError, IndexError):
         return True
+
+
+def cache_size() -> int | None:
+    """Return how many bytes the largest cache of a processor has, or None where nobody tells.
+
+    As the kernel says (https://docs.kernel.org/admin-guide/abi-stable.html). What the
+    C library says is at times that of the host, all sockets of it, on a virtual machine.
+
+    Examples
+    --------
+    >>> size = cache_size()
+    >>> size is None or size > 0
+    True
+    """
+    found = []
+    for path in Path(_CACHES).glob("index*/size"):
+        try:
+            text = path.read_bytes().decode().strip()
+            unit = _UNITS.get(text[-1:], 0)
+            found.append(int(text[:-1]) * unit if unit else int(text))
+        except (OSError, ValueError):
+            continue
+    return max(found, default=0) or None

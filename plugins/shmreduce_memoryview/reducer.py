@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shmreduce import NotShareableError, Reducer, allocate, find_block, share
+from shmreduce import NotShareableError, Reducer, allocate, copy_bytes, find_block, share
 from shmreduce_memoryview.layout import (
     Elements,
     Rows,
@@ -114,7 +114,7 @@ def _copy(view: Any, memory: memoryview) -> None:
     if view.nbytes == 0:
         return
     if view.c_contiguous:
-        memory[:] = view.cast("B")
+        copy_bytes(memory, view)
     elif view.ndim == 1:
         memory.cast(view.format)[:] = view
     else:

@@ -37,7 +37,7 @@ LAYERS = [
         "thread_locks",
     },
     {"errors", "receive_buffer", "tracebacks"},
-    {"contracts"},
+    {"contracts", "copying"},
     {"settings"},
     {"hookspecs", "registry"},
     {"entry_points"},

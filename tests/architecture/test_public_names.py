@@ -20,6 +20,8 @@ from shmreduce import errors, hookspecs
 FUNCTIONS = {
     "allocate",
     "array",
+    "copy_bytes",
+    "copy_in_parts",
     "empty",
     "find_block",
     "full",

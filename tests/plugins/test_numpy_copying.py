@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import shmreduce.copying
 from shmreduce_numpy import copying
 from tests.memory.waiting import wait_for_exit
 
@@ -34,8 +35,14 @@ SHAPES: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of any size are made by three threads and the caller."""
-    monkeypatch.setattr(copying, "_PARALLEL_FROM", 1)
-    monkeypatch.setattr(copying, "_usable_cpus", lambda: 8)
+    monkeypatch.setattr(copying, "_LARGE", 1)
+    monkeypatch.setattr(shmreduce.copying, "_PARALLEL_FROM", 1)
+    monkeypatch.setattr(shmreduce.copying, "usable_processors", lambda: 8)
+
+
+def with_gaps(length: int) -> Any:
+    """Ones that ``numpy.copyto`` copies, and no copy of plain bytes."""
+    return np.ones(2 * length)[::2]
 
 
 def copied(source: Any) -> Any:
@@ -64,7 +71,7 @@ def test_without_threads_the_caller_copies(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("shmreduce_numpy.copying._thread.start_new_thread", refuse)
+    monkeypatch.setattr("shmreduce.copying._thread.start_new_thread", refuse)
     source = np.arange(1000)
     assert (copied(source) == source).all()
 
@@ -101,7 +108,7 @@ def test_an_interrupted_copy_waits_for_its_threads(monkeypatch: pytest.MonkeyPat
     slow = Slow(interrupt)
     monkeypatch.setattr("shmreduce_numpy.copying.np.copyto", slow)
     with pytest.raises(KeyboardInterrupt):
-        copying.copy_elements(np.zeros(400), np.ones(400))
+        copying.copy_elements(np.zeros(400), with_gaps(400))
     assert slow.finished == 3
 
 
@@ -132,7 +139,7 @@ def test_a_child_forked_during_the_copy_makes_it_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr("shmreduce_numpy.copying.np.copyto", forking)
     target = np.zeros(400)
     try:
-        copying.copy_elements(target, np.ones(400))
+        copying.copy_elements(target, with_gaps(400))
     finally:
         if os.getpid() != parent:
             os._exit(0 if (target == 1).all() else 1)
@@ -152,7 +159,7 @@ def test_the_error_of_a_thread_is_the_callers(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("shmreduce_numpy.copying.np.copyto", fail)
     with pytest.raises(MemoryError):
-        copying.copy_elements(np.zeros(400), np.ones(400))
+        copying.copy_elements(np.zeros(400), with_gaps(400))
 
 
 def test_threads_that_are_late_keep_nothing_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +171,7 @@ def test_threads_that_are_late_keep_nothing_in_use(monkeypatch: pytest.MonkeyPat
         if len(late) == 1:
             function()
 
-    monkeypatch.setattr("shmreduce_numpy.copying._thread.start_new_thread", start)
+    monkeypatch.setattr("shmreduce.copying._thread.start_new_thread", start)
     arrays = [np.zeros(400), np.ones(400)]
     seen = [weakref.ref(each) for each in arrays]
     copying.copy_elements(*arrays)

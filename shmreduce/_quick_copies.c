@@ -1,0 +1,116 @@
+/* One copy of many bytes, past the processor's caches where they would not stay there.
+ *
+ * A module of Python, written in its stable interface (PEP 384), so that one
+ * library serves every version from 3.11 on. copying.py is its only user, and does
+ * without it where it was not built.
+ */
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define SHMREDUCE_VERSION 4
+#define LINE ((size_t)64) /* bytes that a cache and memory exchange at once */
+#define AHEAD ((size_t)1024) /* bytes between what is read and what is asked for */
+
+#ifdef __SSE2__
+
+/* An ordinary store reads a line from memory before it writes a part of it; these
+ * write it whole. So two thirds of the traffic are left. memcpy(3) does so as well, but
+ * from a size on that it takes from the processor, which on a virtual machine may tell
+ * of caches that it does not have. */
+static void copy_past_caches(char *target, const char *source, size_t size)
+{
+    size_t head = -(uintptr_t)target % LINE, end;
+
+    head = head < size ? head : size;
+    memcpy(target, source, head);
+    target += head;
+    source += head;
+    size -= head;
+    end = size - size % LINE;
+    for (size_t place = 0; place < end; place += LINE) {
+        const __m128i *from = (const __m128i *)(source + place);
+        __m128i *to = (__m128i *)(target + place);
+        __m128i one = _mm_loadu_si128(from), two = _mm_loadu_si128(from + 1);
+        __m128i three = _mm_loadu_si128(from + 2), four = _mm_loadu_si128(from + 3);
+
+        /* Of what is not mapped it does nothing. Not kept, so that the interpreter's own
+         * memory stays in the caches. */
+        _mm_prefetch((const char *)from + AHEAD, _MM_HINT_NTA);
+        _mm_stream_si128(to, one);
+        _mm_stream_si128(to + 1, two);
+        _mm_stream_si128(to + 2, three);
+        _mm_stream_si128(to + 3, four);
+    }
+    /* Such stores may overtake later ones of this thread, as that which tells a reader
+     * of them, unless they are ordered. */
+    _mm_sfence();
+    memcpy(target + end, source + end, size - end);
+}
+
+#else
+
+static void copy_past_caches(char *target, const char *source, size_t size)
+{
+    memcpy(target, source, size);
+}
+
+#endif
+
+static PyObject *copy(PyObject *module, PyObject *arguments)
+{
+    Py_buffer target, source;
+    int past_caches;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "w*y*p", &target, &source, &past_caches))
+        return NULL;
+    if (target.len != source.len) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not fill %zd", source.len, target.len);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        if (past_caches)
+            copy_past_caches(target.buf, source.buf, (size_t)source.len);
+        else
+            memcpy(target.buf, source.buf, (size_t)source.len);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&source);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef methods[] = {
+    {"copy", copy, METH_VARARGS, "copy(target, source, past_caches)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static int execute(PyObject *module)
+{
+    return PyModule_AddIntConstant(module, "VERSION", SHMREDUCE_VERSION);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, execute},
+    {0, NULL},
+};
+
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_quick_copies",
+    .m_doc = "One copy of many bytes, past the processor's caches.",
+    .m_methods = methods,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__quick_copies(void)
+{
+    return PyModuleDef_Init(&module);
+}

@@ -1,0 +1,175 @@
+"""Bytes are copied whole, by whichever way: compiled or not, through the caches or past them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from shmreduce import ConfigurationError, copy_bytes, copy_in_parts, copying, processors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LENGTHS = [0, 1, 63, 64, 65, 1000, 4096, 100_003]
+
+
+def random_bytes(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+def need_compiled() -> None:
+    if copying._COMPILED is None:
+        pytest.skip("the compiled module was not built")
+
+
+@pytest.fixture(params=["through caches", "past caches", "by trial", "plainly"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are copied in one of the ways, whatever their number."""
+    if request.param == "plainly":
+        monkeypatch.setattr(copying, "_copy", copying._copy_plainly)
+        return
+    need_compiled()
+    kept = 1 << 40 if request.param == "through caches" else -1
+    monkeypatch.setattr(copying, "_kept_in_cache", lambda: kept)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    if request.param == "past caches":
+        rates = {False: [1.0] * 3, True: [2.0] * 3}
+    monkeypatch.setattr(copying, "_rates", rates)
+    monkeypatch.setattr(copying, "_TRIAL", 1000)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_byte_is_copied_and_none_beside(
+    length: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every distance from a line of the cache; what stands before and behind stays."""
+    monkeypatch.setattr(copying, "_PARALLEL_FROM", 1)
+    monkeypatch.setattr(copying, "usable_processors", lambda: threads)
+    source = random_bytes(length)
+    for before in (0, 1, 17, 63):
+        memory = bytearray(b"." * (length + before + 70))
+        copy_bytes(memoryview(memory)[before : before + length], source)
+        assert memory == b"." * before + source + b"." * 70
+
+
+@pytest.mark.usefixtures("way")
+def test_the_source_may_start_anywhere() -> None:
+    """Source and target need not be aligned alike."""
+    source = random_bytes(5000)
+    for start in range(0, 70, 7):
+        target = bytearray(4000)
+        copy_bytes(target, memoryview(source)[start : start + 4000])
+        assert target == source[start : start + 4000]
+
+
+@pytest.mark.usefixtures("way")
+def test_elements_of_any_kind_are_bytes() -> None:
+    """What counts is the number of bytes, not of elements."""
+    source = memoryview(bytearray(random_bytes(64))).cast("d")
+    target = bytearray(64)
+    copy_bytes(target, source)
+    assert target == source.tobytes()
+
+
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "a target that is read-only": (b"12", b"34", "target"),
+    "a source of another size": (bytearray(2), b"345", "source"),
+    "a target with gaps": (memoryview(bytearray(4))[::2], b"34", "target"),
+    "a source with gaps": (bytearray(2), memoryview(b"1234")[::2], "source"),
+    "a target that is no buffer": (None, b"34", "target"),
+    "a source that is no buffer": (bytearray(2), "34", "source"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_copied_is_named(case: str) -> None:
+    """The error tells which of the two is wrong, and nothing is written."""
+    target, source, name = BAD[case]
+    before = None if target is None else bytes(target)
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        copy_bytes(target, source)
+    assert caught.value.setting == name
+    assert target is None or bytes(target) == before
+
+
+def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of one's own gets slices that together are all, each once."""
+    monkeypatch.setattr(copying, "_PARALLEL_FROM", 1)
+    monkeypatch.setattr(copying, "usable_processors", lambda: 4)
+    lengths = []
+
+    def copy(target: Any, source: Any) -> None:
+        lengths.append(len(target))
+        target[:] = source
+
+    target = memoryview(bytearray(10))
+    copy_in_parts(target, memoryview(b"0123456789"), copy)
+    assert bytes(target) == b"0123456789"
+    assert sorted(lengths) == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("past", "chosen"), [(2.0, True), (0.5, False), (1.05, False)])
+def test_the_quicker_way_is_taken(
+    past: float, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the trials; what is hardly quicker is not worth what it costs the reader."""
+    taken = []
+    monkeypatch.setattr(copying, "_rates", {False: [1.0] * 3, True: [past] * 3})
+    monkeypatch.setattr(copying, "_copy", lambda _target, _source, past: taken.append(past))
+    copying._copy_large(memoryview(bytearray(10)), memoryview(b"0123456789"))
+    assert taken == [chosen]
+
+
+def test_trials_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three copies are begun with a piece of either kind, the next are not."""
+    taken = []
+
+    def copy(target: Any, source: Any, past_caches: bool) -> None:
+        taken.append(len(target))
+        target[:] = source
+
+    monkeypatch.setattr(copying, "_rates", {False: [], True: []})
+    monkeypatch.setattr(copying, "_TRIAL", 2)
+    monkeypatch.setattr(copying, "_copy", copy)
+    for _ in range(5):
+        target = memoryview(bytearray(10))
+        copying._copy_large(target, memoryview(b"0123456789"))
+        assert bytes(target) == b"0123456789"
+    assert taken == [2, 2, 6] * 3 + [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        (["32K", "1024K", "32M"], 32 << 20),
+        (["512K"], 512 << 10),
+        (["4096"], 4096),
+        (["", "unknown", "xK", "2M"], 2 << 20),
+        ([], None),
+    ],
+)
+def test_the_largest_cache_counts(
+    sizes: list[str], found: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel writes them; what it does not tell is passed over."""
+    for index, size in enumerate(sizes):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(processors, "_CACHES", str(tmp_path))
+    assert processors.cache_size() == found
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [(None, 8 << 20), (1 << 20, 4 << 20), (32 << 20, 8 << 20), (1 << 30, 32 << 20)],
+)
+def test_a_quarter_of_the_cache_is_kept(
+    found: int | None, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within bounds: other programs, and other virtual machines, have a part in it."""
+    monkeypatch.setattr(copying, "cache_size", lambda: found)
+    assert copying._kept_in_cache.__wrapped__() == kept
