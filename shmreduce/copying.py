@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 from functools import cache
+from pickle import PickleBuffer
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ _USUAL_CACHE = 32 << 20
 _LEAST_CACHE, _MOST_CACHE = 16 << 20, 128 << 20
 """What a cache is taken for, at least and at most: other programs, and on a virtual machine
 other machines, have a part in it."""
-_TRIAL = 4 << 20
+_TRIAL = 2 << 20
 """Bytes of a piece that is copied to see how long it takes."""
 _TRIALS = 3
 _GAIN = 1.1
@@ -52,15 +53,16 @@ def copy_bytes(target: Any, source: Any) -> None:
     """Copy the bytes of one buffer into another of the same size, as quickly as can be.
 
     For reducers that fill a block from memory without gaps. From some MiB on it
-    is quicker than ``target[:] = source``, and other threads run meanwhile.
+    is quicker than ``target[:] = source``, and other threads run meanwhile
+    (without the compiled module only if ``source`` is writable).
 
     Parameters
     ----------
     target : bytes-like
         Writable, in one run (C-contiguous); it must not overlap with ``source``.
     source : bytes-like
-        As many bytes in one run. No thread uses either any more when this returns
-        or raises.
+        As many bytes in one run, elements of any format. No thread uses either any
+        more when this returns or raises.
 
     Raises
     ------
@@ -138,9 +140,13 @@ def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) 
 
 def _bytes_of(buffer: Any, name: str) -> memoryview:
     try:
-        return memoryview(buffer).cast("B")
+        view = memoryview(buffer)
     except TypeError as error:
         raise _refused(name, buffer, str(error)) from error
+    if not view.c_contiguous:
+        raise _refused(name, buffer, "it has gaps, or another order than C's")
+    # Unlike cast() it takes elements of any format, and tables without rows.
+    return PickleBuffer(view).raw()
 
 
 def _refused(name: str, value: object, reason: str) -> ConfigurationError:

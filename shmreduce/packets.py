@@ -1,7 +1,8 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
-May import errors, signals, :mod:`shmreduce.memory`, ``moving``, ``children``, ``pickling`` and,
-for a number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
+May import errors, signals, :mod:`shmreduce.memory`, ``moving``, ``children``, ``copying``,
+``pickling`` and, for a number, ``packet_socket`` and, for a type, ``receive_buffer``; does
+nothing with sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
@@ -17,6 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from shmreduce.children import CallOnLoad
+from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
     AttachError,
     InvalidHandleError,
@@ -261,7 +263,7 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
         )
     view, handle = given
     if view is not None:
-        view[:] = body
+        copy_bytes(view, body)
     return handle
 
 

@@ -1,7 +1,7 @@
 """One run of a pickler: reducers by type, and what becomes of the message.
 
 May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
-``children``, ``plain_objects`` and ``presized_pickle``.
+``children``, ``copying``, ``plain_objects`` and ``presized_pickle``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
 
@@ -26,6 +26,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shmreduce.children import CallOnLoad, pickle_of_call
+from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
     AlreadyLoadedError,
     AttachError,
@@ -414,7 +415,7 @@ class _Buffers:
             return None
         view, handle = given
         for raw, (start, size, _) in zip(self.kept, places, strict=True):
-            view[start : start + size] = raw
+            copy_bytes(view[start : start + size], raw)
         return handle, places
 
 

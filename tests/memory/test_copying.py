@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from shmreduce import ConfigurationError, copy_bytes, copy_in_parts, copying, processors
+from shmreduce.compiled import COPIES
+from tests.compiler import needs_module
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,18 +22,13 @@ def random_bytes(length: int) -> bytes:
     return random.Random(length).randbytes(length)
 
 
-def need_compiled() -> None:
-    if copying._COMPILED is None:
-        pytest.skip("the compiled module was not built")
-
-
 @pytest.fixture(params=["through caches", "past caches", "by trial", "plainly"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are copied in one of the ways, whatever their number."""
     if request.param == "plainly":
         monkeypatch.setattr(copying, "_copy", copying._copy_plainly)
         return
-    need_compiled()
+    needs_module(COPIES)
     kept = 1 << 40 if request.param == "through caches" else -1
     monkeypatch.setattr(copying, "_kept_in_cache", lambda: kept)
     rates: dict[bool, list[float]] = {False: [], True: []}
@@ -69,10 +67,11 @@ def test_the_source_may_start_anywhere() -> None:
 @pytest.mark.usefixtures("way")
 def test_elements_of_any_kind_are_bytes() -> None:
     """What counts is the number of bytes, not of elements."""
-    source = memoryview(bytearray(random_bytes(64))).cast("d")
-    target = bytearray(64)
-    copy_bytes(target, source)
-    assert target == source.tobytes()
+    table = np.frombuffer(random_bytes(640), dtype=[("a", ">f8"), ("b", "S8")]).reshape(5, 8)
+    for source in (table, table[:0], table[0, 0:1]):
+        target = bytearray(source.nbytes)
+        copy_bytes(target, source)
+        assert target == source.tobytes()
 
 
 BAD: dict[str, tuple[Any, Any, str]] = {
@@ -80,6 +79,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "a source of another size": (bytearray(2), b"345", "source"),
     "a target with gaps": (memoryview(bytearray(4))[::2], b"34", "target"),
     "a source with gaps": (bytearray(2), memoryview(b"1234")[::2], "source"),
+    "a source in another order": (bytearray(4), np.ones((2, 2), np.uint8, order="F"), "source"),
     "a target that is no buffer": (None, b"34", "target"),
     "a source that is no buffer": (bytearray(2), "34", "source"),
 }
