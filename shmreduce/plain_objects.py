@@ -9,7 +9,6 @@ asks for the reducer of each part.
 
 from __future__ import annotations
 
-from itertools import repeat
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -52,9 +51,11 @@ def is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
     if kind is tuple or kind is list:
         if len(obj) > _FEW_ITEMS:
             return False
-        if ATOMS.issuperset(map(type, obj)):
-            return True
-        return depth > 0 and all(map(is_plain, obj, repeat(depth - 1)))
+        # A loop: all() of a generator takes twice as long for so few.
+        for each in obj:
+            if type(each) not in ATOMS and not (depth > 0 and is_plain(each, depth - 1)):
+                return False
+        return True
     if kind is dict:
         return not obj or (
             len(obj) <= _FEW_ITEMS

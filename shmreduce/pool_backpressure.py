@@ -38,7 +38,8 @@ class Backpressure:
     def acquire(self, weight: int) -> bool:
         """Wait until there is room; False if there will be none, since the pool ends."""
         with self._lock:
-            self._changed.wait_for(lambda: self._closed or self._used < self._limit)
+            while not self._closed and self._used >= self._limit:
+                self._changed.wait()
             self._used += weight
             return not self._closed
 

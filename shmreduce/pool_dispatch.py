@@ -47,12 +47,11 @@ __all__ = ["Dispatcher"]
 
 _SHORT_TASK = 1e-3
 """Seconds: tasks that take less are worth sending ahead."""
-_TINY_TASK = 2e-4
-"""Seconds: to send tasks that take less takes longer than to do them."""
-_PREFETCHED, _PREFETCHED_TINY = 4, 8
-"""Short and tiny tasks that a worker may have: it then need not sleep between them."""
-_PREFETCH_BYTES = 2 << 10
-"""Bytes of a task that may be sent to a worker that is not reading."""
+_FEWEST_AHEAD, _MOST_AHEAD = 4, 32
+"""Short tasks that a worker may have, which need not sleep between them then: as many as
+take as long as one that is not short."""
+_BYTES_AHEAD = 16 << 10
+"""Bytes of tasks that may be sent at once to a worker that is not reading."""
 
 
 class Dispatcher:
@@ -136,7 +135,7 @@ class Dispatcher:
         for worker in workers:
             while not worker.tasks and self._send_next(worker):
                 pass
-        depth = self._prefetched()
+        depth = self._tasks_ahead()
         if len(self._waiting) > depth * len(workers):
             now = time.monotonic()
             for worker in workers:
@@ -144,11 +143,13 @@ class Dispatcher:
                 if 0 < has <= depth // 2 and now - worker.busy_since < _SHORT_TASK:
                     self._prefetch(worker, depth - has)
 
-    def _prefetched(self) -> int:
+    def _tasks_ahead(self) -> int:
         """Return how many tasks a worker may have."""
-        if self._mean_seconds < _TINY_TASK:
-            return _PREFETCHED_TINY
-        return _PREFETCHED if self._mean_seconds < _SHORT_TASK else 1
+        if self._mean_seconds >= _SHORT_TASK:
+            return 1
+        # Of no time at all it would be any number.
+        short = max(self._mean_seconds, _SHORT_TASK / _MOST_AHEAD)
+        return max(_FEWEST_AHEAD, int(_SHORT_TASK / short))
 
     def _send_next(self, worker: WorkerHandle) -> bool:
         """Send the next task to an idle worker; False if there is none, or it takes none."""
@@ -162,9 +163,11 @@ class Dispatcher:
         """Send the next tasks, in one packet, to a worker that is at another one."""
         receiver = worker.tasks[0].receiver
         tasks: list[Task] = []
+        room = _BYTES_AHEAD
         while self._waiting and len(tasks) < count and self._may_get(worker, len(tasks) + 1):
             task = self._waiting[0]
-            if task.receiver is not receiver or len(task.data) > _PREFETCH_BYTES:
+            room -= len(task.data)
+            if task.receiver is not receiver or room < 0:
                 break
             self._waiting.popleft()
             if self._begin(task):
@@ -215,13 +218,18 @@ class Dispatcher:
 
     def answer(self, worker: WorkerHandle, succeeded: bool, value: Any) -> None:
         """Give the answer of a worker to whoever waits for that of its oldest task."""
-        now = time.monotonic()
-        self._mean_seconds += 0.2 * (now - worker.busy_since - self._mean_seconds)
-        worker.busy_since = now
         worker.answered += 1
         task = worker.tasks.popleft()
         task.done()
         task.receiver.answer(task.index, succeeded, value)
+
+    def note_pace(self, worker: WorkerHandle, answers: int) -> None:
+        """Take note that a worker has given so many answers since it was last seen to."""
+        if answers:
+            now = time.monotonic()
+            mean = (now - worker.busy_since) / answers
+            self._mean_seconds += (1 - 0.8**answers) * (mean - self._mean_seconds)
+            worker.busy_since = now
 
     def lose_answer(self, worker: WorkerHandle) -> None:
         """Take note that a worker has answered, and that nobody can read it."""

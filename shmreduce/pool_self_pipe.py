@@ -30,6 +30,9 @@ class SelfPipe:
 
     def wake(self) -> None:
         """Wake whoever selects, once."""
+        if self._woken:
+            # It is not drained yet: whoever selects will look around after this.
+            return
         with self._lock:
             if not self._woken and self._writer.fileno() != -1:
                 self._writer.send(b"!")

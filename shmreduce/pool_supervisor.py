@@ -457,14 +457,24 @@ class Supervisor:
     # What workers say
 
     def _receive(self, worker: WorkerHandle) -> None:
-        """Read what a worker has to say."""
+        """Read what a worker has to say: all answers that are there for certain."""
+        before = worker.answered
+        while self._receive_one(worker) and not self._terminating:
+            # A worker begins with a task when it has sent the answer to the one before. So
+            # the next is there, and needs no look at all descriptors, and no turn, of its own.
+            if not worker.tasks or worker.progress.begun - worker.answered < 2:
+                break
+        self._dispatcher.note_pace(worker, worker.answered - before)
+
+    def _receive_one(self, worker: WorkerHandle) -> bool:
+        """Read one message of a worker; False if there is none, or will be none."""
         try:
             unpickle = worker.channel.receive()
         except (EOFError, OSError):
             self._stop_listening(worker)
-            return
+            return False
         if unpickle is None:
-            return
+            return False
         forget_announced()
         try:
             kind, value = unpickle()
@@ -472,7 +482,7 @@ class Supervisor:
             if error.pid == worker.process.pid:
                 # Its answer's memory went with it, as on connections of multiprocessing.
                 self._lose_answer(worker)
-                return
+                return not worker.disconnected
             kind, value = False, error
         except BaseException as error:
             # What is unpickled is the user's, and may raise anything.
@@ -489,6 +499,7 @@ class Supervisor:
             self._failed_to_start(value, patience=2)
         else:
             self._dispatcher.answer(worker, bool(kind), value)
+        return True
 
     def _lose_answer(self, worker: WorkerHandle) -> None:
         """Deal with an answer that cannot be read, since its worker has died."""

@@ -177,7 +177,9 @@ def test_an_answer_behind_one_that_is_lost_counts(
         calls += [(square, number) for number in range(5)]
         result = pool.map_async(perform, calls, chunksize=1)
         result.answer = answer  # type: ignore[method-assign]
-        # However long it takes to send them here, the tasks count as short.
+        # However long it takes to send them here, the tasks count as short, and there are
+        # enough of them.
+        monkeypatch.setattr("shmreduce.pool_dispatch._MOST_AHEAD", 4)
         monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
         ready.set()
         with pytest.raises(WorkerDied):

@@ -14,6 +14,8 @@ import pytest
 import shmreduce
 from shmreduce import WorkerDied, pool_channel
 from shmreduce.pool import Pool
+from shmreduce.pool_dispatch import _MOST_AHEAD, Dispatcher
+from shmreduce.pool_supervisor import Supervisor
 from tests.channels.channels import eventually
 from tests.conftest import PATIENCE
 from tests.pool.work import LARGE, noted, set_first, square
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from shmreduce.pool_worker_handle import WorkerHandle
     from tests.conftest import Children
 
 
 @pytest.fixture
 def packets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tasks went in each packet that had several; all tasks count as tiny."""
-    monkeypatch.setattr("shmreduce.pool_dispatch._TINY_TASK", PATIENCE)
+    """How many tasks went in each packet that had several; all tasks count as short."""
     monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
     counts: list[int] = []
     join = pool_channel._join
@@ -167,11 +169,51 @@ def test_shared_arrays_go_with_each_of_them(children: Children, packets: list[in
 
 def test_large_tasks_go_alone(packets: list[int]) -> None:
     """A worker that is not reading is sent no more than its connection takes."""
-    large = os.urandom(4 << 10)
     with Pool(1, context=shmreduce.get_context("fork")) as pool:
-        for items, several in ([large] * 50, False), (range(50), True):
+        for size, most in (32 << 10, 0), (4 << 10, 3), (1, _MOST_AHEAD - 1):
+            packets.clear()
+            items = [os.urandom(size)] * 50
             with held(pool, 50):
                 result = pool.map_async(repr, items, chunksize=1)
             assert result.get(PATIENCE) == [repr(item) for item in items]
-            assert bool(packets) == several
+            assert max(packets, default=0) == most
     pool.join()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ahead"), [(1.0, 1), (1e-3, 1), (9e-4, 4), (1e-4, 10), (1e-5, 32), (0.0, 32)]
+)
+def test_as_many_wait_at_a_worker_as_take_a_millisecond(seconds: float, ahead: int) -> None:
+    """Not more: the others may be idle before they are done."""
+    dispatcher = Dispatcher(None, WorkerDied, lambda error: error)
+    dispatcher._mean_seconds = seconds
+    assert dispatcher._tasks_ahead() == ahead
+
+
+def test_answers_that_are_there_are_read_in_one_turn(
+    context: Any, packets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn for each would be most of the work of the pool's thread."""
+    turns: list[int] = []
+    receive, receive_one = Supervisor._receive, Supervisor._receive_one
+
+    def turn(supervisor: Supervisor, worker: WorkerHandle) -> None:
+        # All that it was sent is answered by now, so the number is certain.
+        eventually(lambda: worker.progress.begun == worker.sent)
+        turns.append(0)
+        receive(supervisor, worker)
+
+    def one(supervisor: Supervisor, worker: WorkerHandle) -> bool:
+        turns[-1] += 1
+        return receive_one(supervisor, worker)
+
+    with Pool(1, context=context) as pool:
+        monkeypatch.setattr(Supervisor, "_receive", turn)
+        monkeypatch.setattr(Supervisor, "_receive_one", one)
+        with held(pool, 100):
+            result = pool.map_async(square, range(100), chunksize=1)
+        assert result.get(PATIENCE) == [x * x for x in range(100)]
+        pool.close()
+        pool.join()
+    # But for the last, whose answer may be under way.
+    assert max(turns) >= max(packets) - 1 > 1
