@@ -29,7 +29,7 @@ static PyObject *find_shared(State *state, const Handle *what, PyObject *key, Py
     OWNED PyObject *reference = NULL, *root = NULL, *record = NULL, *block = NULL, *mode = NULL;
     OWNED PyObject *known = NULL, *slot = NULL, *nonce = NULL, *entry = NULL;
     PyObject *read_only;
-    int ended, marked;
+    int ended, marked, same;
 
     *other = 1;
     if (shared == NULL)
@@ -48,7 +48,9 @@ static PyObject *find_shared(State *state, const Handle *what, PyObject *key, Py
     mode = marked < 0 ? NULL : PyObject_GetAttr(record, NAME(mode));
     if (mode == NULL)
         return NULL;
-    read_only = marked || mode == state->held[READ_ONLY] ? Py_True : Py_False;
+    /* By value: that of a block that was made here is its maker's own string. */
+    same = PyUnicode_Check(mode) ? PyUnicode_Compare(mode, state->held[READ_ONLY]) == 0 : 0;
+    read_only = marked || same ? Py_True : Py_False;
     block = new_block(state, record, root, read_only);
     known = PyObject_GetAttr(loading, NAME(_known));
     slot = PyLong_FromUnsignedLongLong(what->slot);
@@ -262,14 +264,13 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
     PyObject **left)
 {
     OWNED PyObject *slot = PyObject_GetAttr(record, NAME(slot));
-    OWNED PyObject *ledger = PyObject_GetAttr(live, NAME(ledger));
     OWNED PyObject *forks = NULL, *birth = NULL, *segment = NULL, *quick = NULL, *fd = NULL;
     OWNED PyObject *number = NULL, *roots = NULL, *identity = NULL, *key = NULL, *shared = NULL;
     OWNED PyObject *tables = NULL;
     Tables *its;
     int ended, in_place, same, owner;
 
-    if (slot == NULL || ledger == NULL)
+    if (slot == NULL)
         return -1;
     if (slot == Py_None)
         return 0;
@@ -277,8 +278,10 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
     in_place = ended <= 0 ? ended : is_field(record, NAME(in_place), Py_False);
     if (in_place <= 0)
         return in_place;
-    forks = PyObject_GetAttr(ledger, NAME(forks));
-    birth = forks == NULL ? NULL : PyObject_GetAttr(record, NAME(birth));
+    forks = forks_so_far(state, live);
+    if (forks == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    birth = PyObject_GetAttr(record, NAME(birth));
     same = birth == NULL ? -1 : PyObject_RichCompareBool(birth, forks, Py_EQ);
     if (same <= 0)
         return same;

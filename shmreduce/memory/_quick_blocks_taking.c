@@ -1,6 +1,23 @@
 /* To take a block for a message: Message.allocate() of message.py. */
 #include "_quick_blocks.h"
 
+/* Return the list of free blocks of a size for which there was none, a reference of its own. */
+static PyObject *new_stack(PyObject *warm, PyObject *size)
+{
+    OWNED PyObject *made = PyList_New(0), *there = NULL;
+
+    if (made == NULL)
+        return NULL;
+    /* The garbage collector may have run in between (up to CPython 3.11), and a finalizer
+     * have freed a block of this size: what it has put there is not to be replaced. */
+    there = Py_XNewRef(PyDict_GetItemWithError(warm, size));
+    if (there != NULL)
+        return Py_NewRef(there);
+    if (PyErr_Occurred() || PyDict_SetItem(warm, size, made) < 0)
+        return NULL;
+    return Py_NewRef(made);
+}
+
 /* Free a block of which somebody has let go, as try_free() of owned_segment.py does for a
  * block by value, and put it where take_block() looks. */
 static int free_block(PyObject *warm, PyObject *segment, Tables *tables,
@@ -16,9 +33,7 @@ static int free_block(PyObject *warm, PyObject *segment, Tables *tables,
     entry = PyTuple_Pack(2, segment, number);
     stack = entry == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(warm, size));
     if (entry != NULL && stack == NULL && !PyErr_Occurred()) {
-        stack = PyList_New(0);
-        if (stack != NULL && PyDict_SetItem(warm, size, stack) < 0)
-            return -1;
+        stack = new_stack(warm, size);
     }
     if (stack == NULL)
         return -1;

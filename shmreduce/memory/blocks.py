@@ -302,7 +302,7 @@ class LiveBlocks:
         taken = False
         try:
             unseen = sys.getrefcount(block._root) == UNSHARED and not self.ledger.visible(
-                record.birth, self.ledger.forks
+                record.birth, self.ledger.death
             )
             taken = unseen and self._show_file(record)
         finally:
@@ -324,12 +324,12 @@ class LiveBlocks:
         record = reference.record
         try:
             self._strike_off(reference)
-            record.death = self.ledger.forks
+            record.death = self.ledger.death
             self._release(record)
         except BaseException:
             # Ctrl-C, which Python prints here. What was not done is done later; a
             # record without its death would count as one that no child has seen.
-            record.death = self.ledger.forks
+            record.death = self.ledger.death
             self._visible_to_children.append(record)
             self._strike_off(reference)
             raise
@@ -448,6 +448,20 @@ class LiveBlocks:
     def _prepare(self, fork: Fork) -> None:
         # A list first: other threads go on until the fork.
         references = list(self._roots.values())
+        self._keep_apart(references)
+        # Other threads may make more before the fork happens. Not by
+        # threading.active_count(), which waits for a lock.
+        guarded = bool(references or self.fillings) or self.guards_forks or _thread._count() > 0
+        self.ledger.before_fork(fork, guarded=guarded)
+
+    def after_fork_in_parent(self, over: list[Fork]) -> None:
+        """Go on. Called again with the same list it goes on from where it was."""
+        if not over and self.ledger.was_struck:
+            # Too late, but better than never: this process's writes from now on.
+            self._keep_apart(list(self._roots.values()))
+        self.ledger.after_fork_in_parent(over)
+
+    def _keep_apart(self, references: list[RootReference]) -> None:
         exposed = 0
         for reference in references:
             record = reference.record
@@ -459,10 +473,6 @@ class LiveBlocks:
                 exposed += not self._is_apart(reference)
             del root
         self.exposed = exposed
-        # Other threads may make more before the fork happens. Not by
-        # threading.active_count(), which waits for a lock.
-        guarded = bool(references or self.fillings) or self.guards_forks or _thread._count() > 0
-        self.ledger.before_fork(fork, guarded=guarded)
 
     def _is_apart(self, reference: RootReference) -> bool:
         """Cut a received by-value block off, or see another do so; return whether that is done.
@@ -488,6 +498,9 @@ class LiveBlocks:
     def in_child(self) -> LiveBlocks:
         """Retire the inherited table and return the child's own."""
         self.current = False
+        if self.ledger.was_struck:
+            # Its parent did not do so before.
+            self._keep_apart(list(self._roots.values()))
         return LiveBlocks(self.ledger.after_fork_in_child(), inherited=self)
 
 

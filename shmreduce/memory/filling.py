@@ -59,7 +59,9 @@ class Filling:
             self._forget()
             return
         # A child that was forked meanwhile may have a view that is gone here.
-        if sys.getrefcount(self.root) == UNSHARED and self._birth == self._live.ledger.forks:
+        ledger = self._live.ledger
+        seen = ledger.visible(self._birth, ledger.death)
+        if sys.getrefcount(self.root) == UNSHARED and not seen:
             del segment.records[block]
             if not segment.heads[block]:
                 self._heap.give_back(segment, block)

@@ -14,22 +14,46 @@ The lock is gone when the last of them is gone (fcntl(2), F_OFD_SETLK), and a
 single query answers for any range of forks. A failed fork leaves no lock.
 
 Fork hooks run in whatever state the process is in, a signal handler included,
-so nothing here waits for a lock.
+so nothing here waits for a lock. They may also be lost: the handler of a signal
+may raise as one is entered, and near the recursion limit none can be. So each
+fork is counted, and marked in ``pending``, by functions in C, which nothing
+strikes. What is still marked when it should not be was not prepared: all that
+was alive then is never reused.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
+import sys
 import threading
+import time
 
 from shmreduce.errors import SegmentError
 from shmreduce.memory import locks
 from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 
-__all__ = ["Fork", "ForkLedger"]
+__all__ = ["UNNOTED", "Fork", "ForkLedger", "count_fork", "mark_fork"]
 
 _LOCK_FORK = 1 << 44
+_LONGEST_HOOK = 1.0
+"""Seconds after which a fork that nobody has noted never will be."""
+
+UNNOTED = sys.maxsize
+"""Stands in ``pending`` for a fork that no ledger knows of so far."""
+_pending: dict[int, None] = {}
+_forks = iter(range(sys.maxsize))
+
+# For os.register_at_fork: functions in C, see above. Of those in C, too, CPython counts
+# the calls of some towards the recursion limit; not of these (METH_FASTCALL).
+count_fork = functools.partial(next, _forks)
+mark_fork = functools.partial(_pending.setdefault, UNNOTED)
+
+
+def _forks_begun() -> int:
+    return sys.maxsize - operator.length_hint(_forks)
 
 
 _inherited: list[Fork] = []
@@ -63,8 +87,10 @@ class ForkLedger:
     def __init__(self) -> None:
         self.forks = 0
         """How many forks there were, or are about to be."""
-        self.pending: dict[int, None] = {}
+        self.pending = _pending
         """Numbers of forks that are about to happen."""
+        self._begun_before = _forks_begun()
+        self._unnoted_since: float | None = None
         self._fd = -1
         self._identity: tuple[int, int] | None = None
         self._ready: dict[int, list[Fork]] = {}
@@ -88,7 +114,12 @@ class ForkLedger:
         """
         if not self.pending:
             return self.forks
-        return min(self.pending, default=self.forks + 1) - 1
+        return min(self.forks, min(self.pending, default=self.forks + 1) - 1)
+
+    @property
+    def death(self) -> int:
+        """The value of :attr:`forks` for something that dies now: unnoted ones count."""
+        return self.forks + self.was_struck
 
     def announce(self, fork: Fork) -> None:
         """Give a number to the fork that this thread is about to make.
@@ -97,11 +128,22 @@ class ForkLedger:
         at :attr:`pending`. In a second attempt at the same fork it keeps its
         number: the allocator of shmreduce.born counts forks, not attempts.
         """
+        if fork.number:
+            return
+        begun = _forks_begun()
         # No call between the lines, so no other thread.
-        if not fork.number:
-            self.forks += 1
-            fork.number = self.forks
-            self.pending[fork.number] = None
+        missed = begun - self._begun_before - self.forks - 1
+        if missed > 0:
+            self.forks += missed
+            self._unguarded_until = self.forks
+        else:
+            # Another thread was so early that this one was taken for one that was missed.
+            self._begun_before += missed
+        self.forks += 1
+        fork.number = self.forks
+        self.pending[fork.number] = None
+        self.pending.pop(UNNOTED, None)
+        self._unnoted_since = None
 
     def before_fork(self, fork: Fork, *, guarded: bool) -> None:
         """Make the token that the child is going to inherit, where there is a need."""
@@ -143,6 +185,11 @@ class ForkLedger:
         if fork in stack:
             stack.remove(fork)
 
+    @property
+    def was_struck(self) -> bool:
+        """Whether there was, or is about to be, a fork that nobody has noted."""
+        return UNNOTED in self.pending
+
     def leave_unguarded(self, fork: Fork) -> None:
         """Let a fork happen for which nothing could be done: what is alive now is never reused."""
         self.announce(fork)
@@ -157,6 +204,12 @@ class ForkLedger:
         """
         stack = self._ready.get(threading.get_ident(), [])
         if not over:
+            if self.was_struck:
+                # It is not on the stack. What is there is a fork further out: in a
+                # signal handler this one was made between the hooks of that.
+                over[:] = [Fork()]
+                self.leave_unguarded(over[0])
+                return
             over[:] = stack[-1:]
         for fork in over:
             fork.token = None
@@ -172,6 +225,7 @@ class ForkLedger:
         is_open, fd, self._fd = self._is_open, self._fd, -1
         if is_open:
             os.close(fd)
+        self.pending.clear()
         return ForkLedger()
 
     def visible(self, birth: int, death: int) -> bool:
@@ -181,8 +235,10 @@ class ForkLedger:
         ----------
         birth, death : int
             The values of :attr:`birth` when the thing was born, and of
-            :attr:`forks` when it died: it was alive at the forks in between.
+            :attr:`death` when it died: it was alive at the forks in between.
         """
+        if self.was_struck and not self._give_up_waiting():
+            return True
         if birth == death:
             return False
         if self._unguarded_until > birth:
@@ -194,3 +250,13 @@ class ForkLedger:
             # Closed by somebody else: nobody knows any more.
             return True
         return locks.first_locked(self._fd, _LOCK_FORK + birth + 1, death - birth) is not None
+
+    def _give_up_waiting(self) -> bool:
+        """Take note of a fork whose hooks will not do so any more; False if they may."""
+        now = time.monotonic()
+        if self._unnoted_since is None:
+            self._unnoted_since = now
+        if now - self._unnoted_since < _LONGEST_HOOK:
+            return False
+        self.leave_unguarded(Fork())
+        return True

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import warnings
 from contextlib import suppress
@@ -29,7 +30,7 @@ from shmreduce.memory.family import Family, Letter
 from shmreduce.memory.headroom import headroom
 from shmreduce.memory.heap import Heap, HeapBusyError
 from shmreduce.memory.idle import IdleReturn
-from shmreduce.memory.ledger import Fork, ForkLedger
+from shmreduce.memory.ledger import Fork, ForkLedger, count_fork, mark_fork
 from shmreduce.memory.sweep import sweep
 from shmreduce.settings import get_settings
 from shmreduce.signals import is_from_system
@@ -49,6 +50,8 @@ _BUDGET_UNKNOWN = 1 << 40
 """Bytes: the budget where nobody tells how much is available."""
 _ATTEMPTS = 10
 """At a step of a fork that raises an exception."""
+_FRAMES = 40
+"""Enough of them for any of these steps."""
 
 
 class Runtime:
@@ -215,7 +218,7 @@ class Runtime:
 
     def after_fork_in_parent(self, over: list[Fork]) -> None:
         """Go on. Called again with the same list it goes on from where it was."""
-        self.live.ledger.after_fork_in_parent(over)
+        self.live.after_fork_in_parent(over)
         self.idle_return.after_fork_in_parent()
 
     # The end
@@ -306,23 +309,40 @@ def _idle_limits() -> tuple[float, int]:
     return settings.idle_seconds, settings.idle_keep
 
 
-_current: Runtime | None = None
+_current: list[Runtime] = []
+"""The state of this process, if it has one. A list, since what empties it is in C."""
+_latest: Runtime | None = None
+"""That state; in a forked child that has none yet, its parent's."""
 
 
 def current() -> Runtime:
     """Return the state of this process."""
-    global _current
-    if _current is None:
-        made = Runtime()
-        # Another thread may have been faster, and arrays be in its state already.
-        # No call between the two lines, so no other thread.
-        if _current is None:
-            _current = made
-            _finish_at_exit(_current)
-            # multiprocessing clears its finalizers in the children it forks, after
-            # the hooks of os.register_at_fork; what is registered here runs then.
-            util.register_after_fork(_leave, _finish_at_exit)
-    return _current
+    return _current[0] if _current else _begin()
+
+
+def _begin() -> Runtime:
+    global _latest
+    if _latest is not None and not _current:
+        # A forked child whose hook was lost.
+        _renew(_latest)
+        return _current[0]
+    made = Runtime()
+    # Another thread may have been faster, and arrays be in its state already.
+    # No call before the state is in the list, so no other thread.
+    if _latest is None:
+        _latest = made
+        _current.append(made)
+        _finish_at_exit(made)
+        _retire_in_children(made)
+        # multiprocessing clears its finalizers in the children it forks, after
+        # the hooks of os.register_at_fork; what is registered here runs then.
+        util.register_after_fork(_leave, _finish_at_exit)
+    return _current[0]
+
+
+def _retire_in_children(runtime: Runtime) -> None:
+    """See to it that in a child nothing of its parent's is released, whatever becomes of hooks."""
+    os.register_at_fork(after_in_child=functools.partial(setattr, runtime.live, "current", False))
 
 
 def _finish_at_exit(_: object) -> None:
@@ -344,9 +364,9 @@ def prepare_for_children() -> None:
 
 
 def _leave() -> None:
-    runtime = _current
-    if runtime is None:
+    if not _current:
         return
+    runtime = _current[0]
     if _threads_that_go_on():
         # Before Python 3.13 a child process calls its finalizers first and waits for
         # its threads then: for this one, too.
@@ -381,6 +401,13 @@ def _to_the_end(step: Callable[[], None]) -> None:
     """
     raised: BaseException | None = None
     attempts = _ATTEMPTS
+    limit = 0
+    try:
+        _go_down(_FRAMES)
+    except RecursionError:
+        # The fork comes from deep down, and happens in any case.
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(limit + 2 * _FRAMES)
     while attempts:
         try:
             step()
@@ -390,27 +417,57 @@ def _to_the_end(step: Callable[[], None]) -> None:
             raised, attempts = error, attempts - 1
         except BaseException as error:
             raised = error
-    if raised is not None:
-        raise raised
+    if limit:
+        sys.setrecursionlimit(limit)
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        # In a cycle with this frame it would keep what the callers' frames have.
+        raised = None
+
+
+def _go_down(frames: int) -> None:
+    if frames:
+        _go_down(frames - 1)
 
 
 def _hear_signals() -> None:
     """Do nothing: the handler of a signal that came during the fork runs here, and may raise."""
 
 
-# Of the hooks the first thing is a try: what is raised before it, or by the call in
-# it, is not lost on the fork.
+# The handler of a signal may also raise as a hook is entered, which is lost then. So each
+# is there twice, and the second does what the first was kept from. What is raised further
+# on in a hook, or as what it calls is entered, is not lost on the fork: that is tried again.
+# Near the recursion limit both are lost; what the ledger then does, and current(), is
+# begun by functions in C.
+
+_prepared: dict[int, None] = {}
+"""Threads that have made the first of the hooks before a fork, but not the second."""
+_finished: dict[int, None] = {}
+"""The same of the hooks after it."""
 
 
 def _before_fork() -> None:
-    runtime = _current
+    here = threading.get_ident()
+    # Of a fork before, if the second hook was lost then.
+    _prepared.pop(here, None)
     forks: list[Fork] = []
     try:
-        if runtime is not None:
-            _to_the_end(lambda: _prepare(runtime, forks))
+        if _current:
+            _to_the_end(lambda: _prepare(_current[0], forks))
     finally:
-        if runtime is not None and not (forks and forks[0].ready):
-            _to_the_end(lambda: _prepare(runtime, forks, last=True))
+        try:
+            if _current and not (forks and forks[0].ready):
+                _to_the_end(lambda: _prepare(_current[0], forks, last=True))
+        finally:
+            # No call in this line, so no handler.
+            _prepared[here] = None
+
+
+def _before_fork_again() -> None:
+    if _is_missing(_prepared):
+        _before_fork()
 
 
 def _prepare(runtime: Runtime, forks: list[Fork], *, last: bool = False) -> None:
@@ -424,41 +481,67 @@ def _prepare(runtime: Runtime, forks: list[Fork], *, last: bool = False) -> None
         raise
 
 
+def _is_missing(threads: dict[int, None]) -> bool:
+    """Whether the first hook has not been made, and so is to be made by the second."""
+    return threads.pop(threading.get_ident(), ...) is ...
+
+
 def _after_fork_in_parent() -> None:
-    runtime = _current
+    here = threading.get_ident()
+    _finished.pop(here, None)
     over: list[Fork] = []
     try:
-        if runtime is not None:
-            _to_the_end(lambda: runtime.after_fork_in_parent(over))
+        if _current:
+            _to_the_end(lambda: _current[0].after_fork_in_parent(over))
     finally:
-        if runtime is not None:
-            if not over:
-                _to_the_end(lambda: runtime.after_fork_in_parent(over))
-            # Last: a warning may be an error.
-            runtime.live.warn_of_exposed()
+        try:
+            if _current and not over:
+                _to_the_end(lambda: _current[0].after_fork_in_parent(over))
+        finally:
+            _finished[here] = None
+    if _current:
+        # Last: a warning may be an error.
+        _current[0].live.warn_of_exposed()
+
+
+def _after_fork_in_parent_again() -> None:
+    if _is_missing(_finished):
+        _after_fork_in_parent()
 
 
 def _after_fork_in_child() -> None:
-    parent = _current
-    if parent is not None:
+    parent = _latest
+    # The second time there is one already.
+    if parent is not None and not _current:
         _to_the_end(lambda: _renew(parent))
 
 
 def _renew(parent: Runtime) -> None:
-    global _current
+    global _latest
     # Whatever comes into it: its parent's state is never this process's to go on with.
     parent.live.current = False
-    _current = None
-    _current = Runtime(parent)
+    made = Runtime(parent)
+    _latest = made
+    _current[:] = [made]
+    _retire_in_children(made)
     # For os.fork; inherited finalizers know that they are not this process's.
     _finish_at_exit(None)
 
 
 # Before a fork the last that was registered comes first, after it the first.
 os.register_at_fork(after_in_parent=_hear_signals)
+for _counts in (_prepared, _finished, _current):
+    os.register_at_fork(after_in_child=_counts.clear)
 os.register_at_fork(
-    before=_before_fork,
+    before=_before_fork_again,
     after_in_parent=_after_fork_in_parent,
     after_in_child=_after_fork_in_child,
 )
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent_again,
+    after_in_child=_after_fork_in_child,
+)
+os.register_at_fork(before=mark_fork)
+os.register_at_fork(before=count_fork)
 os.register_at_fork(before=_hear_signals)

@@ -276,7 +276,8 @@ def test_threads_that_come_first_at_the_same_time_share_one_state(
             happens()
 
     def race() -> bool:
-        monkeypatch.setattr(runtime, "_current", None)
+        monkeypatch.setattr(runtime, "_current", [])
+        monkeypatch.setattr(runtime, "_latest", None)
         monkeypatch.setattr(runtime, "Runtime", Slow)
         return runtime.current() is made[0]
 
