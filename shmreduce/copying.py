@@ -132,7 +132,12 @@ def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) 
         for each in copies:
             each.help()
     finally:
-        _finish(copies)
+        try:
+            _finish(copies)
+        except BaseException:
+            # Ctrl-C, as it was entered perhaps: then it has waited for nobody.
+            _finish(copies)
+            raise
     for each in copies:
         if each.error is not None:
             raise each.error
@@ -270,12 +275,13 @@ class _Copy:
 def _finish(copies: list[_Copy]) -> None:
     """Wait for all, also when interrupted: they write into memory that is going to be reused."""
     interrupt: BaseException | None = None
-    for each in copies:
-        while True:
-            try:
-                each.finish()
-                break
-            except BaseException as error:
-                interrupt = error
+    left = list(copies)
+    while left:
+        try:
+            while left:
+                left[-1].finish()
+                left.pop()
+        except BaseException as error:
+            interrupt = error
     if interrupt is not None:
         raise interrupt

@@ -2,7 +2,7 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``pickling``, ``plain_objects``, ``remote``, ``standard_pools`` and
+``children``, ``fork_hooks``, ``pickling``, ``plain_objects``, ``remote``, ``standard_pools`` and
 ``thread_locks``.
 
 What is installed
@@ -30,7 +30,6 @@ wins over the registry. A subclass of ``ForkingPickler`` that has a
 
 from __future__ import annotations
 
-import os
 import threading
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
@@ -41,6 +40,7 @@ from typing import TYPE_CHECKING, Any, Self
 from shmreduce import remote
 from shmreduce.children import CallOnLoad, PreparedProcess
 from shmreduce.errors import ReducerConflictError, ShmreduceError
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import ask_reducer, dump_message, load_message
@@ -237,7 +237,7 @@ class _State:
 
 
 _state = _State()
-os.register_at_fork(after_in_child=_state.renew_lock)
+renew_in_children(_state.renew_lock)
 
 
 def _install(settings: Settings, *, override: bool) -> Installation:

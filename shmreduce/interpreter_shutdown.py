@@ -1,15 +1,16 @@
 """The end of the interpreter: executors first do what was submitted, and then it goes on.
 
-May import ``pool_supervisor`` for types alone.
+May import ``fork_hooks``, and ``pool_supervisor`` for types alone.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from multiprocessing import util
 from typing import TYPE_CHECKING
+
+from shmreduce.fork_hooks import renew_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,7 @@ class _Shutdown:
 
 
 _shutdown = _Shutdown()
-os.register_at_fork(after_in_child=_shutdown.begin_anew)
+renew_in_children(_shutdown.begin_anew)
 
 
 def is_shutting_down() -> bool:

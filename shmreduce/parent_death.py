@@ -1,6 +1,6 @@
 """Lets a child process die with its parent.
 
-May import :mod:`shmreduce.descriptor` and :mod:`shmreduce.prctl`.
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.prctl` and ``fork_hooks``.
 
 The parent holds the writing end of a pipe, the *lifeline*, into which nothing is
 ever written; the child has asked the kernel for a signal (``F_SETSIG``,
@@ -40,6 +40,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from shmreduce.descriptor import Descriptor
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.prctl import set_parent_death_signal
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _forget_in_forked_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_forked_child)
+renew_in_children(_forget_in_forked_child)
 
 
 def die_with_parent(reader: Descriptor, number: int, parent: int) -> None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import struct
 import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, packets, pickling
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory.handle import MARK
 from shmreduce.memory.loading import discard_message
 from shmreduce.moving import moves_of
@@ -250,4 +250,4 @@ def _close_all() -> None:
     _channels.clear()
 
 
-os.register_at_fork(after_in_child=_close_all)
+renew_in_children(_close_all)

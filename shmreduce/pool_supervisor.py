@@ -1,8 +1,9 @@
 """The life of one pool's workers, and the thread that looks after them.
 
-May import errors, ``interrupts``, ``parent_death``, ``pool_backpressure``, ``pool_channel``,
-``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``, ``pool_worker_handle``,
-``pool_worker_progress``, and for types alone ``pool_results`` and ``pool_tasks``. The thread
+May import errors, ``fork_hooks``, ``interrupts``, ``parent_death``, ``pool_backpressure``,
+``pool_channel``, ``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``,
+``pool_worker_handle``, ``pool_worker_progress``, and for types alone ``pool_results`` and
+``pool_tasks``. The thread
 starts workers, replaces those that died, and hears what they say; which task goes to
 which of them is decided in :mod:`shmreduce.pool_dispatch`.
 
@@ -51,6 +52,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ProducerDied, TaskAbandonedError
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.interrupts import Interrupts
 from shmreduce.parent_death import Lifeline
 from shmreduce.pool_backpressure import Backpressure
@@ -107,7 +109,7 @@ def _renew_lock() -> None:
     _starting = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+renew_in_children(_renew_lock)
 
 
 class Supervisor:

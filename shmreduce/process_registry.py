@@ -1,6 +1,7 @@
 """The registry and the plugins of this process.
 
-May import errors, contracts, settings, ``thread_locks``, registry and discovery.
+May import errors, contracts, settings, ``fork_hooks``, ``thread_locks``, registry and
+discovery.
 
 They are made when they are first needed, and follow the settings. Reducers that
 a program registers by hand are here, too, since its children must be handed them.
@@ -8,13 +9,13 @@ a program registers by hand are here, too, since its children must be handed the
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ReducerConflictError, StrategyConflictError
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.registry import Registry, describe
 from shmreduce.settings import get_settings
 from shmreduce.thread_locks import interrupt_safe
@@ -68,7 +69,7 @@ def _renew_locks() -> None:
 
 
 # Another thread may have held them at the moment of the fork.
-os.register_at_fork(after_in_child=_renew_locks)
+renew_in_children(_renew_locks)
 
 
 def get_plugins() -> Plugins:

@@ -1,6 +1,6 @@
 """The compiled allocator: loading it, and what its tables and functions are.
 
-May import errors, contracts, ``compiled``, ``interpreter``, ``thread_locks`` and
+May import errors, contracts, ``compiled``, ``fork_hooks``, ``interpreter``, ``thread_locks`` and
 :mod:`shmreduce.memory`.
 
 Its functions are called with the interpreter's lock held (``PyDLL``): none of
@@ -20,6 +20,7 @@ from typing import Any
 from shmreduce.compiled import ALLOCATOR
 from shmreduce.contracts import AllocatorFunctions
 from shmreduce.errors import AllocatorUnavailableError
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.thread_locks import interrupt_safe
@@ -220,7 +221,7 @@ def _renew_lock() -> None:
     _loading = interrupt_safe(threading.Lock())
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+renew_in_children(_renew_lock)
 
 
 def _unavailable(reason: str) -> AllocatorUnavailableError:

@@ -2,7 +2,8 @@
 
 May import errors, settings, strategies, contracts, ``quick_blocks``, ``mapping``, ``layout``,
 ``handle``, ``lease_slots``, ``segment``, ``reservation``, ``heap``, ``attachments``, ``record``,
-``blocks``, ``filling``, ``lease``, ``parts``, ``runtime`` and, for a type, ``mover``.
+``blocks``, ``filling``, ``lease``, ``parts``, ``runtime``, ``fork_hooks`` and, for a type,
+``mover``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from shmreduce.contracts import check_nbytes
 from shmreduce.errors import ConfigurationError, SegmentError, ShmreduceError
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import quick_blocks
 from shmreduce.memory.attachments import FEW
 from shmreduce.memory.blocks import Block
@@ -67,7 +69,7 @@ def _new_nonces() -> None:
     _nonces = itertools.count(_any_number())
 
 
-os.register_at_fork(after_in_child=_new_nonces)
+renew_in_children(_new_nonces)
 
 
 class Message:

@@ -30,6 +30,7 @@ LAYERS = [
     {
         "borrowed_socket",
         "compiled",
+        "fork_hooks",
         "interpreter",
         "processors",
         "signals",

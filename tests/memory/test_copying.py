@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import pytest
 from shmreduce import ConfigurationError, copy_bytes, copy_in_parts, copying, processors
 from shmreduce.compiled import COPIES
 from tests.compiler import needs_module
+from tests.conftest import PATIENCE
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import FrameType
 
 LENGTHS = [0, 1, 63, 64, 65, 1000, 4096, 100_003]
 
@@ -110,6 +114,44 @@ def test_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_in_parts(target, memoryview(b"0123456789"), copy)
     assert bytes(target) == b"0123456789"
     assert sorted(lengths) == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("when", range(1, 4))
+def test_no_thread_copies_any_more_where_the_wait_for_them_is_struck(
+    when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of a signal raises as the n-th function of the wait is entered."""
+    monkeypatch.setattr(copying, "_PARALLEL_FROM", 1)
+    monkeypatch.setattr(copying, "usable_processors", lambda: 2)
+    begun, go_on = threading.Event(), threading.Event()
+    main = threading.get_ident()
+    done = []
+    left = when
+
+    def copy(target: Any, source: Any) -> None:
+        if threading.get_ident() == main:
+            assert begun.wait(PATIENCE)
+            sys.settrace(strike)
+            return
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        done.append(target)
+
+    def strike(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        if frame.f_code.co_filename == copying.__file__ and event == "call":
+            left -= 1
+            if left == 0:
+                threading.Timer(0.1, go_on.set).start()
+                raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            copy_in_parts(memoryview(bytearray(2)), memoryview(b"ab"), copy)
+        assert len(done) == 1
+    finally:
+        sys.settrace(None)
+        go_on.set()
 
 
 @pytest.mark.parametrize(("past", "chosen"), [(2.0, True), (0.5, False), (1.05, False)])
