@@ -6,6 +6,7 @@ May import everything below it: :mod:`shmreduce.pool_feeding` makes tasks of cal
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import warnings
@@ -130,6 +131,7 @@ class Pool:
         self._pid = os.getpid()
         if processes is None:
             processes = processors()
+        processes = operator.index(processes)
         if processes < 1:
             raise ValueError("Number of processes must be at least 1")
         check_maxtasksperchild(maxtasksperchild)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAILED",
     "READY",
+    "RETURNED",
     "STOP",
     "Channel",
     "channel_class",
@@ -52,6 +53,8 @@ READY = "ready"
 """From a worker: the initializer is done."""
 FAILED = "failed"
 """From a worker: the initializer raised this exception."""
+RETURNED = "returned"
+"""From a worker: the next so many of its tasks are not going to be done here."""
 
 
 class Channel:

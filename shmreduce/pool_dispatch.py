@@ -12,7 +12,8 @@ if tasks have been short lately and many wait: a task that waits behind a long
 one could have been done by somebody else. They are of the call that the worker
 is busy with, and only if it has not been for long: a task may be one that waits
 for the others, as one that collects what they put into a queue, and what
-is behind it would never be done.
+is behind it would never be done. A worker whose task has taken long after all gives back
+those that it was sent ahead.
 
 What becomes of the tasks of a dead worker
 -----------------------------------------
@@ -230,6 +231,13 @@ class Dispatcher:
             mean = (now - worker.busy_since) / answers
             self._mean_seconds += (1 - 0.8**answers) * (mean - self._mean_seconds)
             worker.busy_since = now
+
+    def take_returned(self, worker: WorkerHandle, count: int) -> None:
+        """Let tasks wait for another that a worker was sent and is not going to do."""
+        count = min(count, len(worker.tasks))
+        returned = [worker.tasks.popleft() for _ in range(count)]
+        worker.sent -= count
+        self._waiting.extendleft(reversed(returned))
 
     def lose_answer(self, worker: WorkerHandle) -> None:
         """Take note that a worker has answered, and that nobody can read it."""

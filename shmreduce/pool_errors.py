@@ -6,14 +6,18 @@ May import :mod:`shmreduce.errors`, ``children`` and ``tracebacks``.
 from __future__ import annotations
 
 import threading
-from multiprocessing.pool import RemoteTraceback, rebuild_exc  # type: ignore[attr-defined]
+from multiprocessing.pool import MaybeEncodingError, RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
 
 from shmreduce.children import CallOnLoad
 from shmreduce.errors import ShmreduceError
 from shmreduce.tracebacks import formatted
 
-__all__ = ["WithTraceback", "explained", "forget_announced"]
+__all__ = ["WithTraceback", "explained", "forget_announced", "in_words"]
+
+
+_forget_traceback = BaseException.__dict__["__traceback__"].__set__
+_set_cause = BaseException.__dict__["__cause__"].__set__
 
 
 class _Announced(threading.local):
@@ -39,16 +43,29 @@ class WithTraceback:
     def __init__(self, error: BaseException) -> None:
         self.exc = error
         self.tb = f'\n"""\n{formatted(error, error.__traceback__)}"""'
-        # Its frames hold the task's arrays.
-        error.__traceback__ = None
+        # Its frames hold the task's arrays. Its class may refuse attributes, as that of a
+        # frozen dataclass.
+        _forget_traceback(error, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (CallOnLoad(_announce, self.tb), self.exc, self.tb)
 
 
 def _rebuild(_: None, error: BaseException, text: str) -> BaseException:
-    rebuilt: BaseException = rebuild_exc(error, text)
-    return rebuilt
+    _set_cause(error, RemoteTraceback(text))
+    return error
+
+
+def in_words(error: BaseException, value: WithTraceback) -> WithTraceback:
+    """Return what can be told of a task's exception that cannot be pickled, for this error."""
+    try:
+        told = MaybeEncodingError(error, value.exc)
+    except Exception:
+        # It needs the repr() of both.
+        told = MaybeEncodingError(type(error).__qualname__, type(value.exc).__qualname__)
+    words = WithTraceback(told)
+    words.tb = value.tb
+    return words
 
 
 def forget_announced() -> None:

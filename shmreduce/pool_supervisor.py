@@ -49,6 +49,7 @@ import os
 import selectors
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ProducerDied, TaskAbandonedError
@@ -59,6 +60,7 @@ from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_channel import (
     FAILED,
     READY,
+    RETURNED,
     STOP,
     channel_class,
     close_in_forked_children,
@@ -80,6 +82,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor", "make_abandoned"]
 
+_LEAVE = 0.5
+"""Seconds that an idle worker has to leave before it gets SIGTERM."""
 _GRACE = 5.0
 """Seconds that a worker has to end after SIGTERM."""
 _RETRY_DELAY = 0.02
@@ -164,6 +168,8 @@ class Supervisor:
         self._closing = self._terminating = self._stopping = self.ended = False
         self._at_once = False
         """Whether workers have no time to end."""
+        self._gently = False
+        """Whether workers that are idle are asked to leave first."""
         self._killing = False
         """Whether workers have their time to end already."""
         self._self_pipe: SelfPipe
@@ -250,6 +256,7 @@ class Supervisor:
         """Kill the workers now, and wait until that is done; not those of a parent."""
         if self.is_inherited:
             return
+        self._gently = True
         self.stop(at_once=False)
         self.join(_GRACE)
         if not self._killing and threading.current_thread() is not self.thread:
@@ -440,6 +447,8 @@ class Supervisor:
     def _kill(self) -> None:
         """End all workers, and wait for that."""
         self._killing = True
+        if self._gently and not self._at_once:
+            self._let_idle_leave()
         for worker in self.workers:
             worker.process.terminate()
         deadline = time.monotonic() + (0.0 if self._at_once else _GRACE)
@@ -451,6 +460,21 @@ class Supervisor:
             worker.exit_code()
             self._dispatcher.take_back(worker)
             self._remove(worker)
+
+    def _let_idle_leave(self) -> None:
+        """Have those leave that have nothing to do; they may ignore a signal, as their parent."""
+        # Those that have yet to begin, too.
+        idle = [worker for worker in self.workers if not worker.tasks]
+        for worker in self.workers:
+            if worker not in idle:
+                worker.process.terminate()
+        for worker in idle:
+            # One that has ended, perhaps.
+            with suppress(OSError):
+                worker.channel.send_bytes(STOP)
+        deadline = time.monotonic() + _LEAVE
+        for worker in idle:
+            worker.await_end(max(0.0, deadline - time.monotonic()))
 
     def _close(self) -> None:
         self._selector.close()
@@ -499,8 +523,15 @@ class Supervisor:
             worker.initializer_failed = True
             # It will raise in the next worker too.
             self._failed_to_start(value, patience=2)
-        else:
+        elif kind == RETURNED:
+            self._dispatcher.take_returned(worker, value)
+        elif worker.tasks:
             self._dispatcher.answer(worker, bool(kind), value)
+        else:
+            # It was asked nothing. Nobody knows what its next answer would belong to.
+            worker.process.kill()
+            self._stop_listening(worker)
+            return False
         return True
 
     def _lose_answer(self, worker: WorkerHandle) -> None:

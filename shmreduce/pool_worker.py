@@ -12,14 +12,15 @@ import contextlib
 import gc
 import signal
 import sys
+import time
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born.allocations import check_allocator, shared_allocations
 from shmreduce.errors import ShmreduceError
 from shmreduce.parent_death import die_with_parent
-from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
-from shmreduce.pool_errors import WithTraceback
+from shmreduce.pool_channel import FAILED, READY, RETURNED, STOP, close_in_forked_children
+from shmreduce.pool_errors import WithTraceback, in_words
 from shmreduce.pool_tasks import EACH, ONCE
 from shmreduce.tracebacks import formatted
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerOptions", "work"]
 
+_LONG_TASK = 1e-3
+"""Seconds: those that were sent ahead behind a task that takes longer go to whoever is idle."""
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -153,6 +156,7 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
         if data == STOP:
             return
         done += 1
+        began = time.monotonic()
         progress.begin(done)
         if not _answer(channel, data, progress, options, around):
             return
@@ -162,6 +166,11 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
             return
         # Arrays of this task are not to live until the next one comes.
         del data
+        if received and time.monotonic() - began > _LONG_TASK:
+            # The next may be as long, and others have nothing to do.
+            if not _tell(channel, RETURNED, len(received)):
+                return
+            received.clear()
         if gc.isenabled():
             # The young generation only: what a task leaves in cycles is there.
             gc.collect(0)
@@ -173,8 +182,10 @@ def _receive(channel: Channel, received: collections.deque[bytes | Exception]) -
         received.extend(channel.receive_tasks())
     except (EOFError, OSError):
         return False
-    except Exception as error:
+    except (ShmreduceError, MemoryError) as error:
         # The memory of a large task cannot be opened: no descriptor is free, say.
+        # Anything else has been raised by the handler of a signal. Nobody has asked for
+        # an answer then, and nobody knows how much of a message was read.
         received.append(error)
     return True
 
@@ -248,7 +259,15 @@ def _call(
 
 
 def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:
-    return _deliver(channel, channel.pack_last([(kind, value)]))
+    try:
+        message = channel.pack_last([(kind, value)])
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if not isinstance(value, WithTraceback):
+            raise
+        message = channel.pack_last([(kind, in_words(error, value))])
+    return _deliver(channel, message)
 
 
 def _deliver(channel: Channel, message: Any) -> bool:

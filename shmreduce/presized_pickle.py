@@ -16,7 +16,7 @@ import os
 import pickle
 from typing import TYPE_CHECKING, Any, cast
 
-from shmreduce.errors import OutOfSharedMemoryError
+from shmreduce.errors import ShmreduceError
 
 if TYPE_CHECKING:
     from collections.abc import Sized
@@ -89,8 +89,8 @@ class PresizedBuffer:
         self._rest: io.BytesIO | None = None
         try:
             given = message.allocate(nbytes + nbytes // _SPARE)
-        except OutOfSharedMemoryError:
-            # There may be for what is really needed.
+        except ShmreduceError:
+            # No memory, no descriptor, no lease. What is really needed may be less, or nothing.
             given = None
         self._view = None if given is None else given[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import multiprocessing
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def packets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tasks went in each packet that had several; all tasks count as short."""
+    """How many tasks went in each packet that had several; all tasks count as short.
+
+    Forked workers give none back.
+    """
     monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
+    monkeypatch.setattr("shmreduce.pool_worker._LONG_TASK", PATIENCE)
     counts: list[int] = []
     join = pool_channel._join
 
@@ -217,3 +222,38 @@ def test_answers_that_are_there_are_read_in_one_turn(
         pool.join()
     # But for the last, whose answer may be under way.
     assert max(turns) >= max(packets) - 1 > 1
+
+
+@pytest.mark.parametrize("context", ["shmreduce", "multiprocessing"])
+def test_what_waits_behind_a_long_task_goes_back(
+    context: str, packets: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is done once all the same, and those that a killed worker gave back are not lost."""
+    # Inherited by the workers: any task is a long one.
+    monkeypatch.setattr("shmreduce.pool_worker._LONG_TASK", 0.0)
+    returned: list[int] = []
+    take_returned = Dispatcher.take_returned
+
+    def taking(dispatcher: Dispatcher, worker: WorkerHandle, count: int) -> None:
+        returned.append(count)
+        take_returned(dispatcher, worker, count)
+
+    monkeypatch.setattr(Dispatcher, "take_returned", taking)
+    done = tmp_path / "done"
+    calls = [(str(done), x, "SIGKILL" if x == 70 else None) for x in range(100)]
+    module = {"shmreduce": shmreduce, "multiprocessing": multiprocessing}[context]
+    with Pool(2, context=module.get_context("fork"), retries=1, maxtasksperchild=40) as pool:
+        with held(pool, 100):
+            results = pool.imap(noted, calls)
+        for number in range(100):
+            if number == 70:
+                with pytest.raises(WorkerDied) as caught:
+                    results.next(PATIENCE)
+                assert caught.value.index == 70
+            else:
+                assert results.next(PATIENCE) == number**2
+        pool.close()
+        pool.join()
+    begun = collections.Counter(int(line.split()[0]) for line in done.read_text().splitlines())
+    assert begun == {number: 1 + (number == 70) for number in range(100)}
+    assert max(returned) > 1
