@@ -456,10 +456,9 @@ class LiveBlocks:
 
     def after_fork_in_parent(self, over: list[Fork]) -> None:
         """Go on. Called again with the same list it goes on from where it was."""
-        if not over and self.ledger.was_struck:
+        if self.ledger.after_fork_in_parent(over):
             # Too late, but better than never: this process's writes from now on.
             self._keep_apart(list(self._roots.values()))
-        self.ledger.after_fork_in_parent(over)
 
     def _keep_apart(self, references: list[RootReference]) -> None:
         exposed = 0

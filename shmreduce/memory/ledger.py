@@ -89,8 +89,12 @@ class ForkLedger:
         """How many forks there were, or are about to be."""
         self.pending = _pending
         """Numbers of forks that are about to happen."""
+        # What was forked before there was anything to see is nobody's to note.
+        self.pending.pop(UNNOTED, None)
         self._begun_before = _forks_begun()
         self._unnoted_since: float | None = None
+        self._unsure: dict[int, float] = {}
+        """Forks of which it is not known who makes them, and since when there is a number."""
         self._fd = -1
         self._identity: tuple[int, int] | None = None
         self._ready: dict[int, list[Fork]] = {}
@@ -130,18 +134,22 @@ class ForkLedger:
         """
         if fork.number:
             return
-        begun = _forks_begun()
-        # No call between the lines, so no other thread.
+        begun, now = _forks_begun(), time.monotonic()
+        # No call that lets another thread in before the number is noted.
         missed = begun - self._begun_before - self.forks - 1
-        if missed > 0:
-            self.forks += missed
-            self._unguarded_until = self.forks
+        while missed > 0:
+            # Nobody is going to note it; or another thread is, which has not come that far.
+            missed -= 1
+            self.forks += 1
+            self._unsure[self.forks] = now
+            self.pending[self.forks] = None
+        if missed < 0 and self._unsure:
+            fork.number, _ = self._unsure.popitem()
         else:
-            # Another thread was so early that this one was taken for one that was missed.
             self._begun_before += missed
-        self.forks += 1
-        fork.number = self.forks
-        self.pending[fork.number] = None
+            self.forks += 1
+            fork.number = self.forks
+            self.pending[fork.number] = None
         self.pending.pop(UNNOTED, None)
         self._unnoted_since = None
 
@@ -196,21 +204,20 @@ class ForkLedger:
         self._unguarded_until = max(self._unguarded_until, fork.number)
         self.pending.pop(fork.number, None)
 
-    def after_fork_in_parent(self, over: list[Fork]) -> None:
-        """Leave the token to the child alone.
+    def after_fork_in_parent(self, over: list[Fork]) -> bool:
+        """Leave the token to the child alone; return whether there is none.
 
         ``over`` gets the fork. A signal handler may raise at any call, and this be
         called again: with the same list it goes on from where it was.
         """
         stack = self._ready.get(threading.get_ident(), [])
         if not over:
-            if self.was_struck:
-                # It is not on the stack. What is there is a fork further out: in a
-                # signal handler this one was made between the hooks of that.
-                over[:] = [Fork()]
-                self.leave_unguarded(over[0])
-                return
             over[:] = stack[-1:]
+        if not over and self.was_struck:
+            # By the hooks before it nobody has noted it.
+            over[:] = [Fork()]
+            self.leave_unguarded(over[0])
+            return True
         for fork in over:
             fork.token = None
             self.pending.pop(fork.number, None)
@@ -218,6 +225,7 @@ class ForkLedger:
                 stack.remove(fork)
             if not stack:
                 self._ready.pop(threading.get_ident(), None)
+        return False
 
     def after_fork_in_child(self) -> ForkLedger:
         """Return the child's own ledger; the inherited tokens stay for life."""
@@ -237,7 +245,9 @@ class ForkLedger:
             The values of :attr:`birth` when the thing was born, and of
             :attr:`death` when it died: it was alive at the forks in between.
         """
-        if self.was_struck and not self._give_up_waiting():
+        if self.pending:
+            self._give_up_waiting()
+        if self.was_struck or any(birth < number <= death for number in list(self._unsure)):
             return True
         if birth == death:
             return False
@@ -251,12 +261,16 @@ class ForkLedger:
             return True
         return locks.first_locked(self._fd, _LOCK_FORK + birth + 1, death - birth) is not None
 
-    def _give_up_waiting(self) -> bool:
-        """Take note of a fork whose hooks will not do so any more; False if they may."""
+    def _give_up_waiting(self) -> None:
+        """See to it that forks which nobody notes for long leave what lived then unused."""
         now = time.monotonic()
-        if self._unnoted_since is None:
+        if not self.was_struck:
+            self._unnoted_since = None
+        elif self._unnoted_since is None:
             self._unnoted_since = now
-        if now - self._unnoted_since < _LONGEST_HOOK:
-            return False
-        self.leave_unguarded(Fork())
-        return True
+        elif now - self._unnoted_since > _LONGEST_HOOK:
+            self.leave_unguarded(Fork())
+        for number, since in list(self._unsure.items()):
+            if now - since > _LONGEST_HOOK and self._unsure.pop(number, None) is not None:
+                self._unguarded_until = max(self._unguarded_until, self.forks)
+                self.pending.pop(number, None)

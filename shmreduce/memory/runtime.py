@@ -213,6 +213,8 @@ class Runtime:
 
     def before_fork(self, fork: Fork) -> None:
         """Get ready for a child that sees what this process sees."""
+        # First: until it has a number it looks to other threads like one that nobody notes.
+        self.live.ledger.announce(fork)
         self.idle_return.before_fork()
         self.live.before_fork(fork)
 

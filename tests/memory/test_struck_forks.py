@@ -7,6 +7,7 @@ limit none can be.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,8 @@ import pytest
 
 import shmreduce
 from shmreduce.memory import runtime
-from shmreduce.memory.ledger import count_fork, mark_fork
-from tests.memory.waiting import eventually, in_forked_child, wait_for_exit
+from shmreduce.memory.ledger import Fork, count_fork, mark_fork
+from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,3 +199,49 @@ def test_a_fork_that_nobody_has_noted_does_not_keep_later_memory() -> None:
         return state.live.unsettled == 1
 
     assert wait_for_exit(in_forked_child(lose_all_hooks)) == 0
+
+
+_FORKS_FIRST = """
+import os
+import numpy, shmreduce
+from shmreduce.memory import runtime
+pid = os.fork()
+if not pid:
+    os._exit(0)
+os.waitpid(pid, 0)
+array = shmreduce.full(300_000, 1, numpy.uint8)
+ledger, live = runtime.current().live.ledger, runtime.current().live
+del array
+assert (ledger.forks, ledger.pending, live.unsettled) == (0, {}, 0)
+"""
+
+
+def test_a_fork_before_there_was_shared_memory_is_nobodys_to_note() -> None:
+    """It does not look like one whose hooks were lost."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKS_FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_forks_of_two_threads_are_both_noted() -> None:
+    """One thread is so far that its fork is counted, another forks in between."""
+
+    def fork_twice() -> bool:
+        ledger = runtime.current().live.ledger
+        forks = ledger.forks
+        seen = shmreduce.full(LENGTH, 1, np.uint8)
+        # As the hooks of one thread that has not come to its announcement.
+        mark_fork()
+        count_fork()
+        elsewhere = in_forked_child(lambda: True)
+        assert wait_for_exit(elsewhere) == 0
+        # A block that its child is going to see, whose fork has yet to come.
+        assert ledger.visible(forks, ledger.forks)
+        late = Fork()
+        ledger.announce(late)
+        ledger.before_fork(late, guarded=False)
+        ledger.after_fork_in_parent([])
+        del seen
+        return ledger.forks == forks + 2 and nothing_waits()
+
+    assert wait_for_exit(in_forked_child(fork_twice)) == 0
