@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     Lock = threading.Lock | threading.RLock
 
-__all__ = ["interrupt_safe"]
+__all__ = ["interrupt_safe", "taken_at_once"]
 
 _WAIT = (True,)
+_DO_NOT_WAIT = (False,)
 _NEEDED = sys.version_info[:2] == (3, 14)
 """3.15 has it mended, and the versions before 3.14 take locks by one instruction."""
 
@@ -50,6 +52,24 @@ class _InterruptSafe:
     __exit__: Any = property(attrgetter("_exit"))
 
 
+class _AtOnce(_InterruptSafe):
+    """Takes a lock if that can be done without waiting."""
+
+    __slots__ = ("_refusal",)
+
+    def __init__(self, lock: Lock, refusal: Callable[[], Exception]) -> None:
+        super().__init__(lock)
+        self._refusal = refusal
+
+    def __enter__(self) -> bool:
+        (taken,) = map(self._acquire, _DO_NOT_WAIT)
+        if not taken:
+            # To yield False would need a way out that looks whether there is anything to
+            # give back: one in Python, which could be struck when it begins.
+            raise self._refusal()
+        return taken
+
+
 def interrupt_safe(lock: Lock) -> AbstractContextManager[Any]:
     """Return what ``with`` takes in the place of a lock, safely with any CPython.
 
@@ -69,3 +89,28 @@ def interrupt_safe(lock: Lock) -> AbstractContextManager[Any]:
     False
     """
     return _InterruptSafe(lock) if _NEEDED else lock
+
+
+def taken_at_once(lock: Lock, refusal: Callable[[], Exception]) -> AbstractContextManager[Any]:
+    """Return what ``with`` takes in the place of a lock, without ever waiting for it.
+
+    Parameters
+    ----------
+    lock : threading.Lock or threading.RLock
+        Taken and released by it.
+    refusal : callable
+        Makes what is raised, before the block, if the lock is taken.
+
+    Examples
+    --------
+    >>> import threading
+    >>> lock = threading.Lock()
+    >>> with taken_at_once(lock, BlockingIOError):
+    ...     with taken_at_once(lock, BlockingIOError):
+    ...         print("twice")
+    Traceback (most recent call last):
+    BlockingIOError
+    >>> lock.locked()
+    False
+    """
+    return _AtOnce(lock, refusal)

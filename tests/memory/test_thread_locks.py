@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shmreduce.thread_locks import _InterruptSafe, interrupt_safe
+from shmreduce.thread_locks import _AtOnce, _InterruptSafe, interrupt_safe, taken_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,12 @@ def take_and_give_back(lock: Any) -> None:
             pass
 
 
+def at_once(lock: Any) -> contextlib.AbstractContextManager[Any]:
+    return taken_at_once(lock, BlockingIOError)
+
+
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
-@pytest.mark.parametrize("safe", [interrupt_safe, _InterruptSafe])
+@pytest.mark.parametrize("safe", [interrupt_safe, _InterruptSafe, at_once])
 def test_it_is_never_left_taken(
     make: Callable[[], Any], safe: Callable[[Any], contextlib.AbstractContextManager[Any]]
 ) -> None:
@@ -75,6 +79,35 @@ def test_it_is_a_lock() -> None:
     assert not lock.locked()
 
 
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
+def test_it_is_taken_at_once_or_not_at_all(make: Callable[[], Any]) -> None:
+    """Who finds it taken is refused, and it stays the other's."""
+    lock = make()
+    safe = at_once(lock)
+    refused: list[bool] = []
+
+    def try_it() -> None:
+        try:
+            with safe:
+                refused.append(False)
+        except BlockingIOError:
+            refused.append(True)
+
+    def try_it_elsewhere() -> None:
+        other = threading.Thread(target=try_it)
+        other.start()
+        other.join()
+
+    with safe as taken:
+        assert taken
+        try_it_elsewhere()
+        # In the same thread only where it is not reentrant.
+        try_it()
+        try_it_elsewhere()
+    try_it_elsewhere()
+    assert refused == [True, make is threading.Lock, True, False]
+
+
 def test_a_strike_while_it_waits_takes_nothing() -> None:
     """Who is struck while somebody else has the lock does not get it."""
     lock = threading.Lock()
@@ -92,7 +125,14 @@ def test_a_strike_while_it_waits_takes_nothing() -> None:
     lock.release()
 
 
-def test_nothing_is_called_once_it_has_the_lock() -> None:
-    """The way in is no call, after which the interpreter would look for signals."""
-    names = [each.opname for each in dis.get_instructions(_InterruptSafe.__enter__)]
-    assert not any(name.startswith("CALL") for name in names[names.index("UNPACK_SEQUENCE") :])
+@pytest.mark.parametrize("safe", [_InterruptSafe, _AtOnce])
+def test_nothing_is_called_once_it_has_the_lock(safe: type[_InterruptSafe]) -> None:
+    """The way in is no call, after which the interpreter would look for signals, but that of
+    what is raised without the lock.
+    """
+    names = [each.opname for each in dis.get_instructions(safe.__enter__)]
+    after = names[names.index("UNPACK_SEQUENCE") :]
+    if "RAISE_VARARGS" in after:
+        skipped = next(place for place, name in enumerate(after) if "_IF_" in name)
+        after[skipped : after.index("RAISE_VARARGS")] = []
+    assert not any(name.startswith("CALL") for name in after)
