@@ -246,24 +246,31 @@ class BornHeap(Heap):
             return
         largest = max(counters.largest, counters.missed)
         wanted = self._library.size_class(largest)
-        left = self._library.region_left() if self._region_blocks else 0
-        enough = left > 2 * wanted
         try:
-            with self.exclusive(wait=False) as got:
-                if not got:
-                    return
-                room = self._room()
-                # Not for what there is no room for anyway.
-                if not enough and (wanted <= room or not left):
-                    needed = wanted if wanted <= room else 0
-                    self._new_region(max(3 * needed, _usual_region()), needed)
-        except (HeapBusyError, SegmentError, LeaseTimeoutError):
-            # No room, or somebody else is at it: arrays come from ordinary
-            # memory until the next look, and are copied when they are sent.
-            room = 0
+            with self.exclusive(wait=False):
+                room = self._prepare(wanted)
+        except HeapBusyError:
+            # Another thread is at it, or this one was when it was interrupted.
+            return
         self._threshold, self._prepared = threshold, largest
         self._has_room = self._library.size_class(max(largest, threshold)) <= room
         self._library.allow(threshold, room)
+
+    def _prepare(self, wanted: int) -> int:
+        """Give the allocator a region if the one that it has is too small; return the room."""
+        left = self._library.region_left() if self._region_blocks else 0
+        enough = left > 2 * wanted
+        try:
+            room = self._room()
+            # Not for what there is no room for anyway.
+            if not enough and (wanted <= room or not left):
+                needed = wanted if wanted <= room else 0
+                self._new_region(max(3 * needed, _usual_region()), needed)
+        except (HeapBusyError, SegmentError, LeaseTimeoutError):
+            # No room, or another strategy's heap is in use: arrays come from ordinary
+            # memory until the next look, and are copied when they are sent.
+            return 0
+        return room
 
     def _room(self) -> int:
         """Return how many bytes may be carved until the next look.
@@ -281,9 +288,7 @@ class BornHeap(Heap):
     def _new_region(self, size: int, needed: int) -> None:
         """Lend the allocator addresses for ``size`` bytes; a budget may allow few of them."""
         for heap in {*_heaps.values()} - {self}:
-            with heap.exclusive(wait=False) as got:
-                if not got:
-                    raise HeapBusyError("another thread is inside another strategy's heap")
+            with heap.exclusive(wait=False):
                 heap._take_region_back()
         self._take_region_back()
         found = next(

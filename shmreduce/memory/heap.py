@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import OutOfSharedMemoryError, SegmentError
@@ -33,10 +33,10 @@ from shmreduce.memory.reservation import (
 )
 from shmreduce.memory.segment_creation import SegmentHost, create_segment
 from shmreduce.memory.size_classes import FIRST_SEGMENT, SLAB, next_segment_size, size_class
-from shmreduce.thread_locks import interrupt_safe
+from shmreduce.thread_locks import interrupt_safe, taken_at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.mapping import Mapping
@@ -107,7 +107,7 @@ class Heap:
         self.warm: dict[int, list[tuple[OwnedSegment, int]]] = {}
         self._lock: Any = threading.RLock()
         self._locked = interrupt_safe(self._lock)
-        self._busy = False
+        self._locked_at_once = taken_at_once(self._lock, _used_by_another)
         self._inherited = False
         self._host = host
         self._whole_pages = kind == BY_VALUE
@@ -218,26 +218,27 @@ class Heap:
 
     # Growth, all under the lock
 
-    @contextmanager
-    def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
-        """Hold the heap's lock; yield whether it was got."""
+    def exclusive(self, *, wait: bool = True) -> AbstractContextManager[Any]:
+        """Return what ``with`` holds the heap's lock by.
+
+        A thread that has one heap is not to ``wait`` for another, so two cannot wait
+        for each other.
+
+        Raises
+        ------
+        HeapBusyError
+            On re-entry. From ``with``, if another thread has it and is not to be
+            waited for.
+        """
         if self._lock._is_owned():
             raise HeapBusyError(
                 "this thread is inside the heap already, where a signal handler or a finalizer "
                 "has interrupted it"
             )
-        if not wait and self._busy:
-            yield False
-            return
-        # The lock's own ``with``: Ctrl-C does not come between the lock and the
-        # block. A thread that holds one heap and sees another busy does not wait
-        # for it, so two cannot wait for each other.
-        with self._locked:
-            self._busy = True
-            try:
-                yield True
-            finally:
-                self._busy = False
+        # The lock's own ``with``: Ctrl-C does not come between the lock and the block. It
+        # would between a generator's lock and the block, and then, as long as somebody
+        # keeps the traceback, the generator and its lock are kept, too.
+        return self._locked if wait else self._locked_at_once
 
     def _make_room(self, size: int, contents: Contents | None) -> tuple[OwnedSegment, int]:
         for segment in self.segments:
@@ -462,3 +463,7 @@ class Heap:
     def reserved_bytes(self) -> int:
         """Bytes of shared memory that the heap's segments have pages for."""
         return sum(segment.reserved for segment in list(self.segments))
+
+
+def _used_by_another() -> HeapBusyError:
+    return HeapBusyError("another thread is inside the heap")

@@ -151,13 +151,12 @@ class IdleReturn:
         if heap.collect():
             heap.last_used = time.monotonic()
         try:
-            with heap.exclusive(wait=False) as got:
-                if got:
-                    heap.reap_after(0)
-                    if time.monotonic() - heap.last_used >= seconds:
-                        heap.cool(keep)
+            with heap.exclusive(wait=False):
+                heap.reap_after(0)
+                if time.monotonic() - heap.last_used >= seconds:
+                    heap.cool(keep)
         except HeapBusyError:
-            # Collected from inside the heap, by a finalizer that runs in this thread.
+            # Another thread is inside, or a finalizer in this one has come from there.
             return
 
 

@@ -188,10 +188,9 @@ class Runtime:
                 heap.collect()
                 # Not waiting: that heap's thread may be waiting for this one. It may
                 # be this thread, which a signal handler has interrupted there.
-                with suppress(HeapBusyError), heap.exclusive(wait=False) as got:
-                    if got:
-                        heap.reap()
-                        released += heap.cool(0)
+                with suppress(HeapBusyError), heap.exclusive(wait=False):
+                    heap.reap()
+                    released += heap.cool(0)
         return released
 
     def give_up(self) -> None:
