@@ -46,14 +46,17 @@ def _answer(connection: Connection, function: Callable[..., Any], arguments: Any
 
 def letters() -> list[Letter]:
     """Return what is in the mailbox of this process's family: it keeps memory."""
-    found = []
     family = runtime.current().family
-    # Two who look at once, each from a place of its own, would look from one.
-    with family._locked(_LOCK_MAILBOX):
+
+    def look() -> list[Letter]:
+        found = []
         for letter, fd in family._letters():
             found.append(letter)
             os.close(fd)
-    return found
+        return found
+
+    # Two who look at once, each from a place of its own, would look from one.
+    return family._locked(_LOCK_MAILBOX, look)
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ import socket
 import struct
 import sys
 import threading
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
 from shmreduce.memory import locks
@@ -36,7 +36,10 @@ from shmreduce.memory.standard_streams import seqpacket_pair
 from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
+
+    _P = ParamSpec("_P")
+    _R = TypeVar("_R")
 
 __all__ = ["Family", "Letter"]
 
@@ -250,9 +253,11 @@ class Family:
             with self._threads_locked:
                 self.lower(-nbytes)
             return
-        with self._locked(_LOCK_BUDGET):
-            self.check(nbytes, budget)
-            self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
+        self._locked(_LOCK_BUDGET, self._add, nbytes, budget)
+
+    def _add(self, nbytes: int, budget: int) -> None:
+        self.check(nbytes, budget)
+        self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
 
     def lower(self, nbytes: int) -> None:
         """Take ``nbytes`` off this member's reservation, without a lock, for when nobody waits.
@@ -284,12 +289,15 @@ class Family:
         """Bytes that this process has reserved."""
         return self._reserved[self._index]
 
-    @contextmanager
-    def _locked(self, offset: int) -> Iterator[None]:
-        """Hold one of the family's locks, which is waited for boundedly."""
+    def _locked(
+        self, offset: int, action: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs
+    ) -> _R:
+        """Call a function under one of the family's locks, which is waited for boundedly."""
+        release = locks.unlock_request(offset)
         # The byte lock excludes other processes only. A call from a signal
         # handler passes both, as part of the call that it interrupted. The thread
-        # lock's own ``with``: Ctrl-C does not come between the lock and the block.
+        # lock's own ``with``: Ctrl-C does not come between the lock and the block. It
+        # would in a generator for the ``with`` of callers, so there is none.
         with self._threads_locked:
             try:
                 self._depth[offset] += 1
@@ -298,16 +306,18 @@ class Family:
                 )
                 if waited is not None:
                     raise _stayed_taken(waited)
-                yield
+                return action(*arguments, **options)
             finally:
+                # No function of Python, not even locks.unlock(): Ctrl-C could strike as it
+                # begins. Before a call of what is in C it does not.
                 self._depth[offset] -= 1
-                if not self._depth[offset]:
+                # A child that was forked in the middle has given them up.
+                if not self._depth[offset] and self._lock_fd != -1:
                     try:
-                        locks.unlock(self._lock_fd, offset)
-                    except BaseException:
-                        # Ctrl-C, maybe before the lock was given up.
-                        locks.unlock(self._lock_fd, offset)
-                        raise
+                        fcntl.fcntl(self._lock_fd, locks.SETLK, release)
+                    except OSError as error:
+                        if error.errno != errno.EBADF:
+                            raise
 
     # Mailbox
 
@@ -322,8 +332,7 @@ class Family:
         OSError
             ``EAGAIN`` or ``ETOOMANYREFS`` when the mailbox is full.
         """
-        with self._locked(_LOCK_MAILBOX):
-            self._send(letter, fd)
+        self._locked(_LOCK_MAILBOX, self._send, letter, fd)
 
     def look_for(self, token: bytes) -> int | None:
         """Return a descriptor of the segment if it is in the mailbox; the caller owns it.
@@ -333,17 +342,19 @@ class Family:
         OSError
             ``EMFILE`` if it is there and no descriptor is free.
         """
-        with self._locked(_LOCK_MAILBOX):
-            found, is_there = None, False
-            for letter, fd in self._letters():
-                is_there = is_there or letter.token == token
-                if letter.token == token and found is None and fd != -1:
-                    found = fd
-                else:
-                    _close(fd)
-            if is_there and found is None:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return found
+        return self._locked(_LOCK_MAILBOX, self._look_for, token)
+
+    def _look_for(self, token: bytes) -> int | None:
+        found, is_there = None, False
+        for letter, fd in self._letters():
+            is_there = is_there or letter.token == token
+            if letter.token == token and found is None and fd != -1:
+                found = fd
+            else:
+                _close(fd)
+        if is_there and found is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return found
 
     def tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
         """Take out the letters whose messages have all been read.
@@ -353,18 +364,20 @@ class Family:
         is posted before the original is taken, and a process killed in between
         leaves it twice, which does no harm.
         """
-        with self._locked(_LOCK_MAILBOX):
-            if self._depth[_LOCK_MAILBOX] > 1:
-                # A signal handler, or a destructor, in the middle of another call.
+        self._locked(_LOCK_MAILBOX, self._tidy, is_read)
+
+    def _tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
+        if self._depth[_LOCK_MAILBOX] > 1:
+            # A signal handler, or a destructor, in the middle of another call.
+            return
+        count = 0
+        for _, fd in self._letters():
+            _close(fd)
+            count += 1
+        for _ in range(count):
+            first = next(iter(self._letters()), None)
+            if first is None or not self._settle(*first, is_read):
                 return
-            count = 0
-            for _, fd in self._letters():
-                _close(fd)
-                count += 1
-            for _ in range(count):
-                first = next(iter(self._letters()), None)
-                if first is None or not self._settle(*first, is_read):
-                    return
 
     def _settle(self, letter: Letter, fd: int, is_read: Callable[[Letter, int], bool]) -> bool:
         """Drop the first letter or move it to the end; return whether that worked."""

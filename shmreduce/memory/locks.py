@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
+    "SETLK",
     "first_locked",
     "identity_of",
     "keep_trying",
@@ -35,13 +36,15 @@ __all__ = [
     "try_lock",
     "try_request",
     "unlock",
+    "unlock_request",
 ]
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = struct.Struct("@hhqqi4x")
 # By number, too: Pythons that are built for a C library before glibc 2.20 have no names for them.
 _HAS_THEM = sys.platform == "linux"
-_SETLK: int = getattr(fcntl, "F_OFD_SETLK", 37 if _HAS_THEM else -1)
+SETLK: int = getattr(fcntl, "F_OFD_SETLK", 37 if _HAS_THEM else -1)
+"""The command of fcntl(2), for who must lock or unlock without a function of Python."""
 _GETLK: int = getattr(fcntl, "F_OFD_GETLK", 36 if _HAS_THEM else -1)
 _CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
 # Seconds. Locks are held for microseconds, unless their holder is stopped.
@@ -50,7 +53,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.00002, 0.005
 
 def supported() -> bool:
     """Return whether this platform has locks of open file descriptions."""
-    return _SETLK != -1 and struct.calcsize("P") == 8
+    return SETLK != -1 and struct.calcsize("P") == 8
 
 
 def reopen(fd: int) -> int:
@@ -91,7 +94,7 @@ def lock_request(offset: int) -> bytes:
 def try_request(fd: int, request: bytes, *, later: bool) -> bool:
     """Do what :func:`try_lock` does, with as much room for frames as :func:`unlock` needs."""
     try:
-        fcntl.fcntl(fd, _SETLK, request)
+        fcntl.fcntl(fd, SETLK, request)
     except OSError as error:
         if error.errno in _CONFLICT or (later and error.errno == errno.ENOLCK):
             return False
@@ -119,10 +122,16 @@ def keep_trying(attempt: Callable[[], bool], patience: float) -> float | None:
 def unlock(fd: int, offset: int) -> None:
     """Give up the lock of one byte; harmless where none is held, or the descriptor was closed."""
     try:
-        fcntl.fcntl(fd, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
+        # Not unlock_request(): that would need room for another frame.
+        fcntl.fcntl(fd, SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
     except OSError as error:
         if error.errno != errno.EBADF:
             raise
+
+
+def unlock_request(offset: int) -> bytes:
+    """Return what :func:`unlock` asks the kernel for."""
+    return _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0)
 
 
 def first_locked(fd: int, offset: int, length: int = 1) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import multiprocessing
@@ -12,7 +11,7 @@ import warnings
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ import shmreduce
 from shmreduce import AttachError, LeaseTimeoutError
 from shmreduce.memory import runtime
 from shmreduce.memory.blocks import LiveBlocks
-from shmreduce.memory.family import Family
+from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.ledger import Fork, ForkLedger
@@ -202,14 +201,15 @@ def test_a_child_does_not_inherit_a_lock_of_the_moment(what: str) -> None:
 
     # A process that ends in the middle of a transition, while a child of it lives.
     def end_in_the_middle() -> bool:
-        with contextlib.ExitStack() as held:
-            if what == "family":
-                held.enter_context(runtime.current().family._locked(1 << 41))
-            else:
-                mine = runtime.current().attachments.own_view_of(segment, object())
-                mine.lock_block(0, (threading.get_ident(),))
-            in_forked_child(wait)
-            os._exit(0)
+        if what == "family":
+            runtime.current().family._locked(_LOCK_BUDGET, fork_and_end)
+        mine = runtime.current().attachments.own_view_of(segment, object())
+        mine.lock_block(0, (threading.get_ident(),))
+        fork_and_end()
+
+    def fork_and_end() -> NoReturn:
+        in_forked_child(wait)
+        os._exit(0)
 
     assert wait_for_exit(in_forked_child(end_in_the_middle)) == 0
     if what == "family":
