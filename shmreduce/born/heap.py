@@ -1,6 +1,6 @@
 """The heap whose blocks the compiled allocator gives to arrays.
 
-May import errors, settings, :mod:`shmreduce.memory` and ``library``.
+May import errors, settings, ``thread_locks``, :mod:`shmreduce.memory` and ``library``.
 
 A block is the allocator's while an array lives in it and while it lies idle for
 the next one; what stands there is in the allocator's table alone. It is this
@@ -16,10 +16,11 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import threading
 import time
 from bisect import insort
 from collections import deque
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from shmreduce.born.library import KNOWN, PRIVATE, Library, load
@@ -30,10 +31,9 @@ from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.runtime import current
 from shmreduce.settings import get_settings
+from shmreduce.thread_locks import taken_at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.mapping import Mapping
     from shmreduce.memory.owned_segment import OwnedSegment
@@ -107,8 +107,11 @@ class BornHeap(Heap):
 
     def place_of(self, number: int) -> tuple[OwnedSegment, int] | None:
         """Return segment and block of a live entry, None if it cannot be told just now."""
-        with _turn() as ours:
-            return self._place_of(number) if ours else None
+        try:
+            with _turn.ours:
+                return self._place_of(number)
+        except _TurnTakenError:
+            return None
 
     def _place_of(self, number: int) -> tuple[OwnedSegment, int]:
         entry = self._library.table[number]
@@ -126,9 +129,8 @@ class BornHeap(Heap):
 
     def drain(self) -> None:
         """Take the blocks whose arrays have gone, as far as nobody sees them any more."""
-        with _turn() as ours:
-            if ours:
-                self._drain()
+        with suppress(_TurnTakenError), _turn.ours:
+            self._drain()
 
     def _drain(self) -> None:
         library = self._library
@@ -187,8 +189,8 @@ class BornHeap(Heap):
             self._host.on_growth()
 
     def _take_note_of_all(self) -> None:
-        with _turn() as ours:
-            while ours and (number := self._library.unknown()):
+        with suppress(_TurnTakenError), _turn.ours:
+            while number := self._library.unknown():
                 heap_of(number)._place_of(number)
 
     @property
@@ -383,8 +385,8 @@ class BornHeap(Heap):
         return super().cool(keep)
 
     def _take_idle(self) -> None:
-        with _turn() as ours:
-            while ours and (number := self._library.take_idle()):
+        with suppress(_TurnTakenError), _turn.ours:
+            while number := self._library.take_idle():
                 heap = heap_of(number)
                 # No message has named it in this life: no handle need become stale.
                 segment, block = heap._place_of(number)
@@ -437,25 +439,32 @@ def heap_of(number: int) -> BornHeap:
     return _heaps[load().table[number].range]
 
 
-_turns: dict[str, object] = {}
+class _TurnTakenError(Exception):
+    """Somebody else, or this thread further out, is at the entries. No user sees it."""
 
 
-@contextmanager
-def _turn() -> Iterator[bool]:
-    """Yield whether nobody else, nor this thread further out, is at the entries."""
-    mark = object()
-    try:
-        yield _turns.setdefault("taken", mark) is mark
-    finally:
-        if _turns.get("taken") is mark:
-            del _turns["taken"]
+class _Turn:
+    """Whose turn it is to look at the entries."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Have it be nobody's."""
+        # Not a reentrant one: a destructor that comes into the middle has no turn.
+        lock = threading.Lock()
+        ours = taken_at_once(lock, _TurnTakenError)
+        self.lock, self.ours = lock, ours
+
+
+_turn = _Turn()
 
 
 def _forget() -> None:
     # A forked child's allocator has forgotten its parent's blocks, too.
     _heaps.clear()
     _lenders.clear()
-    _turns.clear()
+    _turn.renew()
 
 
 os.register_at_fork(after_in_child=_forget)
