@@ -29,7 +29,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
-from shmreduce.memory.loading import Loading, hold_message, import_block
+from shmreduce.memory.loading import hold_message, import_block, with_arrived
 from shmreduce.memory.message import Message
 from shmreduce.moving import Moves
 from shmreduce.packet_socket import MOST_DESCRIPTORS
@@ -353,22 +353,15 @@ class Arrival:
         else:
             data = bytes(self._body)
         # Who unpickles the bytes later does not have the descriptors.
-        loading = Loading(self._arrived)
-        try:
-            return _HeldBytes(data, hold_message(data))
-        finally:
-            loading.close()
+        return with_arrived(self._arrived, _hold, data)
 
     def _import_body(self, again: Any) -> memoryview:
         handle = bytes(self._body)
-        loading = Loading(self._arrived)
         try:
-            return import_block(handle).buffer
+            return with_arrived(self._arrived, import_block, handle).buffer
         except (AttachError, SegmentError, LeaseTimeoutError) as error:
             error.message_bytes = loads_again(pickle.dumps(CallOnLoad(again, handle), _PROTOCOL))
             raise
-        finally:
-            loading.close()
 
 
 Received: TypeAlias = "Arrival | PlainArrival"
@@ -392,6 +385,10 @@ class _HeldBytes(bytes):
         # While the interpreter ends the globals of the modules may be gone.
         if not is_ending():
             self._let_go()
+
+
+def _hold(data: bytes) -> _HeldBytes:
+    return _HeldBytes(data, hold_message(data))
 
 
 def _refuse(packet: memoryview, descriptors: int) -> NoReturn:

@@ -41,7 +41,7 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.memory.attachments import EXHAUSTED
-from shmreduce.memory.loading import Loading, discard_message, import_block
+from shmreduce.memory.loading import Loading, discard_message, here, import_block
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
@@ -187,8 +187,9 @@ def load_message(
     If that fails, what the message holds is given back. An error that may pass
     has the message in ``message_bytes`` instead, which can be loaded again.
     """
-    loading = Loading(arrived)
+    loading, outer = Loading(arrived), here.loading
     try:
+        here.loading = loading
         return load(data, **options)
     except BaseException as error:
         if is_exhausted(error):
@@ -208,7 +209,13 @@ def load_message(
             discard_message(data)
         raise
     finally:
-        loading.close()
+        here.loading = outer
+        try:
+            loading.close()
+        except BaseException:
+            # Ctrl-C, maybe before anything was ended.
+            loading.close()
+            raise
         # Connection.recv() passes a view of a BytesIO. In a traceback it would
         # be collected together with it, and CPython 3.13 complains of a BytesIO
         # that dies with views.

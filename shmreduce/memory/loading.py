@@ -11,7 +11,7 @@ import ctypes
 import threading
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shmreduce.errors import (
     AttachError,
@@ -35,19 +35,32 @@ if TYPE_CHECKING:
     from shmreduce.memory.segment import Segment
 
     Arrived = Arriving[bytes, int]
+    _Argument = TypeVar("_Argument")
+    _Result = TypeVar("_Result")
 
-__all__ = ["Loading", "common_handles", "discard_message", "hold_message", "import_block"]
+__all__ = [
+    "Loading",
+    "common_handles",
+    "discard_message",
+    "here",
+    "hold_message",
+    "import_block",
+    "with_arrived",
+]
 
 _NOTHING: Arrived = MappingProxyType({})
 
 
-class _LoadingHere(threading.local):
+class _Here(threading.local):
+    loading: Loading | None = None
     """The load that the current thread is in."""
 
-    loading: Loading | None = None
 
-
-_here = _LoadingHere()
+here = _Here()
+"""Who loads assigns to it, in the ``try`` and as the first thing in its ``finally``: a
+function of Python that did so could be struck by Ctrl-C as it begins, and what the thread
+imports afterwards would be claimed by a load that has ended.
+"""
 
 
 class Loading:
@@ -57,6 +70,8 @@ class Loading:
     second block of a message. The first is turned back into a message then,
     so that the whole can be loaded again.
 
+    It is that of what is imported while it is ``here.loading``.
+
     Parameters
     ----------
     arrived : mapping of bytes to int, optional
@@ -64,7 +79,7 @@ class Loading:
         the caller's, who keeps them open until the unpickling has ended.
     """
 
-    __slots__ = ("_claims", "_known", "_outer", "_private", "arrived")
+    __slots__ = ("_claims", "_known", "_private", "arrived")
 
     def __init__(self, arrived: Arrived | None = None) -> None:
         self.arrived: Arrived = _NOTHING if arrived is None else arrived
@@ -72,8 +87,6 @@ class Loading:
         self._claims: list[tuple[Block, bytes]] = []
         self._known: list[tuple[Block, int, int]] = []
         self._private: dict[bytes, Block] | None = None
-        self._outer = _here.loading
-        _here.loading = self
 
     def claimed(self, block: Block, handle: bytes, what: Handle) -> None:
         """Note a claim."""
@@ -119,8 +132,7 @@ class Loading:
         self._private = None
 
     def close(self) -> None:
-        """End the unpickling."""
-        _here.loading = self._outer
+        """End the unpickling. Done again after an interrupt it does what was left."""
         for block, slot, nonce in self._known:
             _end_known(block, slot, nonce)
         # Only now: what was undone may be the last message of its segment.
@@ -170,7 +182,7 @@ def import_block(handle: bytes) -> Block:
     """
     runtime = current()
     runtime.live.settle()
-    loading = _here.loading
+    loading = here.loading
     quickly: Block | None = quick_blocks.import_block(
         handle, runtime.live, runtime.attachments, loading
     )
@@ -184,8 +196,8 @@ def import_block(handle: bytes) -> Block:
         _had_before(known, handle)
         return known
     what = Handle.unpack_checked(handle)
-    if what.mode == "cow" and _here.loading is not None:
-        known = _here.loading.find_private(key_of(handle))
+    if what.mode == "cow" and here.loading is not None:
+        known = here.loading.find_private(key_of(handle))
         if known is not None:
             _had_before(known, handle)
             return known
@@ -205,19 +217,37 @@ def import_block(handle: bytes) -> Block:
     if not what.shared and runtime.attachments.is_one_too_many(segment):
         # The block itself goes when the load has ended: until then it may be undone.
         found = _copied(runtime, found)
-    if _here.loading is None:
+    if here.loading is None:
         _message_ended(runtime, segment)
     return found
+
+
+def with_arrived(
+    arrived: Arrived, function: Callable[[_Argument], _Result], argument: _Argument
+) -> _Result:
+    """Call a function that opens segments whose descriptors came with a message."""
+    loading, outer = Loading(arrived), here.loading
+    try:
+        here.loading = loading
+        return function(argument)
+    finally:
+        here.loading = outer
+        try:
+            loading.close()
+        except BaseException:
+            # Ctrl-C, maybe before anything was ended.
+            loading.close()
+            raise
 
 
 def _had_before(known: Block, handle: bytes) -> None:
     """End a message about a block that this process has had before, now or with its load."""
     slot, nonce = lease_of(handle)
-    if _here.loading is None:
+    if here.loading is None:
         _end_known(known, slot, nonce)
     else:
         # What comes after it may fail, and the message be loaded again.
-        _here.loading.known(known, slot, nonce)
+        here.loading.known(known, slot, nonce)
 
 
 def _message_ended(runtime: Runtime, segment: Segment) -> None:
@@ -250,8 +280,8 @@ def _claim(runtime: Runtime, segment: Segment, handle: bytes, what: Handle) -> B
         if record is None or not runtime.live.is_watched(record):
             segment.try_release(what.block, slot)
         raise
-    if _here.loading is not None:
-        _here.loading.claimed(found, handle, what)
+    if here.loading is not None:
+        here.loading.claimed(found, handle, what)
     return found
 
 
@@ -411,7 +441,7 @@ def _pinned(what: Handle) -> Iterator[Segment]:
 
 
 def _arrived_here() -> Arrived:
-    return _NOTHING if _here.loading is None else _here.loading.arrived
+    return _NOTHING if here.loading is None else here.loading.arrived
 
 
 def _handles_in(data: bytes | bytearray | memoryview) -> Iterator[Handle]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,12 +18,16 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce import pickling
 from shmreduce.memory import locks, mapping, runtime
 from shmreduce.memory.blocks import LiveBlocks
-from shmreduce.memory.family import _LOCK_BUDGET
+from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE, LOCK_BLOCK
+from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.ledger import ForkLedger
+from shmreduce.memory.loading import Loading, _handles_in, here, import_block, with_arrived
+from tests.interrupter import interrupted_everywhere
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -141,7 +146,122 @@ def blocks_taken() -> list[Any]:
     return found
 
 
+# At every instant where a handler can run, once each, and with the traceback kept.
+
+
+def is_taken(lock: Any) -> bool:
+    """Return whether another thread finds a lock taken."""
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(not lock.acquire(timeout=0))
+        if not found[0]:
+            lock.release()
+
+    other = threading.Thread(target=look)
+    other.start()
+    other.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_heap_can_be_locked_while_the_traceback_is_kept(wait: bool) -> None:
+    """As an interactive session keeps it, and who logs the exception later."""
+    heap = runtime.current().heap(BY_VALUE)
+    number = 0
+
+    def lock() -> None:
+        with heap.exclusive(wait=wait):
+            heap.collect()
+
+    for number in interrupted_everywhere(lock, "/memory/heap.py", "/thread_locks.py"):
+        assert not is_taken(heap._lock), number
+    assert number > 1
+
+
+def test_the_family_can_be_locked_while_the_traceback_is_kept() -> None:
+    """By other threads, and by other processes, of which none is to be waited for."""
+    family = Family.found(1 << 40)
+    stranger = locks.reopen(family.fd)
+    number = 0
+
+    def use() -> None:
+        family.reserve(1 << 12, 1 << 40)
+        family.reserve(-1 << 12, 1 << 40)
+        assert family.look_for(bytes(16)) is None
+        family.tidy(lambda *_: True)
+
+    try:
+        for number in interrupted_everywhere(
+            use, "/memory/family.py", "/memory/locks.py", "/thread_locks.py"
+        ):
+            assert not is_taken(family._threads), number
+            assert set(family._depth.values()) == {0}, number
+            for offset in family._depth:
+                assert locks.first_locked(stranger, offset) is None, number
+    finally:
+        os.close(stranger)
+        family.leave(with_mailbox=True)
+    assert number > 50
+
+
+def test_a_load_that_was_interrupted_is_over() -> None:
+    """What the thread imports later is not claimed by it, so its blocks are given back."""
+    plain = pickle.dumps([1, 2, {3}])
+    number = 0
+
+    def load() -> None:
+        pickling.loads(plain)
+        with_arrived({}, len, plain)
+
+    for number in interrupted_everywhere(load, "/memory/loading.py", "/shmreduce/pickling.py"):
+        assert here.loading is None, number
+    assert number > 5
+
+
+def test_a_load_inside_another_leaves_it_as_it_was() -> None:
+    """An object that unpickles another while it is unpickled itself goes on with its own load."""
+    outer = here.loading = Loading()
+    try:
+        for number in interrupted_everywhere(
+            lambda: pickling.loads(b"N."), "/memory/loading.py", "/shmreduce/pickling.py"
+        ):
+            assert here.loading is outer, number
+    finally:
+        here.loading = None
+
+
 # What has to happen at one instant only, forced there.
+
+
+@pytest.mark.parametrize("through", ["pickle", "packet"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_message_about_what_is_here_ends_after_an_interrupt(
+    installed: None, monkeypatch: pytest.MonkeyPatch, when: str, through: str
+) -> None:
+    """Ctrl-C as the load ends: a message that nobody will load again keeps no memory."""
+    shared = shmreduce.ones(LENGTH)
+    data = bytes(ForkingPickler.dumps(shared))
+    (handle,) = _handles_in(data)
+    segment = runtime.current().directory[handle.token]
+    close = Loading.close
+
+    def interrupted(self: Loading) -> None:
+        monkeypatch.undo()
+        if when == "after":
+            close(self)
+        raise KeyboardInterrupt
+
+    assert segment.words[handle.slot] == MESSAGE | handle.nonce
+    monkeypatch.setattr(Loading, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if through == "pickle":
+            pickling.loads(data)
+        else:
+            with_arrived({}, import_block, handle.pack())
+    assert here.loading is None
+    assert segment.words[handle.slot] != MESSAGE | handle.nonce
+    assert (shared == 1).all()
 
 
 def resent(array: Any) -> Any:

@@ -20,7 +20,7 @@ from shmreduce.compiled import BLOCKS
 from shmreduce.memory import quick_blocks, runtime
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.layout import BY_VALUE
-from shmreduce.memory.loading import Loading
+from shmreduce.memory.loading import Loading, here
 from tests.compiler import changed_module, needs_module
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
@@ -179,7 +179,7 @@ class Player:
         if not self.messages:
             return
         handle, contents = self.messages.pop(self.chance.randrange(len(self.messages)))
-        loading = Loading()
+        loading = here.loading = Loading()
         try:
             block = import_block(handle)
             if self.chance.random() < 0.2:
@@ -190,6 +190,7 @@ class Player:
             else:
                 self.held.append((block, contents))
         finally:
+            here.loading = None
             loading.close()
 
     def drop(self, _: bytes) -> None:
@@ -245,8 +246,9 @@ def test_the_usual_case_goes_the_short_way(calls: Calls) -> None:
     calls.declined.clear()
     import_block(sent(b"quick"))
     handle = referred(block)
-    loading = Loading()
+    loading = here.loading = Loading()
     again = import_block(handle)
+    here.loading = None
     loading.close()
     assert again.shared
     assert again._root is block._root

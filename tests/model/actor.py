@@ -10,7 +10,7 @@ from shmreduce.memory import runtime
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
-from shmreduce.memory.loading import Loading, discard_message, import_block
+from shmreduce.memory.loading import Loading, discard_message, here, import_block
 from shmreduce.memory.message import Message
 from shmreduce.memory.owned_segment import OwnedSegment
 from shmreduce.moving import Moves
@@ -104,13 +104,14 @@ class Actor:
 
     def load_and_undo(self, handle: bytes) -> None:
         """Load a message, and take it back as if something else in it could not be loaded."""
-        loading = Loading()
+        loading = here.loading = Loading()
         try:
             import_block(handle)
         except shmreduce.ShmreduceError:
             return
         finally:
             loading.undo()
+            here.loading = None
             loading.close()
 
     def discard(self, handle: bytes) -> None:
