@@ -1,6 +1,7 @@
 """The heap whose blocks the compiled allocator gives to arrays.
 
-May import errors, settings, ``thread_locks``, :mod:`shmreduce.memory` and ``library``.
+May import errors, settings, ``fork_hooks``, ``thread_locks``, :mod:`shmreduce.memory` and
+``library``.
 
 A block is the allocator's while an array lives in it and while it lies idle for
 the next one; what stands there is in the allocator's table alone. It is this
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, cast
 
 from shmreduce.born.library import KNOWN, PRIVATE, Library, load
 from shmreduce.errors import LeaseTimeoutError, SegmentError
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory.blocks import warn_of_exposed
 from shmreduce.memory.headroom import headroom
 from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost
@@ -467,4 +469,4 @@ def _forget() -> None:
     _turn.renew()
 
 
-os.register_at_fork(after_in_child=_forget)
+renew_in_children(_forget)
