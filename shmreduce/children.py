@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ReducerError
 from shmreduce.memory.inheritance import inheritance
-from shmreduce.memory.loading import Loading
+from shmreduce.memory.loading import Loading, here
 from shmreduce.process_registry import (
     mark_plugins_as_warned,
     registered_by_hand,
@@ -122,13 +122,20 @@ class PreparedProcess:
             CallOnLoad(_take_over, reducers, tell_found(), warned_plugins()),
             *self._calls,
             # The standard library unpickles it outside of ForkingPickler.loads().
-            CallOnLoad(Loading),
+            CallOnLoad(_begin_loading),
             self._process,
         )
 
 
+def _begin_loading() -> tuple[Loading, Loading | None]:
+    loading, outer = Loading(), here.loading
+    here.loading = loading
+    return loading, outer
+
+
 def _last(*items: Any) -> Any:
-    *_, loading, process = items
+    *_, (loading, outer), process = items
+    here.loading = outer
     loading.close()
     return process
 

@@ -46,8 +46,7 @@ UNNOTED = sys.maxsize
 _pending: dict[int, None] = {}
 _forks = iter(range(sys.maxsize))
 
-# For os.register_at_fork: functions in C, see above. Of those in C, too, CPython counts
-# the calls of some towards the recursion limit; not of these (METH_FASTCALL).
+# For os.register_at_fork: functions in C, see above.
 count_fork = functools.partial(next, _forks)
 mark_fork = functools.partial(_pending.setdefault, UNNOTED)
 

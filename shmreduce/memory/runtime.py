@@ -531,8 +531,8 @@ def _renew(parent: Runtime) -> None:
 
 # Before a fork the last that was registered comes first, after it the first.
 os.register_at_fork(after_in_parent=_hear_signals)
-for _counts in (_prepared, _finished, _current):
-    os.register_at_fork(after_in_child=_counts.clear)
+for _parents in (_prepared, _finished, _current):
+    os.register_at_fork(after_in_child=_parents.clear)
 os.register_at_fork(
     before=_before_fork_again,
     after_in_parent=_after_fork_in_parent,
