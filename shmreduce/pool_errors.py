@@ -6,6 +6,7 @@ May import :mod:`shmreduce.errors`, ``children`` and ``tracebacks``.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from multiprocessing.pool import MaybeEncodingError, RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
 
@@ -56,15 +57,19 @@ def _rebuild(_: None, error: BaseException, text: str) -> BaseException:
     return error
 
 
-def in_words(error: BaseException, value: WithTraceback) -> WithTraceback:
-    """Return what can be told of a task's exception that cannot be pickled, for this error."""
-    try:
-        told = MaybeEncodingError(error, value.exc)
-    except Exception:
-        # It needs the repr() of both.
-        told = MaybeEncodingError(type(error).__qualname__, type(value.exc).__qualname__)
+def in_words(error: BaseException, value: object) -> WithTraceback:
+    """Return what can be told of a result, or an exception, that this error kept from pickling.
+
+    Behind the traceback of the task's exception, or of the pickling.
+    """
+    failed = value if isinstance(value, WithTraceback) else WithTraceback(error)
+    lost = value.exc if isinstance(value, WithTraceback) else value
+    told = error
+    # It needs the repr() of both, which is the user's and may raise anything.
+    with suppress(Exception):
+        told = MaybeEncodingError(error, lost)
     words = WithTraceback(told)
-    words.tb = value.tb
+    words.tb = failed.tb
     return words
 
 

@@ -3,9 +3,8 @@
 May import errors, ``fork_hooks``, ``interrupts``, ``parent_death``, ``pool_backpressure``,
 ``pool_channel``, ``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``,
 ``pool_worker_handle``, ``pool_worker_progress``, and for types alone ``pool_results`` and
-``pool_tasks``. The thread
-starts workers, replaces those that died, and hears what they say; which task goes to
-which of them is decided in :mod:`shmreduce.pool_dispatch`.
+``pool_tasks``. The thread starts workers, replaces those that died, and hears what they
+say; which task goes to which of them is decided in :mod:`shmreduce.pool_dispatch`.
 
 The protocol
 ------------
@@ -447,9 +446,13 @@ class Supervisor:
     def _kill(self) -> None:
         """End all workers, and wait for that."""
         self._killing = True
-        if self._gently and not self._at_once:
-            self._let_idle_leave()
+        gently = self._gently and not self._at_once
+        # Those that have yet to begin, too.
+        idle = [worker for worker in self.workers if gently and not worker.tasks]
         for worker in self.workers:
+            if worker not in idle:
+                worker.process.terminate()
+        for worker in self._left_of(idle):
             worker.process.terminate()
         deadline = time.monotonic() + (0.0 if self._at_once else _GRACE)
         for worker in self.workers:
@@ -461,13 +464,11 @@ class Supervisor:
             self._dispatcher.take_back(worker)
             self._remove(worker)
 
-    def _let_idle_leave(self) -> None:
-        """Have those leave that have nothing to do; they may ignore a signal, as their parent."""
-        # Those that have yet to begin, too.
-        idle = [worker for worker in self.workers if not worker.tasks]
-        for worker in self.workers:
-            if worker not in idle:
-                worker.process.terminate()
+    def _left_of(self, idle: list[WorkerHandle]) -> list[WorkerHandle]:
+        """Ask workers to leave; return those that have not.
+
+        Forked ones may ignore a signal, as their parent does.
+        """
         for worker in idle:
             # One that has ended, perhaps.
             with suppress(OSError):
@@ -475,6 +476,7 @@ class Supervisor:
         deadline = time.monotonic() + _LEAVE
         for worker in idle:
             worker.await_end(max(0.0, deadline - time.monotonic()))
+        return [worker for worker in idle if worker.process.exitcode is None]
 
     def _close(self) -> None:
         self._selector.close()

@@ -13,7 +13,6 @@ import gc
 import signal
 import sys
 import time
-from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born.allocations import check_allocator, shared_allocations
@@ -205,17 +204,11 @@ def _answer(
     except KeyboardInterrupt:
         raise
     except options.catch as error:
-        told = WithTraceback(error)
         # Where there is no value any more it was pickled, and not moved: no memory, say.
-        if held and not isinstance(error, ShmreduceError) and not options.plain_errors:
-            # Not one that says itself what to do, such as: there is no memory.
-            value = held[0][1]
-            if isinstance(value, WithTraceback):
-                value = value.exc
-            # It needs their repr(), which may raise, too.
-            with contextlib.suppress(Exception):
-                told = MaybeEncodingError(error, value)
-        return _tell(channel, False, told)
+        # Ours say themselves what to do.
+        if not held or isinstance(error, ShmreduceError) or options.plain_errors:
+            return _tell(channel, False, WithTraceback(error))
+        return _tell(channel, False, in_words(error, held[0][1]))
     return _deliver(channel, message)
 
 

@@ -246,8 +246,8 @@ class ForkLedger:
         """
         if self.pending:
             self._give_up_waiting()
-        if self.was_struck or any(birth < number <= death for number in list(self._unsure)):
-            return True
+            if self.was_struck or any(birth < number <= death for number in list(self._unsure)):
+                return True
         if birth == death:
             return False
         if self._unguarded_until > birth:

@@ -1,7 +1,7 @@
 """The one state of this process: heaps, open segments, live blocks, family.
 
-May import errors, signals, settings, strategies and every module of the package but
-``message``, ``inspection`` and ``inheritance``.
+May import errors, ``fork_hooks``, signals, settings, strategies and every module of the
+package but ``message``, ``inspection`` and ``inheritance``.
 
 A forked child starts with a fresh state. It keeps what it inherited only to
 look up: the parent's memory is the parent's to free.
@@ -23,6 +23,7 @@ from shmreduce.errors import (
     SegmentError,
     ShmreduceWarning,
 )
+from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import locks
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
@@ -536,13 +537,9 @@ for _parents in (_prepared, _finished, _current):
 os.register_at_fork(
     before=_before_fork_again,
     after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
 )
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent_again,
-    after_in_child=_after_fork_in_child,
-)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent_again)
+renew_in_children(_after_fork_in_child)
 os.register_at_fork(before=mark_fork)
 os.register_at_fork(before=count_fork)
 os.register_at_fork(before=_hear_signals)

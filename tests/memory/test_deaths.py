@@ -16,6 +16,7 @@ from shmreduce.memory import locks, runtime
 from shmreduce.memory.inspection import leftovers, process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.testing.processes import OtherProcess
+from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, receive
 
 if TYPE_CHECKING:
@@ -198,10 +199,6 @@ def test_a_reader_killed_in_the_middle_leaves_no_lock() -> None:
         eventually(lambda: process_state().unread == 0, "the messages are given up")
     del array
     eventually(lambda: process_state().out == 0, "all blocks are free")
-
-
-def resent(array: Any) -> Any:
-    return ForkingPickler.loads(ForkingPickler.dumps(array))
 
 
 def read_for_ever(reader: Any) -> None:

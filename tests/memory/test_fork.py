@@ -30,6 +30,7 @@ from shmreduce.memory.loading import discard_message, import_block
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment_creation import create_segment
 from shmreduce.memory.segment_file import reserve_pages
+from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("strategy")
 
 LENGTH = 300_000
-
-
-def resent(array: Any) -> Any:
-    """Return an array as it arrives by value."""
-    return ForkingPickler.loads(ForkingPickler.dumps(array))
 
 
 def address(array: Any) -> int:

@@ -19,6 +19,7 @@ from shmreduce.memory.inspection import SegmentState, list_segments, process_sta
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.strategies import current_strategy
 from shmreduce.testing.processes import OtherProcess
+from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
 MEBIBYTE = 1 << 20
@@ -108,10 +109,6 @@ def test_memory_in_use_does_not_go_back() -> None:
         eventually(lambda: process_state().warm == 0, "all that is free is cold")
         assert all((array == number // 2).all() for number, array in enumerate(kept))
         del kept
-
-
-def resent(array: Any) -> Any:
-    return ForkingPickler.loads(ForkingPickler.dumps(array))
 
 
 def test_the_thread_that_gives_back_ends() -> None:

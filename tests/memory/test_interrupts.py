@@ -28,6 +28,7 @@ from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce.memory.loading import Loading, _handles_in, here, import_block, with_arrived
 from tests.interrupter import interrupted_everywhere
+from tests.memory.resending import resent
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -262,11 +263,6 @@ def test_a_message_about_what_is_here_ends_after_an_interrupt(
     assert here.loading is None
     assert segment.words[handle.slot] != MESSAGE | handle.nonce
     assert (shared == 1).all()
-
-
-def resent(array: Any) -> Any:
-    """Return an array as it arrives by value."""
-    return ForkingPickler.loads(ForkingPickler.dumps(array))
 
 
 def descriptors() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.ledger import Fork, count_fork, mark_fork
+from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("installed")
 
 LENGTH = 300_000
 FILES = tuple(f"/memory/{name}.py" for name in ("runtime", "ledger", "blocks", "idle"))
-
-
-def resent(array: Any) -> Any:
-    """Return an array as it arrives by value."""
-    return ForkingPickler.loads(ForkingPickler.dumps(array))
 
 
 class Strike:
@@ -151,9 +146,10 @@ def test_a_fork_near_the_recursion_limit_is_as_any_other() -> None:
         return os.fork()
 
     def all_depths() -> bool:
-        here, frame = 0, sys._getframe()
-        while frame := frame.f_back:  # type: ignore[assignment]
-            here += 1
+        here = -1
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            here, frame = here + 1, frame.f_back
         limit = here + 100
         forks = {False: 0, True: 0}
         for left in range(1, 50):

@@ -75,6 +75,17 @@ def held(pool: Pool, count: int) -> Iterator[None]:
         ready.set()
 
 
+def squares_but_one(results: Any, killed: int) -> None:
+    """Take a hundred results, of which the worker of one was killed."""
+    for number in range(100):
+        if number == killed:
+            with pytest.raises(WorkerDied) as caught:
+                results.next(PATIENCE)
+            assert caught.value.index == killed
+        else:
+            assert results.next(PATIENCE) == number**2
+
+
 def test_each_is_done_once(context: Any, packets: list[int], tmp_path: Path) -> None:
     """And its result is in its place."""
     done = tmp_path / "done"
@@ -98,13 +109,7 @@ def test_a_death_costs_the_task_that_was_begun(
     with Pool(1, context=context, retries=retries) as pool:
         with held(pool, 100):
             results = pool.imap(noted, calls)
-        for number in range(100):
-            if number == 50:
-                with pytest.raises(WorkerDied) as caught:
-                    results.next(PATIENCE)
-                assert caught.value.index == 50
-            else:
-                assert results.next(PATIENCE) == number**2
+        squares_but_one(results, 50)
         pool.close()
         pool.join()
     begun = collections.Counter(int(line.split()[0]) for line in done.read_text().splitlines())
@@ -245,13 +250,7 @@ def test_what_waits_behind_a_long_task_goes_back(
     with Pool(2, context=module.get_context("fork"), retries=1, maxtasksperchild=40) as pool:
         with held(pool, 100):
             results = pool.imap(noted, calls)
-        for number in range(100):
-            if number == 70:
-                with pytest.raises(WorkerDied) as caught:
-                    results.next(PATIENCE)
-                assert caught.value.index == 70
-            else:
-                assert results.next(PATIENCE) == number**2
+        squares_but_one(results, 70)
         pool.close()
         pool.join()
     begun = collections.Counter(int(line.split()[0]) for line in done.read_text().splitlines())
