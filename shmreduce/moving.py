@@ -108,11 +108,14 @@ class Moves:
         Its one item is what another pickler than ours is going to pickle, see
         :func:`moves_of`. Ours is given this itself and calls :meth:`cut_off`; so only
         then are received arrays moved, too.
+    lent : list of Block, optional
+        What copies are put into first; they are taken out.
     """
 
-    __slots__ = ("_held", "_moves", "_process", "_uncut")
+    __slots__ = ("_held", "_moves", "_process", "_uncut", "lent")
 
-    def __init__(self, held: list[Any] | None = None) -> None:
+    def __init__(self, held: list[Any] | None = None, lent: list[Block] | None = None) -> None:
+        self.lent: list[Block] = [] if lent is None else lent
         self._held = held
         self._moves: list[_Move] = []
         self._uncut: list[_PassedOn] = []

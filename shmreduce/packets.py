@@ -39,7 +39,9 @@ from shmreduce.signals import is_from_system
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shmreduce.memory.blocks import Block
     from shmreduce.memory.lease import Lease
+    from shmreduce.memory.lending import Lender
     from shmreduce.memory.segment import Segment
     from shmreduce.receive_buffer import ReceiveBuffer
 
@@ -162,11 +164,12 @@ class Packet:
                 lease.undo()
 
 
-def pack_last(held: list[Any]) -> Packet:
+def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
     """Return the packet of the one object in a list, which is emptied.
 
     The object is sent as it was at this instant. Arrays that nobody has afterwards are
-    moved: those born in shared memory, and those that were received by value.
+    moved: those born in shared memory, and those that were received by value. Others are
+    copied, into ``lent`` blocks as far as they fit.
 
     Raises
     ------
@@ -174,7 +177,7 @@ def pack_last(held: list[Any]) -> Packet:
         If it is large and there is no room. Nothing is held then, as after any error of
         pickling; the object may have gone.
     """
-    moves = Moves()
+    moves = Moves(lent=lent)
     message: Message | None = None
     try:
         pickled, message = dumps(held[0], INLINE_BODY, moves)
@@ -190,6 +193,38 @@ def pack_last(held: list[Any]) -> Packet:
     finally:
         moves.give_up()
     return _make(data, message)
+
+
+def pack_lent(
+    lender: Lender, borrower: int | None, joined: Callable[[bytes], bytes]
+) -> Packet | None:
+    """Return the packet of blocks that a process is lent, and of what goes with them.
+
+    Parameters
+    ----------
+    lender : Lender
+        Has the blocks.
+    borrower : int or None
+        The process id.
+    joined : callable
+        Returns the bytes to be sent, with those that it takes among them. From these
+        :func:`~shmreduce.pickling.loads` makes a list of the blocks.
+
+    Returns
+    -------
+    Packet or None
+        None if there are no blocks to be lent.
+    """
+    lent = lender.lend(borrower)
+    if lent is None:
+        return None
+    message, handles = lent
+    try:
+        pickled = pickle.dumps([CallOnLoad(import_block, each) for each in handles], _PROTOCOL)
+        return _make(memoryview(joined(pickled)), message)
+    except BaseException:
+        message.rollback()
+        raise
 
 
 def pack_bytes(data: memoryview) -> Packet:
@@ -290,7 +325,7 @@ class PlainArrival:
     def __init__(self, buffer: ReceiveBuffer, size: int) -> None:
         self._body = memoryview(buffer)[_HEAD.size : size]
 
-    def load(self) -> Any:
+    def load(self, lender: Lender | None = None) -> Any:  # noqa: ARG002
         """Return the object."""
         return load_whole(self._body)
 
@@ -332,8 +367,13 @@ class Arrival:
             self._arrived[bytes(buffer[place:end])] = fd
             place = end
 
-    def load(self) -> Any:
+    def load(self, lender: Lender | None = None) -> Any:
         """Return the object.
+
+        Parameters
+        ----------
+        lender : Lender, optional
+            Who keeps what it has brought once that is dropped.
 
         Raises
         ------
@@ -343,8 +383,8 @@ class Arrival:
         """
         if self._kind == _IN_BLOCK:
             # No name for the body: it would stay in a traceback.
-            return load_message(pickle.loads, self._import_body(_load_body), self._arrived)
-        return load_message(pickle.loads, self._body, self._arrived)
+            return load_message(pickle.loads, self._import_body(_load_body), self._arrived, lender)
+        return load_message(pickle.loads, self._body, self._arrived, lender)
 
     def contents(self) -> bytes:
         """Return the bytes of the message; what they refer to stays as long as they do."""

@@ -54,6 +54,7 @@ from shmreduce.settings import get_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from shmreduce.memory.lending import Lender
     from shmreduce.memory.mover import Mover
     from shmreduce.registry import ReducerClaim
 
@@ -167,6 +168,7 @@ def load_message(
     load: Callable[..., Any],
     data: Any,
     arrived: Mapping[bytes, int] | None = None,
+    lender: Lender | None = None,
     **options: Any,
 ) -> Any:
     """Unpickle a message by ``load(data, **options)``.
@@ -179,6 +181,8 @@ def load_message(
         The pickle.
     arrived : mapping of bytes to int, optional
         Descriptors of segments that came with it, by token; the caller's.
+    lender : Lender, optional
+        Who keeps the blocks that it brings once they are dropped.
     **options
         Of ``load``.
 
@@ -190,7 +194,7 @@ def load_message(
     loading, outer = Loading(arrived), here.loading
     try:
         here.loading = loading
-        return load(data, **options)
+        loaded = load(data, **options)
     except BaseException as error:
         if is_exhausted(error):
             _clear_frames(error)
@@ -208,6 +212,10 @@ def load_message(
             # What another loader has begun is that loader's, whole.
             discard_message(data)
         raise
+    else:
+        if lender is not None:
+            lender.watch(loading.blocks())
+        return loaded
     finally:
         here.loading = outer
         try:
@@ -505,7 +513,7 @@ def _dump_whole(
     message = Pickler(file, buffers.keep, begun, message, mover).dump(obj)
     try:
         if buffers.kept:
-            message = message or Message()
+            message = message or Message(mover=mover)
             copied = buffers.copy(message)
             if copied is not None:
                 handle, places = copied

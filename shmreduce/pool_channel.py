@@ -1,6 +1,6 @@
 """One end of the connection between a pool and one of its workers.
 
-May import ``connection``, ``packets``, ``pickling`` and what is below them.
+May import errors, ``connection``, ``packets``, ``pickling`` and what is below them.
 
 Pickling and sending are two steps here: a task is pickled when the user gives
 it to the pool and sent when a worker is free, and an error while an answer is
@@ -15,6 +15,7 @@ the pool lives as long as they do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import struct
@@ -23,6 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, packets, pickling
+from shmreduce.errors import ShmreduceError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory.handle import MARK
 from shmreduce.memory.loading import discard_message
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
+    from shmreduce.memory.blocks import Block
+    from shmreduce.memory.lending import Lender
     from shmreduce.receive_buffer import ReceiveBuffer
 
 __all__ = [
@@ -49,6 +53,10 @@ STOP = b"\0"
 """To a worker: leave. No pickle looks like that."""
 _SEVERAL = b"\1"
 """To a worker: several tasks, behind their number and their sizes. No pickle looks like that."""
+_LENT = b"\2"
+"""To a worker: memory for what the task behind it returns. No pickle looks like that."""
+_LARGEST_WITH_LENT = 32 << 10
+"""Bytes of a task that memory is lent with: arrays do not count, and one copy more."""
 READY = "ready"
 """From a worker: the initializer is done."""
 FAILED = "failed"
@@ -83,13 +91,15 @@ class Channel:
     def give_up(self) -> None:
         """Give back the memory of what was sent and never read; the other side is dead."""
 
+    def have_lender(self, lender: Lender) -> None:
+        """Have a lender keep large memory of answers, once dropped, for :meth:`send_task`."""
+
     @staticmethod
     def dumps(obj: object) -> Any:
         """Pickle a task, for :meth:`send_bytes`; nothing is held if that fails."""
         return ForkingPickler.dumps(obj)
 
-    @staticmethod
-    def pack_last(held: list[Any]) -> Any:
+    def pack_last(self, held: list[Any]) -> Any:
         """Pickle the one object in a list, an answer, for :meth:`send_packed`; it is emptied.
 
         Nothing is held if that fails. Arrays that nobody has afterwards are moved.
@@ -111,6 +121,11 @@ class Channel:
     def send_bytes(self, data: Any) -> None:
         """Send bytes, such as :meth:`dumps` returns; OSError if the other side is gone."""
         self._connection.send_bytes(data)
+
+    def send_task(self, task: Any, borrower: int | None) -> None:
+        """Send a pickled task to an idle worker, and lend that process memory for its answer."""
+        del borrower
+        self.send_bytes(task)
 
     def send_tasks(self, tasks: list[Any]) -> None:
         """Send pickled tasks, small ones if there are several, for :meth:`receive_tasks`."""
@@ -158,12 +173,45 @@ class _OwnChannel(Channel):
     def __init__(self, ours: Connection) -> None:
         super().__init__(ours)
         self._in_block: packets.Packet | None = None
+        self._lender: Lender | None = None
+        self._lent: packets.Packet | None = None
+        self._borrowed: list[Block] = []
+
+    def close(self) -> None:
+        super().close()
+        # A forked child of a worker has nothing of what was lent to that.
+        self._borrowed.clear()
 
     def give_up(self) -> None:
         # The last one alone: large tasks are sent to those who read.
         if self._in_block is not None:
             self._in_block.discard()
             self._in_block = None
+        self._take_back_lent()
+
+    def have_lender(self, lender: Lender) -> None:
+        self._lender = lender
+
+    def send_task(self, task: Any, borrower: int | None) -> None:
+        # What could not be opened there.
+        self._take_back_lent()
+        if self._lender is None or not self._lender.has_some or len(task) > _LARGEST_WITH_LENT:
+            self.send_bytes(task)
+            return
+        # Without a lease for them, say, they are their owner's again.
+        with contextlib.suppress(ShmreduceError):
+            self._lent = packets.pack_lent(
+                self._lender, borrower, lambda lent: _with_lent(lent, task)
+            )
+        if self._lent is None:
+            self.send_bytes(task)
+        else:
+            self._connection.transmit(self._lent, patient=True)
+
+    def _take_back_lent(self) -> None:
+        if self._lent is not None:
+            self._lent.discard()
+            self._lent = None
 
     @staticmethod
     def dumps(obj: object) -> Any:
@@ -172,9 +220,22 @@ class _OwnChannel(Channel):
             message.commit()
         return data
 
-    @staticmethod
-    def pack_last(held: list[Any]) -> Any:
-        return packets.pack_last(held)
+    def receive_bytes(self) -> bytes:
+        data = super().receive_bytes()
+        if not data.startswith(_LENT):
+            return data
+        lent, task = _without_lent(data)
+        # No descriptor is free, say: one's own memory will do, and the lender takes it back.
+        with contextlib.suppress(ShmreduceError):
+            self._borrowed = pickling.loads(lent)
+        return task
+
+    def pack_last(self, held: list[Any]) -> Any:
+        try:
+            return packets.pack_last(held, self._borrowed)
+        finally:
+            # What is not needed goes back to its owner.
+            self._borrowed.clear()
 
     @staticmethod
     def loads(data: Any) -> Any:
@@ -198,7 +259,7 @@ class _OwnChannel(Channel):
         arrival = self._connection.receive(buffer, wait=False)
         if arrival is None:
             return None
-        return functools.partial(_unpickle, arrival, buffer)
+        return functools.partial(_unpickle, arrival, buffer, self._lender)
 
 
 def _join(tasks: list[bytes | memoryview]) -> bytes:
@@ -212,9 +273,19 @@ def _split(data: bytes) -> list[bytes]:
     return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _unpickle(arrival: packets.Received, buffer: ReceiveBuffer) -> Any:
+def _with_lent(lent: bytes, task: Any) -> bytes:
+    return b"".join((_LENT, struct.pack("<I", len(lent)), lent, task))
+
+
+def _without_lent(data: bytes) -> tuple[bytes, bytes]:
+    start = len(_LENT) + 4
+    end = start + int(struct.unpack_from("<I", data, len(_LENT))[0])
+    return data[start:end], data[end:]
+
+
+def _unpickle(arrival: packets.Received, buffer: ReceiveBuffer, lender: Lender | None) -> Any:
     try:
-        return arrival.load()
+        return arrival.load(lender)
     finally:
         connection.give_buffer(buffer)
 

@@ -199,7 +199,10 @@ class Dispatcher:
         worker.tasks.extend(tasks)
         worker.sent += len(tasks)
         try:
-            worker.channel.send_tasks([task.data for task in tasks])
+            if len(tasks) == len(worker.tasks) == 1:
+                worker.channel.send_task(tasks[0].data, worker.process.pid)
+            else:
+                worker.channel.send_tasks([task.data for task in tasks])
         except ConnectionError:
             # It has died. Its process will be seen to end, and the tasks go on then.
             return False

@@ -54,6 +54,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce.errors import ProducerDied, TaskAbandonedError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.interrupts import Interrupts
+from shmreduce.memory.lending import Lender
 from shmreduce.parent_death import Lifeline
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_channel import (
@@ -173,6 +174,7 @@ class Supervisor:
         """Whether workers have their time to end already."""
         self._self_pipe: SelfPipe
         self._selector: selectors.BaseSelector
+        self._lender = Lender(self.wake)
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
     # From other threads
@@ -325,9 +327,10 @@ class Supervisor:
 
     def _wait_for_events(self) -> None:
         """Wait for news, and deal with them."""
-        timeout = None
+        timeout = self._lender.look_after()
         if not self._has_all_workers():
-            timeout = max(0.0, self._next_start - time.monotonic())
+            until_start = max(0.0, self._next_start - time.monotonic())
+            timeout = until_start if timeout is None else min(timeout, until_start)
         ended = []
         for key, _ in self._selector.select(timeout):
             worker: WorkerHandle | None = key.data
@@ -398,6 +401,9 @@ class Supervisor:
             process.name = process.name.replace("Process", "PoolWorker")
             process.start()
             theirs.close()
+            if not self._options.shared_allocations:
+                # There what is dropped is where the next results are born.
+                ours.have_lender(self._lender)
             return WorkerHandle(process, ours, lifeline, progress, slot)
         except BaseException:
             ours.close()
@@ -442,6 +448,7 @@ class Supervisor:
                 self._selector.unregister(descriptor)
         self.workers.remove(worker)
         worker.close()
+        self._lender.give_back_ownerless()
 
     def _kill(self) -> None:
         """End all workers, and wait for that."""
@@ -479,6 +486,7 @@ class Supervisor:
         return [worker for worker in idle if worker.process.exitcode is None]
 
     def _close(self) -> None:
+        self._lender.close()
         self._selector.close()
         self._self_pipe.close()
 

@@ -17,7 +17,7 @@
     _(_shared) _(add) _(address) _(birth) _(block) _(block_tables) _(boot) _(claim_alone) \
     _(consume) _(current) _(cutting) _(data) _(death) _(directory) _(end) _(ended) \
     _(filling) _(fillings) _(forks) _(generation) _(heap) _(identity) _(import_mapping) \
-    _(in_place) _(key) _(last_used) _(ledger) _(live) _(lock_fd) _(mapping) _(mode) \
+    _(in_place) _(keep) _(key) _(last_used) _(ledger) _(live) _(lock_fd) _(mapping) _(mode) \
     _(nbytes) _(nonce) _(offset) _(on_unused) _(owner) _(pages) _(pending) _(private) \
     _(prune) _(read_only) _(record) _(release) _(root) _(segment) _(segments) _(shared) \
     _(slot) _(start) _(token) _(unclaim) _(unused) _(warm) _(written)

@@ -86,6 +86,7 @@ static PyObject *new_record(State *state, const Handle *what, const Place *place
         {NAME(read_only), what->mode ? Py_True : Py_False}, {NAME(in_place), Py_False},
         {NAME(ended), Py_False}, {NAME(cutting), cutting}, {NAME(birth), forks},
         {NAME(death), forks}, {NAME(written), Py_None}, {NAME(key), key},
+        {NAME(keep), Py_None},
     };
 
     if (record == NULL || SET_FIELDS(record, fields) < 0)
@@ -268,7 +269,7 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
     OWNED PyObject *number = NULL, *roots = NULL, *identity = NULL, *key = NULL, *shared = NULL;
     OWNED PyObject *tables = NULL;
     Tables *its;
-    int ended, in_place, same, owner;
+    int ended, in_place, same, owner, kept;
 
     if (slot == NULL)
         return -1;
@@ -276,8 +277,9 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
         return 0;
     ended = is_field(record, NAME(ended), Py_False);
     in_place = ended <= 0 ? ended : is_field(record, NAME(in_place), Py_False);
-    if (in_place <= 0)
-        return in_place;
+    kept = in_place <= 0 ? in_place : is_field(record, NAME(keep), Py_None);
+    if (kept <= 0)
+        return kept;
     forks = forks_so_far(state, live);
     if (forks == NULL)
         return PyErr_Occurred() ? -1 : 0;

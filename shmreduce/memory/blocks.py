@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import SegmentError, ShmreduceWarning
 from shmreduce.memory import quick_blocks
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.ledger import Fork, ForkLedger
     from shmreduce.memory.segment import Segment
 
-__all__ = ["UNSHARED", "Block", "LiveBlocks", "owner_record", "warn_of_exposed"]
+__all__ = ["UNSHARED", "Block", "Keeper", "LiveBlocks", "owner_record", "warn_of_exposed"]
 
 _CUTTING_SECONDS = 0.05
 """How long a fork waits for a thread that makes a block's pages private, or undoes a load."""
@@ -150,6 +150,18 @@ class Block:
     def __repr__(self) -> str:
         kind = "shared" if self.shared else "by value"
         return f"<Block {self.nbytes} bytes, {kind}, {self.mode}>"
+
+
+class Keeper(Protocol):
+    """Takes over holds of received blocks whose views have died; see ``Record.keep``."""
+
+    holds: deque[Record]
+    """Holds that are the keeper's, to be taken out one by one and given to ``end_kept``."""
+    closed: bool
+    """Whether it takes no more."""
+
+    def on_kept(self) -> None:
+        """Take note that there is one more; called as a destructor is, in any thread."""
 
 
 class LiveBlocks:
@@ -344,7 +356,28 @@ class LiveBlocks:
     def _release(self, record: Record) -> None:
         if self.ledger.visible(record.birth, record.death):
             self._visible_to_children.append(record)
-        elif not self._end(record):
+        elif not (record.keep and self._hand_over(record, record.keep)) and not self._end(record):
+            self._waiting.append(record)
+
+    def _hand_over(self, record: Record, keeper: Keeper) -> bool:
+        """Leave a hold to who has asked for it, if the block is nobody else's; return whether."""
+        slot = record.slot
+        if slot is None or record.ended or record.cutting or keeper.closed:
+            return False
+        # Nobody else can name a block that is received by value and held by one alone.
+        if not record.segment.is_alone(record.block, slot):
+            return False
+        # No handler of a signal comes between the two, since the second call is of C: the
+        # hold is to be ended once.
+        record.ended = True
+        keeper.holds.append(record)
+        keeper.on_kept()
+        return True
+
+    def end_kept(self, record: Record) -> None:
+        """End a hold that its keeper has taken out of its ``holds``."""
+        record.ended = False
+        if not self._end(record):
             self._waiting.append(record)
 
     def _end(self, record: Record) -> bool:

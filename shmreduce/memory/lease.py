@@ -1,6 +1,6 @@
 """One lease that a message gives out, until the message is complete.
 
-May import, for types alone, ``filling`` and ``segment``.
+May import, for types alone, ``filling``, ``borrowing`` and ``segment``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shmreduce.memory.borrowing import Borrowed
     from shmreduce.memory.filling import Filling
     from shmreduce.memory.segment import Segment
 
@@ -29,7 +30,7 @@ class Lease:
         self.generation = generation
         self.nonce = nonce
         self.slot = -1
-        self.filling: Filling | None = None
+        self.filling: Filling | Borrowed | None = None
         self.ended = False
         """Whether it was taken back."""
         segment.pins[self] = None

@@ -115,6 +115,10 @@ class LeaseSlots(BlockLocks):
             link = self._next[link - 1]
         return found
 
+    def is_alone(self, block: int, slot: int) -> bool:
+        """Return whether a slot that is in a block's chain is all there is in it."""
+        return self.heads[block] == slot + 1 and not self._next[slot]
+
     def messages(self, block: int) -> list[int]:
         """Return the slots of the block's unread messages. To be called under its lock."""
         found: list[int] = []

@@ -107,6 +107,10 @@ class Loading:
         """Note a message about a block that was here before: it ends with the unpickling."""
         self._known.append((block, slot, nonce))
 
+    def blocks(self) -> list[Block]:
+        """Return what was claimed so far."""
+        return [block for block, _ in self._claims]
+
     def undo(self) -> None:
         """Turn what was claimed back into what it was.
 

@@ -1,9 +1,9 @@
 """The sender's side of one pickled message: what it gives out.
 
 May import errors, settings, strategies, contracts, ``quick_blocks``, ``mapping``, ``layout``,
-``handle``, ``lease_slots``, ``segment``, ``reservation``, ``heap``, ``attachments``, ``record``,
-``blocks``, ``filling``, ``lease``, ``parts``, ``runtime``, ``fork_hooks`` and, for a type,
-``mover``.
+``handle``, ``lease_slots``, ``size_classes``, ``segment``, ``reservation``, ``heap``,
+``attachments``, ``record``, ``blocks``, ``filling``, ``borrowing``, ``lease``, ``parts``,
+``runtime``, ``fork_hooks`` and, for types, ``mover`` and ``owned_segment``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import quick_blocks
 from shmreduce.memory.attachments import FEW
 from shmreduce.memory.blocks import Block
+from shmreduce.memory.borrowing import Borrowed, can_be_filled
 from shmreduce.memory.filling import Filling
 from shmreduce.memory.handle import (
     ROOM_FOR_ANOTHER,
@@ -40,6 +41,7 @@ from shmreduce.memory.record import Record, RootReference
 from shmreduce.memory.reservation import Contents
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import Segment, Sent
+from shmreduce.memory.size_classes import size_class
 from shmreduce.settings import get_settings
 from shmreduce.strategies import current_strategy
 
@@ -47,7 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shmreduce.contracts import Mode
+    from shmreduce.memory.heap import Heap
     from shmreduce.memory.mover import Mover
+    from shmreduce.memory.owned_segment import OwnedSegment
 
 __all__ = ["Message"]
 
@@ -100,6 +104,7 @@ class Message:
     """
 
     __slots__ = (
+        "_borrowed",
         "_in_parts",
         "_mover",
         "_parted",
@@ -118,6 +123,7 @@ class Message:
         self._mover = mover
         self._runtime: Runtime | None = None
         self._taken: list[Lease] = []
+        self._borrowed: list[tuple[Lease, Borrowed]] = []
         self._in_parts = 0
         self._parted: PartedBlock | None = None
 
@@ -167,6 +173,10 @@ class Message:
             return None
         runtime = self._current()
         runtime.live.settle()
+        if self._mover is not None and self._mover.lent:
+            borrowed = self._borrow(runtime, self._mover.lent, nbytes)
+            if borrowed is not None:
+                return borrowed
         heap = runtime.heap(BY_VALUE)
         nonce = next(_nonces) & NONCE_MASK
         quickly: tuple[memoryview, bytes] | None = quick_blocks.take_block(
@@ -176,7 +186,7 @@ class Message:
             return quickly
         filled = None if contents is None else Contents(contents, nbytes)
         try:
-            segment, block = heap.allocate(nbytes, contents=filled)
+            segment, block = self._take_from(heap, nbytes, filled)
         except HeapBusyError:
             return None
         except SegmentError:
@@ -200,6 +210,50 @@ class Message:
         if segment.block_tables is not None:
             segment.block_tables.rest = rest_of(constant)
         return view, pack_handle(taken.slot, taken.nonce, constant)
+
+    def _take_from(
+        self, heap: Heap, nbytes: int, contents: Contents | None
+    ) -> tuple[OwnedSegment, int]:
+        try:
+            return heap.allocate(nbytes, contents=contents)
+        except SegmentError:
+            if self._mover is None or not self._mover.lent:
+                raise
+            # It may be this process's own memory that was lent to it.
+            self._mover.lent.clear()
+            return heap.allocate(nbytes, contents=contents)
+
+    def _borrow(
+        self, runtime: Runtime, lent: list[Block], nbytes: int
+    ) -> tuple[memoryview, bytes] | None:
+        """Give out a block that was lent to this process, if there is one of that size."""
+        size = size_class(nbytes, whole_pages=True)
+        fitting = [each for each in lent if each.nbytes == size]
+        if not fitting:
+            return None
+        lent.remove(fitting[0])
+        if not can_be_filled(fitting[0], runtime.live):
+            return None
+        record = fitting[0]._record
+        segment, block = record.segment, record.block
+        constant = _constant(segment, block, record.generation, nbytes, shared=False, mode="rw")
+        try:
+            handle, taken = self._add(segment, block, record.generation, constant)
+        except ShmreduceError:
+            # No lease of that segment is free, say. One's own memory will do.
+            return None
+        taken.filling = borrowed = Borrowed(fitting[0], nbytes)
+        self._borrowed.append((taken, borrowed))
+        return borrowed.view(), handle
+
+    def name_kept(self, record: Record) -> bytes:
+        """Return a handle to a block that this process holds alone, and has no view of."""
+        segment, block = record.segment, record.block
+        # Whose message it is, see _is_ours().
+        self._current()
+        size = segment.capacities[block]
+        constant = _constant(segment, block, record.generation, size, shared=False, mode="rw")
+        return self._add(segment, block, record.generation, constant)[0]
 
     def allocate_part(self, nbytes: int) -> tuple[memoryview, object, int] | None:
         """Give out a part of a block that carries other buffers of the message, too.
@@ -420,6 +474,11 @@ class Message:
         if not self._is_ours():
             return
         self._let_go_of_parts()
+        while self._borrowed:
+            lease, borrowed = self._borrowed[-1]
+            borrowed.finish()
+            lease.filling = None
+            self._borrowed.pop()
         child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
         kept = quick_blocks.commit(self._taken, reference)
@@ -501,6 +560,7 @@ class Message:
             # In a child that was forked in the middle of a pickling, what was given
             # out so far is the parent's.
             self._taken.clear()
+            self._borrowed.clear()
             self._parted = None
             self._runtime = runtime
         return runtime

@@ -19,6 +19,9 @@ __all__ = ["Mover", "sending", "take_mover"]
 class Mover(Protocol):
     """Lets arrays travel without a copy whose memory nobody else has; see ``shmreduce.moving``."""
 
+    lent: list[Block]
+    """Blocks that this process has got to fill, see ``shmreduce.memory.lending``; others' own."""
+
     def serves(self, obj: object) -> bool:
         """Return whether this is the object whose arrays it moves."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shmreduce.contracts import Mode
-    from shmreduce.memory.blocks import LiveBlocks
+    from shmreduce.memory.blocks import Keeper, LiveBlocks
     from shmreduce.memory.heap import Heap
     from shmreduce.memory.mapping import Mapping
     from shmreduce.memory.segment import Segment
@@ -37,6 +37,7 @@ class Record:
         "generation",
         "heap",
         "in_place",
+        "keep",
         "key",
         "live",
         "mapping",
@@ -86,6 +87,8 @@ class Record:
         self.birth = self.death = live.ledger.birth
         self.written: bytes | None = None
         """What is the same in all handles that this process makes for the block."""
+        self.keep: Keeper | None = None
+        """Who takes over the hold when the views have died, if nobody else has the block."""
         self.key: bytes | None = None
         """By what the block is found when a message brings it again."""
 

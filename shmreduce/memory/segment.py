@@ -436,10 +436,10 @@ class Segment(LeaseSlots):
                 segment=self.token.hex(),
                 block=block,
             )
-        alone = self.heads[block] == slot + 1 and not self._next[slot]
+        alone = self.is_alone(block, slot)
         if not alone and not shared:
             self._drop_dead(block)
-            alone = self.heads[block] == slot + 1 and not self._next[slot]
+            alone = self.is_alone(block, slot)
         return slot, alone
 
     @under_lock
@@ -462,6 +462,9 @@ class Segment(LeaseSlots):
         if self._quick.consume(self.lock_fd, block, slot, word, generation, self.importer):
             return True
         if block >= self.layout.blocks or slot >= self.layout.slots:
+            return False
+        if self.words[slot] != word:
+            # Nor will it ever be again: no two messages have the same nonce.
             return False
         return self._consume(block, generation, slot, word)
 

@@ -85,11 +85,11 @@ MEMORY_LAYERS = [
     {"record"},
     {"blocks"},
     {"idle"},
-    {"runtime", "filling", "lease", "mover"},
+    {"runtime", "filling", "borrowing", "lease", "mover"},
     {"allocation", "inheritance", "loading"},
     {"parts"},
     {"message"},
-    {"inspection"},
+    {"inspection", "lending"},
 ]
 SAYS_MORE = re.compile(
     r"everything\s+below|every\s+module|other\s+modules|is\s+below|the\s+commands"
