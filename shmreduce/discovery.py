@@ -195,6 +195,10 @@ class Plugins:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._synchronised_with: tuple[object, ...] | None = None
+        self._importing: list[_Plugin] = []
+        """Those whose modules are being executed."""
+        self._asked: list[tuple[_Plugin, str]] = []
+        """Whose hook is being executed, and which."""
         self.settled_with: Settings | None = None
         """The settings with which everything is done, and nothing is left to be said."""
 
@@ -219,21 +223,43 @@ class Plugins:
         self.settled_with = None
         wanted = (settings.autoload, settings.plugins, settings.blocked)
         if wanted != self._synchronised_with:
+            self._refuse_hooks()
             self._check_names(settings)
-            for plugin in self._plugins:
-                self._withdraw(plugin)
-            # pluggy asks the plugin registered last first.
-            for plugin in reversed(self._plugins):
-                plugin.status, plugin.reason = _verdict(plugin.name, settings)
-                if plugin.status == "loaded":
-                    self._attempt(plugin, self._load)
-            # Of two that claim the same, the first by name has it.
-            for plugin in self._plugins:
-                if plugin.status == "loaded":
-                    self._attempt(plugin, self._claim)
+            # Whatever comes into it, Ctrl-C say: it is done anew then.
+            self._synchronised_with = None
+            self._import_all(settings)
+            self._register_all()
+            if self._importing:
+                # One of them makes an array as it is imported, say. It is registered, and
+                # everything done again, when that is over.
+                self._report_faults()
+                return
             self._synchronised_with = wanted
         self._report_faults()
         self.settled_with = settings
+
+    def _import_all(self, settings: Settings) -> None:
+        """Import those that are wanted. Their modules may use shmreduce: that comes back here."""
+        for plugin in self._plugins:
+            self._withdraw(plugin)
+            plugin.status, plugin.reason = _verdict(plugin.name, settings)
+        for plugin in self._plugins:
+            if plugin.status == "loaded" and plugin not in self._importing:
+                self._attempt(plugin, self._import)
+
+    def _register_all(self) -> None:
+        """Register those that have been imported, and what they bring."""
+        for plugin in self._plugins:
+            self._withdraw(plugin)
+        imported = [each for each in self._plugins if each.instance is not None]
+        # pluggy asks the plugin registered last first.
+        for plugin in reversed(imported):
+            if plugin.status == "loaded":
+                self._attempt(plugin, self._register)
+        # Of two that claim the same, the first by name has it.
+        for plugin in imported:
+            if plugin.status == "loaded":
+                self._attempt(plugin, self._claim)
 
     def array_factory(self) -> ArrayFactory | None:
         """Return the first array factory, in order of the plugins' names."""
@@ -251,6 +277,7 @@ class Plugins:
         ShmreduceWarning
             Once for each broken plugin.
         """
+        self._refuse_hooks()
         for plugin in self._plugins:
             if plugin.status == "loaded":
                 self._attempt(plugin, self._ask_for_memory_handlers)
@@ -291,14 +318,33 @@ class Plugins:
                     reason="not installed",
                 )
 
-    def _load(self, plugin: _Plugin) -> None:
+    def _import(self, plugin: _Plugin) -> None:
+        if plugin.instance is not None:
+            return
+        self._importing.append(plugin)
+        try:
+            plugin.instance = plugin.entry_point.load()
+        finally:
+            self._importing.remove(plugin)
+
+    def _refuse_hooks(self) -> None:
+        """Raise for a hook that needs what it is itself asked for."""
+        for plugin, hook in self._asked:
+            raise PluginError(
+                f"{hook}() of {plugin.origin} uses shmreduce, which needs the answers of the "
+                "plugins' hooks for that: do it when the module is imported, or when what the "
+                "hook returns is used",
+                plugin=plugin.name,
+                distribution=plugin.distribution,
+                reason=f"{hook}() needs the plugins",
+            )
+
+    def _register(self, plugin: _Plugin) -> None:
         namesake = self._manager.get_plugin(plugin.name)
         if namesake is not None:
             other = self._owner_of(namesake, but=plugin)
             plugin.status, plugin.reason = "broken", f"its name is taken by {other.origin}"
             return
-        if plugin.instance is None:
-            plugin.instance = plugin.entry_point.load()
         if self._manager.is_registered(plugin.instance):
             # Not withdrawn: it is the other's.
             other = self._owner_of(plugin.instance, but=plugin)
@@ -374,7 +420,11 @@ class Plugins:
     def _call(self, plugin: _Plugin, hook: str) -> Any:
         """Call a hook of the plugin alone, and return what the hook does."""
         others = [each for each in self._manager.get_plugins() if each is not plugin.instance]
-        return self._manager.subset_hook_caller(hook, remove_plugins=others)()
+        self._asked.append((plugin, hook))
+        try:
+            return self._manager.subset_hook_caller(hook, remove_plugins=others)()
+        finally:
+            self._asked.pop()
 
     def _withdraw(self, plugin: _Plugin) -> None:
         plugin.conflict = None

@@ -2,7 +2,7 @@
 
 The demo and the benchmarks put each thing that they compare into a process of
 its own, so that an ``install()`` here does not change what is measured there.
-May import errors, ``process_ends`` and ``tracebacks``.
+May import errors, ``parent_death``, ``process_ends`` and ``tracebacks``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.errors import ShmreduceError
+from shmreduce.parent_death import Lifeline, die_with_parent
 from shmreduce.process_ends import signal_name
 from shmreduce.tracebacks import formatted
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
     from types import TracebackType
+
+    from shmreduce.descriptor import Descriptor
 
 __all__ = ["FreshProcess", "RunFailedError", "fail"]
 
@@ -65,7 +68,8 @@ class FreshProcess:
     """A spawned process that runs ``target(connection, *arguments)``.
 
     A context manager. On leaving it, the process, and every process that it
-    started, is gone: they form a process group of their own.
+    started, is gone: they form a process group of their own. So they are when the
+    starter is killed.
 
     Parameters
     ----------
@@ -95,9 +99,15 @@ class FreshProcess:
         self._patience = patience
         self._failed = False
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(theirs, target, arguments), name=name)
+        self._lifeline = Lifeline()
+        self._process = context.Process(
+            target=_run,
+            args=(theirs, self._lifeline.reader, os.getpid(), target, arguments),
+            name=name,
+        )
         self._process.start()
         theirs.close()
+        self._lifeline.reader.close()
 
     @property
     def pid(self) -> int:
@@ -185,6 +195,7 @@ class FreshProcess:
             os.killpg(self.pid, signal.SIGKILL)
         if self._process.is_alive():
             self._process.kill()
+        self._lifeline.cut()
         self._process.join()
         self._process.close()
 
@@ -206,10 +217,15 @@ class FreshProcess:
 
 
 def _run(
-    connection: Connection, target: Callable[..., object], arguments: tuple[Any, ...]
+    connection: Connection,
+    lifeline: Descriptor,
+    parent: int,
+    target: Callable[..., object],
+    arguments: tuple[Any, ...],
 ) -> None:
     # Everything started from here can be ended by one call, see FreshProcess.
     os.setpgid(0, 0)
+    die_with_parent(lifeline, signal.SIGKILL, parent, group=True)
     try:
         target(connection, *arguments)
     except (KeyboardInterrupt, BrokenPipeError, EOFError):

@@ -92,7 +92,7 @@ def _forget_in_forked_child() -> None:
 renew_in_children(_forget_in_forked_child)
 
 
-def die_with_parent(reader: Descriptor, number: int, parent: int) -> None:
+def die_with_parent(reader: Descriptor, number: int, parent: int, *, group: bool = False) -> None:
     """Ask for a signal to this process at the death of its parent.
 
     Parameters
@@ -105,6 +105,8 @@ def die_with_parent(reader: Descriptor, number: int, parent: int) -> None:
         A process that handles it has 30 seconds to end.
     parent : int
         The parent's process id.
+    group : bool
+        Whether all processes of this one's group get it, where the kernel offers that.
 
     Raises
     ------
@@ -117,19 +119,19 @@ def die_with_parent(reader: Descriptor, number: int, parent: int) -> None:
     """
     _held.append(reader)
     if sys.platform == "linux":
-        _ask_for_signal(reader.fileno(), number, parent)
+        _ask_for_signal(reader.fileno(), number, parent, -os.getpgrp() if group else os.getpid())
     if parent_is_gone():
         raise SystemExit(1)
 
 
-def _ask_for_signal(reader: int, number: int, parent: int) -> None:
+def _ask_for_signal(reader: int, number: int, parent: int, receiver: int) -> None:
     wanted = (number, signal.SIGTERM, signal.SIGKILL)
     chosen = next(each for each in wanted if signal.getsignal(each) is not signal.SIG_IGN)
     if callable(signal.getsignal(chosen)):
         signal.signal(_Notice.number, _Notice(chosen).arrived)
         chosen = _Notice.number
     try:
-        fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(reader, fcntl.F_SETOWN, receiver)
         fcntl.fcntl(reader, fcntl.F_SETSIG, chosen)
         flags = fcntl.fcntl(reader, fcntl.F_GETFL)
         fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)

@@ -6,6 +6,7 @@ May import :mod:`shmreduce.errors` only.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -161,8 +162,10 @@ def _check_bytes(setting: str, value: object, minimum: int) -> None:
 
 def _check_seconds(setting: str, value: Any, *, minimum_allowed: bool) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Clocks, to which it is added, are floats.
+    fits = isinstance(value, float) or (is_number and value <= sys.float_info.max)
     # Not-a-number fails both comparisons.
-    if is_number and (value > 0 or (minimum_allowed and value == 0)):
+    if is_number and fits and (value > 0 or (minimum_allowed and value == 0)):
         return
     rule = "zero or more" if minimum_allowed else "more than zero"
     _reject(setting, value, f"must be a number of seconds, {rule}")

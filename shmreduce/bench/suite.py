@@ -184,7 +184,14 @@ def run(
         What is measured is added to it. Rows that it has are not measured again.
     save : callable, optional
         Called with the report after each row.
+
+    Raises
+    ------
+    ConfigurationError
+        If a row that was chosen does not exist; nothing is measured then.
     """
+    for name, rows in chosen.items():
+        _check_rows(name, rows or set(), plan)
 
     def notice(text: str) -> None:
         report.tell(text)
@@ -208,6 +215,18 @@ def run(
             notice(f"{name} failed: {error}")
 
 
+def _check_rows(name: str, wanted: set[str], plan: Plan) -> None:
+    rows = rows_of(name, plan)
+    unknown = sorted(wanted.difference(rows))
+    if unknown:
+        there_are = f"there are {', '.join(rows)}" if rows else "it is measured as a whole"
+        raise ConfigurationError(
+            f"{name} has no row {', '.join(map(repr, unknown))}; {there_are}",
+            setting="--only",
+            value=unknown[0],
+        )
+
+
 def _take_turns(
     workload: Workload,
     wanted: set[str] | None,
@@ -218,14 +237,6 @@ def _take_turns(
     keep: Callable[[list[Measurement], Sequence[Trace]], None],
 ) -> None:
     rows = list(workload.rows(plan))
-    unknown = (wanted or set()) - {row.name for row in rows}
-    if unknown:
-        raise ConfigurationError(
-            f"{workload.name} has no row {', '.join(sorted(unknown))}; "
-            f"there are {', '.join(row.name for row in rows)}",
-            setting="--only",
-            value=min(unknown),
-        )
     done = report.rows(workload.name)
     rows = [row for row in rows if (wanted is None or row.name in wanted) and row.name not in done]
     available = memory_available()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_command"]
 
+_MOST_WORKERS = 1000
+"""Each is a process, and there is no work for so many."""
 _SYSTEM_TITLES = {
     "plain": "plain multiprocessing",
     "by value": "shmreduce",
@@ -60,7 +62,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="size to which scikit-image's images are enlarged (default: %(default)s)",
     )
     parser.add_argument(
-        "--workers", type=_positive, default=usable_processors(), help="default: %(default)s"
+        "--workers", type=_workers, default=usable_processors(), help="default: %(default)s"
     )
     parser.add_argument(
         "--repeat", type=_positive, default=3, help="rounds of each (default: %(default)s)"
@@ -199,6 +201,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
     return int(text)
+
+
+def _workers(text: str) -> int:
+    number = _positive(text)
+    if number > _MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text} are more than {_MOST_WORKERS}")
+    return number
 
 
 def _existing(path: Path | None) -> Path | None:

@@ -1,6 +1,6 @@
 """``shmreduce gc``: removes the segments that killed owners left.
 
-May import ``text`` of this package and :mod:`shmreduce.memory.inspection`.
+May import ``text`` and ``warned`` of this package and :mod:`shmreduce.memory.inspection`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.cli.text import print_json, size_text, time_text
+from shmreduce.cli.warned import warnings_told
 
 if TYPE_CHECKING:
     import argparse
@@ -36,11 +37,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(options: argparse.Namespace) -> int:
     from shmreduce.memory.inspection import leftovers, list_segments, remove_leftovers
 
-    states = {state.name: state for state in list_segments()}
-    found = leftovers()
-    names = found if options.dry_run else remove_leftovers()
-    # Not what has been left since.
-    stuck = [] if options.dry_run else [name for name in leftovers() if name in found]
+    with warnings_told("gc") as told:
+        states = {state.name: state for state in list_segments()}
+        found = leftovers()
+        names = found if options.dry_run else remove_leftovers()
+        # Not what has been left since.
+        stuck = [] if options.dry_run else [name for name in leftovers() if name in found]
+    status = 1 if stuck or told else 0
     if options.json:
         print_json(
             {
@@ -49,15 +52,15 @@ def _run(options: argparse.Namespace) -> int:
                 "not_removed": [_as_json(name, states.get(name)) for name in stuck],
             }
         )
-        return 1 if stuck else 0
+        return status
     verb = "would remove" if options.dry_run else "removed"
     for name in names:
         print(f"{verb} {name}{_details(states.get(name))}")
     for name in stuck:
         print(f"could not remove {name}: see to it that this user may")
-    if not names and not stuck:
+    if not names and not status:
         print("Nothing is left behind by killed processes.")
-    return 1 if stuck else 0
+    return status
 
 
 def _details(state: SegmentState | None) -> str:

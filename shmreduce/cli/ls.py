@@ -1,6 +1,6 @@
 """``shmreduce ls``: the live segments of this user on this machine.
 
-May import ``text`` of this package and :mod:`shmreduce.memory.inspection`.
+May import ``text`` and ``warned`` of this package and :mod:`shmreduce.memory.inspection`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shmreduce.cli.text import Table, print_json, size_text, time_text
+from shmreduce.cli.warned import warnings_told
 
 if TYPE_CHECKING:
     import argparse
@@ -30,7 +31,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(options: argparse.Namespace) -> int:
     from shmreduce.memory.inspection import list_segments
 
-    segments = list_segments()
+    with warnings_told("ls") as told:
+        segments = list_segments()
     if options.json:
         print_json([_facts(segment) for segment in segments])
     elif not segments:
@@ -38,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     else:
         reserved = sum(segment.reserved for segment in segments)
         _print_segments(f"Segments: {len(segments)}, {size_text(reserved)} reserved", segments)
-    return 0
+    return 1 if told else 0
 
 
 def _facts(segment: SegmentState) -> dict[str, object]:

@@ -59,9 +59,19 @@ def load_images(side: int, names: Sequence[str] = IMAGE_NAMES) -> list[Image]:
     ------
     MissingExtraError
         If scikit-image is not installed.
+    ConfigurationError
+        If there is no memory for them.
     """
     data = import_extra("skimage.data", extra="cli")
-    return [_enlarge(getattr(data, name)(), side) for name in names]
+    try:
+        return [_enlarge(getattr(data, name)(), side) for name in names]
+    except (MemoryError, ValueError) as error:
+        # NumPy says ValueError of what no machine could have.
+        raise ConfigurationError(
+            f"no memory for {len(names)} images of {side} x {side} pixels: {error}",
+            setting="--side",
+            value=side,
+        ) from error
 
 
 def load_file(path: Path) -> list[Image]:

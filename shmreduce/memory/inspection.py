@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shmreduce.errors import ForeignSegmentError, InvalidHandleError, SegmentError
+from shmreduce.errors import (
+    ForeignSegmentError,
+    InvalidHandleError,
+    PluginError,
+    SegmentError,
+    ShmreduceWarning,
+)
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER, SHARED, Layout, SegmentHeader
 from shmreduce.memory.lease_slots import MESSAGE
@@ -22,7 +29,7 @@ from shmreduce.process_registry import get_registry
 from shmreduce.strategies import reason_against
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from shmreduce.contracts import SharingStrategy
 
@@ -168,8 +175,14 @@ def list_segments() -> list[SegmentState]:
 
 
 def all_names() -> set[str]:
-    """Return the names of this user's segments, under every strategy."""
-    return {name for strategy in _strategies() for name in names_of(strategy)}
+    """Return the names of this user's segments, under every strategy.
+
+    Warns
+    -----
+    ShmreduceWarning
+        Of a strategy that cannot list its names; those of the others are returned.
+    """
+    return set(_of_all_strategies(names_of))
 
 
 def leftovers() -> list[str]:
@@ -181,8 +194,24 @@ def remove_leftovers() -> list[str]:
     """Remove the names that killed owners left; return what was removed.
 
     Readers that have such a segment open keep it.
+
+    Warns
+    -----
+    ShmreduceWarning
+        Of a strategy that cannot list its names.
     """
-    return [name for strategy in _strategies() for name in sweep(strategy)]
+    return _of_all_strategies(sweep)
+
+
+def _of_all_strategies(names: Callable[[SharingStrategy], list[str]]) -> list[str]:
+    found = []
+    for strategy in _strategies():
+        try:
+            found += names(strategy)
+        except PluginError as error:
+            # The others are in use, this one perhaps never was.
+            warnings.warn(f"{error}. Its segments are left out", ShmreduceWarning, stacklevel=3)
+    return found
 
 
 def _strategies() -> Iterable[SharingStrategy]:

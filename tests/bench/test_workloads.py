@@ -365,11 +365,16 @@ def test_a_workload_that_fails_spares_the_others(monkeypatch: pytest.MonkeyPatch
     assert report.notices == ["live failed: not today"]
 
 
-def test_a_row_that_there_is_not_is_told() -> None:
-    """An unknown row names those there are."""
+@pytest.mark.parametrize(
+    ("name", "there_are"),
+    [("fresh", "there are 10 B, 1 MiB"), ("import", "it is measured as a whole")],
+)
+def test_a_row_that_there_is_not_is_refused(name: str, there_are: str) -> None:
+    """An unknown row names those there are, before anything is measured."""
     report = Report()
-    suite.run({"fresh": {"3 B"}}, TINY, quiet, report)
-    assert report.notices == ["fresh failed: fresh has no row 3 B; there are 10 B, 1 MiB"]
+    with pytest.raises(ConfigurationError, match=f"{name} has no row '3 B'; {there_are}"):
+        suite.run({"shared": None, name: {"3 B"}}, TINY, quiet, report)
+    assert not report.workloads()
 
 
 # The command

@@ -191,13 +191,13 @@ def test_an_alarm_while_a_descriptor_is_looked_at_does_not_count_it_as_closed(
 def test_an_alarm_while_plugins_are_loaded_breaks_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are loaded by the next who needs them."""
     plugins = process_registry.get_plugins()
-    load = discovery.Plugins._load
+    register = discovery.Plugins._register
 
     def struck(self: Any, plugin: Any) -> None:
-        monkeypatch.setattr(discovery.Plugins, "_load", load)
+        monkeypatch.setattr(discovery.Plugins, "_register", register)
         signal.raise_signal(signal.SIGALRM)
 
-    monkeypatch.setattr(discovery.Plugins, "_load", struck)
+    monkeypatch.setattr(discovery.Plugins, "_register", struck)
     monkeypatch.setattr(plugins, "_synchronised_with", None)
     monkeypatch.setattr(plugins, "settled_with", None)
     with pytest.raises(TimeoutError, match="too long"):

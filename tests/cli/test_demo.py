@@ -240,3 +240,19 @@ def test_a_result_that_differs_is_an_error() -> None:
     with pytest.raises(comparison.WrongResultError) as caught:
         comparison._check("shared", wrong, expected)
     assert (caught.value.system, caught.value.image) == ("shared", 1)
+
+
+def test_images_that_have_no_room(capfd: pytest.CaptureFixture[str]) -> None:
+    """One line says so."""
+    assert main(["demo", "--side", "100000000", "--workers", "1", "--repeat", "1"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "100000000 x 100000000 pixels" in line
+
+
+@pytest.mark.parametrize("number", ["0", "1001", "9" * 30, "-1", "x"])
+def test_numbers_of_workers_that_are_none(number: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A wrong option, before anything is started."""
+    with pytest.raises(SystemExit) as caught:
+        main(["demo", f"--workers={number}"])
+    assert caught.value.code == 2
+    assert "--workers" in capfd.readouterr().err

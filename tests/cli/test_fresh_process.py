@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,3 +132,45 @@ def test_processes_are_counted_though_others_are_hidden(monkeypatch: pytest.Monk
         assert process.receive() == 7
         process.finish()
         assert process.processes_left() == 0
+
+
+def start_another(connection: Connection, path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    Path(path).write_text(f"{os.getpid()} {child.pid}")
+    connection.recv()
+
+
+STARTER = """
+import sys
+from shmreduce.fresh_process import FreshProcess
+from tests.cli.test_fresh_process import start_another
+
+if __name__ == "__main__":
+    with FreshProcess("starter", start_another, sys.argv[1]) as process:
+        process.receive()
+"""
+
+
+def test_nothing_is_left_of_a_starter_that_is_killed(tmp_path: Path) -> None:
+    """The process and what it has started go with it."""
+    program, told = tmp_path / "program.py", tmp_path / "told"
+    program.write_text(STARTER)
+    here = Path(__file__).parents[2]
+    starter = subprocess.Popen(
+        [sys.executable, program, told], env={**os.environ, "PYTHONPATH": str(here)}
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not (told.exists() and len(told.read_text().split()) == 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        starter.kill()
+        starter.wait(PATIENCE)
+    left = [psutil.Process(int(pid)) for pid in told.read_text().split() if is_there(int(pid))]
+    _, alive = psutil.wait_procs(left, PATIENCE)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def is_there(pid: int) -> bool:
+    return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)

@@ -33,6 +33,7 @@ from shmreduce.entry_points import (
     tell,
 )
 from shmreduce.process_registry import (
+    get_memory_handlers,
     get_plugins,
     get_registry,
     plugin_report,
@@ -121,13 +122,17 @@ class Installer:
         self.install("damaged", REDUCER.format(claimed="example.X"), distribution=distribution)
         (self.folder / f"{distribution}-1.5.dist-info" / file).write_bytes(content)
 
-    def plugins(self, *, twice: bool = False) -> Plugins:
-        """Return the plugins that are installed in the folder."""
-        found = [
+    def found(self) -> list[EntryPoint]:
+        """Return the entry points that are installed in the folder."""
+        return [
             entry_point
             for distribution in distributions(path=[str(self.folder)])
             for entry_point in distribution.entry_points
         ]
+
+    def plugins(self, *, twice: bool = False) -> Plugins:
+        """Return the plugins that are installed in the folder."""
+        found = self.found()
         return Plugins(Registry(), found * 2 if twice else found)
 
 
@@ -607,3 +612,113 @@ def test_what_a_signal_handler_raises_is_no_damage(
             call()
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+USER = """
+    import shmreduce
+    from shmreduce.process_registry import get_plugins
+
+    MODES = shmreduce.get_all_sharing_strategies()
+    OTHERS = {each.name for each in get_plugins().reports() if each.reducers or each.strategies}
+"""
+
+
+def follow_up(installer: Installer, monkeypatch: pytest.MonkeyPatch) -> Plugins:
+    """Have the plugins of the folder be those of the process, beside the installed ones."""
+    plugins = Plugins(Registry(), [*metadata.entry_points(group="shmreduce"), *installer.found()])
+    monkeypatch.setattr("shmreduce.process_registry._process.plugins", plugins)
+    return plugins
+
+
+def test_a_plugin_that_uses_shmreduce_as_it_is_imported(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees what the others bring, and they it."""
+    installer.install("a_user", USER + REDUCER.format(claimed="example.A"))
+    installer.install("z_user", USER + REDUCER.format(claimed="example.Z"))
+    installer.install("broken", "raise RuntimeError('on purpose')")
+    plugins = follow_up(installer, monkeypatch)
+    with pytest.warns(ShmreduceWarning, match="on purpose"):
+        assert get_plugins() is plugins
+    reports = {each.name: each for each in plugins.reports()}
+    assert reports.pop("broken").status == "broken"
+    assert {each.status for each in reports.values()} == {"loaded"}
+    assert reports["a_user"].reducers == ("example.A",)
+    modes, others = (
+        getattr(sys.modules["plugin_module_z_user"], name) for name in ("MODES", "OTHERS")
+    )
+    assert {"file_descriptor", "file_system"} <= modes
+    assert {"numpy", "memoryview"} <= others
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer"),
+    [
+        ("shmreduce_reducers", "[]"),
+        ("shmreduce_strategies", "[]"),
+        ("shmreduce_array_factory", "None"),
+    ],
+)
+def test_a_hook_that_uses_shmreduce(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch, hook: str, answer: str
+) -> None:
+    """Its plugin is broken, is told why, and the others go on."""
+    installer.install(
+        "user",
+        f"""
+        import shmreduce
+        from shmreduce import hookimpl
+
+        @hookimpl
+        def {hook}():
+            shmreduce.get_all_sharing_strategies()
+            return {answer}
+        """,
+    )
+    plugins = follow_up(installer, monkeypatch)
+    with pytest.warns(ShmreduceWarning, match=rf"{hook}\(\) of plugin 'user'") as caught:
+        assert get_plugins() is plugins
+    assert len(caught) == 1
+    reports = {each.name: each for each in plugins.reports()}
+    assert reports.pop("user").status == "broken"
+    assert {each.status for each in reports.values()} == {"loaded"}
+
+
+def test_a_hook_for_memory_that_uses_it(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is asked for later."""
+    installer.install(
+        "user",
+        """
+        from shmreduce import hookimpl
+        from shmreduce.process_registry import get_memory_handlers
+
+        @hookimpl
+        def shmreduce_memory_handlers():
+            return get_memory_handlers()
+        """,
+    )
+    follow_up(installer, monkeypatch)
+    with pytest.warns(ShmreduceWarning, match="shmreduce_memory_handlers"):
+        assert get_memory_handlers() is not None
+
+
+def test_an_interrupted_load_is_done_anew(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the settings are by then what they were before it."""
+    installer.install("first", REDUCER.format(claimed="example.A"))
+    plugins = installer.plugins()
+    usual, other = Settings(), Settings(blocked=("nobody",))
+    plugins.synchronise(usual)
+
+    def struck(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Plugins, "_register", struck)
+        with pytest.raises(KeyboardInterrupt):
+            plugins.synchronise(other)
+    plugins.synchronise(usual)
+    assert len(plugins.registry.reducers()) == 1

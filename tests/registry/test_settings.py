@@ -72,6 +72,7 @@ def test_empty_variable_counts_as_unset() -> None:
         ("budget", -5),
         ("idle_seconds", "5"),
         ("idle_seconds", float("nan")),
+        ("idle_seconds", 10**400),
         ("idle_keep", None),
         ("message_timeout", 0),
         ("short_wait", -0.1),

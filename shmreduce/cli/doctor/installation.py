@@ -6,6 +6,7 @@ the command line.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from shmreduce.cli.doctor.findings import Finding
@@ -13,6 +14,7 @@ from shmreduce.cli.plugins import find_plugins, is_usable
 from shmreduce.errors import (
     ConfigurationError,
     ShmreduceError,
+    ShmreduceWarning,
     StrategyUnusableError,
     UnknownStrategyError,
 )
@@ -154,8 +156,10 @@ def leftovers(_machine: Machine) -> Finding:
 
     title = "left by killed processes"
     try:
-        names = find_leftovers()
-    except OSError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ShmreduceWarning)
+            names = find_leftovers()
+    except (OSError, ShmreduceWarning) as error:
         return Finding(
             title, "warning", f"cannot be listed: {error}", "see the strategies that use names"
         )

@@ -1,0 +1,41 @@
+"""Warnings of shmreduce as lines on standard error.
+
+May import errors.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from shmreduce.errors import ShmreduceWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["warnings_told"]
+
+
+@contextmanager
+def warnings_told(command: str) -> Iterator[list[str]]:
+    """Print what is warned of within the block, each once and in one line, at its end.
+
+    Yields
+    ------
+    list of str
+        What was printed, once the block has ended.
+    """
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ShmreduceWarning)
+        yield told
+    for warning in caught:
+        if not issubclass(warning.category, ShmreduceWarning):
+            warnings.showwarning(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif str(warning.message) not in told:
+            told.append(str(warning.message))
+            print(f"shmreduce {command}: {warning.message}", file=sys.stderr)
