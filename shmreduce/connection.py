@@ -320,6 +320,8 @@ class Connection(multiprocessing.connection.Connection):
     def _write(self, packet: Packet, flags: int) -> None:
         descriptors = packet.descriptors() if packet.segments else None
         packet.is_under_way = True
+        if len(packet.segments) != (0 if descriptors is None else len(descriptors)):
+            packet.goes_alone()
         if descriptors:
             try:
                 self._socket.write(packet.data, descriptors, flags)
@@ -328,6 +330,7 @@ class Connection(multiprocessing.connection.Connection):
                 # array was given up: the receiver opens the segment by its name.
                 if error.errno not in (errno.ETOOMANYREFS, errno.EBADF) or self.closed:
                     raise
+                packet.goes_alone()
             else:
                 return
         self._socket.write(packet.data, (), flags)

@@ -119,6 +119,11 @@ class Packet:
                 break
         return found
 
+    def goes_alone(self) -> None:
+        """Note that some of the descriptors do not go with it."""
+        for lease in self._leases:
+            lease.segment.sent_alone(lease.nonce)
+
     def in_block(self) -> Packet:
         """Return a small packet of the same message, to be sent instead of this one.
 
@@ -265,12 +270,15 @@ def _in_packet(
         # Descriptors at the end may not get through, and without this one nothing would.
         first = Handle.unpack(body).token
         segments = sorted(segments, key=lambda segment: segment.token != first)
+    carried = len(segments) <= MOST_DESCRIPTORS
     segments = segments[:MOST_DESCRIPTORS]
     tokens = [segment.token for segment in segments]
     data = b"".join((_HEAD.pack(kind, len(tokens)), *tokens, written))
-    leases = [*leases, *message.leases()]
-    message.commit()
-    return Packet(data, segments, leases, body)
+    packet = Packet(data, segments, [*leases, *message.leases()], body)
+    message.commit(carried=True)
+    if not carried:
+        packet.goes_alone()
+    return packet
 
 
 def _move_to_block(body: memoryview, message: Message) -> bytes | None:

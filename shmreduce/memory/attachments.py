@@ -14,6 +14,7 @@ import errno
 import os
 import resource
 import sys
+import time
 from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.memory import locks
-from shmreduce.memory.layout import Layout
+from shmreduce.memory.layout import HAD_AS_BYTES, LOCK_TRANSFER, Layout
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.processes import is_alive
 from shmreduce.memory.segment import Segment
@@ -45,7 +46,13 @@ if TYPE_CHECKING:
     from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
 
-__all__ = ["EXHAUSTED", "FEW", "Attachments", "boot_identity", "open_process_descriptor"]
+__all__ = [
+    "EXHAUSTED",
+    "FEW",
+    "Attachments",
+    "boot_identity",
+    "open_process_descriptor",
+]
 
 _MOST_IDLE = 32
 """Segments of others that stay open although nothing of them is in use."""
@@ -53,6 +60,8 @@ FEW = 16
 """Open segments up to which nobody need count those in use."""
 _MOST_HELD = 8192
 """Segments of others, of two mappings each: a process has 65,530 (vm.max_map_count)."""
+_ASTRAY_SECONDS = 10.0
+"""For how long messages are kept that nobody can receive; who lacked descriptors may load them."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
 EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 """What the system says when no descriptor is free."""
@@ -395,14 +404,34 @@ class Attachments:
             self._replaced[found] = None
         return False
 
-    def tidy_mailbox(self) -> None:
-        """Let go of segments in the mailbox whose messages have been read.
+    def tidy_mailbox(self, *, at_once: bool = False) -> bool:
+        """Let go of segments in the mailbox whose messages have been read, or never will be.
 
         What cannot be done now is left to the next who reads such a message.
+
+        Parameters
+        ----------
+        at_once : bool
+            Whether also messages of which there has been a packet a moment ago: who had no
+            descriptor free when it came can try again for some seconds else.
+
+        Returns
+        -------
+        bool
+            Whether there were any.
         """
+        found = []
+
+        def is_over(letter: Letter, fd: int) -> bool:
+            patience = 0.0 if at_once else _ASTRAY_SECONDS
+            over = _all_read(letter, fd) or _is_astray(letter, fd, patience)
+            found.append(over)
+            return over
+
         # No descriptor is free, say. Who calls has an array that must not be lost for it.
         with suppress(OSError, LeaseTimeoutError):
-            self._family().tidy(_all_read)
+            self._family().tidy(is_over)
+        return any(found)
 
 
 def _closed_here(segment: Segment) -> AttachError:
@@ -428,6 +457,21 @@ def _all_read(letter: Letter, fd: int) -> bool:
         if int.from_bytes(word, sys.byteorder) == MESSAGE | nonce:
             return False
     return letter.complete or not _has_messages(fd, layout)
+
+
+def _is_astray(letter: Letter, fd: int, patience: float) -> bool:
+    """Return whether messages cannot be received any more, and have not been for long."""
+    if (
+        not letter.carried
+        or locks.first_locked(fd, LOCK_TRANSFER) is not None
+        or any(os.pread(fd, 8, HAD_AS_BYTES))
+    ):
+        letter.astray = 0.0
+        return False
+    now = time.monotonic()
+    # The letter is posted again, with this.
+    letter.astray = letter.astray or now
+    return now - letter.astray >= patience
 
 
 def _has_messages(fd: int, layout: Layout) -> bool:

@@ -55,8 +55,9 @@ _SO_PEEK_OFF = 42
 """Of socket(7); Python has no name for it."""
 _PATIENCE = 10.0
 """Seconds to wait for a lock of the family, which is held for a moment."""
-# token, family, whether all unread messages are named
-_LETTER = struct.Struct("<16s16sI")
+# token, family, whether all unread messages are named, whether they have the segment with
+# them, since when they have not (monotonic seconds)
+_LETTER = struct.Struct("<16s16s??6xd")
 # slot, nonce
 _UNREAD = struct.Struct("<IQ")
 _MOST_UNREAD = 4096
@@ -74,21 +75,36 @@ class Letter:
         Slot and nonce of messages nobody had read when the letter was posted.
     complete : bool
         Whether ``unread`` names them all.
+    carried : bool
+        Whether they all travel with a descriptor of the segment: when there are no such
+        packets any more, nobody can receive them.
+    astray : float
+        When that was seen first, in monotonic seconds; 0 if it was not.
     """
 
-    __slots__ = ("complete", "token", "unread")
+    __slots__ = ("astray", "carried", "complete", "token", "unread")
 
-    def __init__(self, token: bytes, unread: list[tuple[int, int]], *, complete: bool) -> None:
+    def __init__(
+        self,
+        token: bytes,
+        unread: list[tuple[int, int]],
+        *,
+        complete: bool,
+        carried: bool = False,
+        astray: float = 0.0,
+    ) -> None:
         self.token = token
         self.unread = unread
         self.complete = complete
+        self.carried = carried
+        self.astray = astray
 
     def pack(self, family: bytes) -> bytes:
         """Return the letter's bytes."""
         # Those that are read last, mostly: as long as they are not, nothing else is looked at.
         some = self.unread[-_MOST_UNREAD:]
         complete = self.complete and len(some) == len(self.unread)
-        head = _LETTER.pack(self.token, family, complete)
+        head = _LETTER.pack(self.token, family, complete, self.carried, self.astray)
         return head + b"".join(_UNREAD.pack(slot, nonce) for slot, nonce in some)
 
     @classmethod
@@ -96,9 +112,9 @@ class Letter:
         """Read a letter's bytes; what is no letter is one about no segment, to be dropped."""
         if len(data) < _LETTER.size or (len(data) - _LETTER.size) % _UNREAD.size:
             return cls(bytes(16), [], complete=True)
-        token, _, complete = _LETTER.unpack_from(data)
+        token, _, complete, carried, astray = _LETTER.unpack_from(data)
         unread = [(slot, nonce) for slot, nonce in _UNREAD.iter_unpack(data[_LETTER.size :])]
-        return cls(token, unread, complete=bool(complete))
+        return cls(token, unread, complete=complete, carried=carried, astray=astray)
 
 
 class Family:

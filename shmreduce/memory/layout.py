@@ -22,12 +22,14 @@ from shmreduce.memory.mapping import PAGE_SIZE, huge_ceil, page_ceil
 __all__ = [
     "BY_VALUE",
     "CHUNK_SLOTS",
+    "HAD_AS_BYTES",
     "HANDED_OVER",
     "IMPORTERS",
     "LOCK_BLOCK",
     "LOCK_CHUNK",
     "LOCK_IMPORTER",
     "LOCK_OWNER",
+    "LOCK_TRANSFER",
     "MAGIC",
     "SHARED",
     "Layout",
@@ -47,12 +49,17 @@ CHUNK_SLOTS = 512
 """Lease slots that one process takes for its own allocation at a time."""
 HANDED_OVER = PAGE_SIZE - 8
 """Where the header page has a word that is not 0 once the mailbox may have the segment."""
+HAD_AS_BYTES = PAGE_SIZE - 16
+"""Where it has one that is not 0 once somebody has had the bytes of a message, who may pass
+them on without a descriptor, or load them later."""
 
 # Byte locks, far beyond the end of any file.
 LOCK_OWNER = 1 << 40
 LOCK_IMPORTER = 1 << 41
 LOCK_BLOCK = 1 << 42
 LOCK_CHUNK = 1 << 43
+LOCK_TRANSFER = 1 << 44
+"""Held, for reading, by each description that travels in messages: so by their packets."""
 
 # magic, version, kind, token, boot, family, owner pid, created (ns since the epoch),
 # size, blocks, slots, strategy name

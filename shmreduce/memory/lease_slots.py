@@ -20,6 +20,7 @@ from shmreduce.memory import locks
 from shmreduce.memory.block_locks import BlockLocks, closed_by_somebody
 from shmreduce.memory.layout import (
     CHUNK_SLOTS,
+    HAD_AS_BYTES,
     HANDED_OVER,
     IMPORTERS,
     LOCK_CHUNK,
@@ -78,6 +79,7 @@ class LeaseSlots(BlockLocks):
         self._epochs = _words(everything, layout.importer_epochs, IMPORTERS, "Q")
         self.pids = _words(everything, layout.importer_pids, IMPORTERS, "Q")
         self._handed_over = _words(everything, HANDED_OVER, 1, "Q")
+        self._had_as_bytes = _words(everything, HAD_AS_BYTES, 1, "Q")
         self._free_slots: list[int] = []
         self._listed: dict[int, object] = {}
         self._chunks: dict[int, object] = {}

@@ -120,6 +120,7 @@ class Loading:
         by-value one is not loaded again.
         """
         live = current().live
+        self.note_bytes()
         for block, handle in self._claims:
             record = block._record
             slot = record.slot
@@ -134,6 +135,11 @@ class Loading:
         self._claims.clear()
         self._known.clear()
         self._private = None
+
+    def note_bytes(self) -> None:
+        """Take note, for everybody, that the message is going to be loaded from its bytes."""
+        for block, _ in self._claims:
+            block._record.segment.note_bytes()
 
     def close(self) -> None:
         """End the unpickling. Done again after an interrupt it does what was left."""
@@ -419,7 +425,9 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
     for what in _handles_in(data):
         mark = object()
         try:
-            pins.append((attachments.pin(what, mark, _arrived_here()), mark))
+            segment = attachments.pin(what, mark, _arrived_here())
+            pins.append((segment, mark))
+            segment.note_bytes()
         except (AttachError, LeaseTimeoutError):
             # Whoever unpickles the message is told.
             continue

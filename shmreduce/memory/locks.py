@@ -86,6 +86,11 @@ def try_lock(fd: int, offset: int, *, later: bool = False) -> bool:
     return try_request(fd, lock_request(offset), later=later)
 
 
+def try_share(fd: int, offset: int) -> bool:
+    """Lock one byte for reading; return False if the kernel has no memory for another lock."""
+    return try_request(fd, _FLOCK.pack(fcntl.F_RDLCK, 0, offset, 1, 0), later=True)
+
+
 def lock_request(offset: int) -> bytes:
     """Return what :func:`try_request` asks the kernel for: to lock one byte."""
     return _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)

@@ -469,10 +469,19 @@ class Message:
         """Return what was given out and neither kept nor taken back so far."""
         return list(self._taken)
 
-    def commit(self) -> None:
-        """Keep what was given out: the message is complete."""
+    def commit(self, *, carried: bool = False) -> None:
+        """Keep what was given out: the message is complete.
+
+        Parameters
+        ----------
+        carried : bool
+            Whether a descriptor of each segment goes with it; the core's.
+        """
         if not self._is_ours():
             return
+        if not carried:
+            for each in self._taken:
+                each.segment.sent_alone(each.nonce)
         self._let_go_of_parts()
         while self._borrowed:
             lease, borrowed = self._borrowed[-1]

@@ -9,6 +9,7 @@ look up: the parent's memory is the parent's to free.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -182,8 +183,11 @@ class Runtime:
         return self.family.budget if budget is None else budget
 
     def cool_others(self, asking: Heap) -> int:
-        """Give back what the other heaps have free; return how many bytes."""
-        released = 0
+        """Give back what the other heaps have free, and what nobody can read; return how much.
+
+        The bytes of the heaps count, each letter that was taken out of the mailbox as one.
+        """
+        released = int(self._family is not None and self.attachments.tidy_mailbox(at_once=True))
         for heap in self.heaps:
             if heap is not asking:
                 heap.collect()
@@ -236,11 +240,15 @@ class Runtime:
         self.has_left = True
         self.idle_return.stop()
         self.live.settle()
+        posted = bool(self._posted)
         troubles = []
         for segment in list(self.attachments.directory.values()):
             unread = [(sent.slot, sent.nonce) for sent in segment.unread()]
             if not self._posted.get(segment.token, frozenset()).issuperset(unread):
                 troubles += self._post(segment, unread)
+        if self._posted and not posted:
+            # What those before have left, and nobody can receive.
+            self.attachments.tidy_mailbox()
         for heap in self.heaps:
             troubles += _try_to_tidy(heap.leave)
         for strategy in {heap.strategy for heap in self.heaps} | self.strategies:
@@ -254,14 +262,15 @@ class Runtime:
         """Leave a segment in the mailbox; return what to warn of."""
         # Also if no other member is known: a forked child, or one that is just
         # starting, may not have joined yet. The last to go takes it along.
-        letter = Letter(segment.token, unread, complete=True)
+        carried = segment.are_carried([nonce for _, nonce in unread])
+        letter = Letter(segment.token, unread, complete=True, carried=carried)
         try:
             # Another description: the mailbox keeps it, and this one has our locks.
             fd = locks.reopen(segment.checked_fd)
             try:
                 # First: who reads the last of them from now on takes the letter out.
                 segment.hand_over()
-                self.family.post(letter, fd)
+                self._post_or_make_room(letter, fd)
             finally:
                 os.close(fd)
             before, now = self._posted.get(segment.token), frozenset(unread)
@@ -279,6 +288,9 @@ class Runtime:
                 # Read meanwhile, when there was no letter yet.
                 self.attachments.tidy_mailbox()
         except (OSError, LeaseTimeoutError, SegmentError) as error:
+            if carried and isinstance(error, OSError):
+                # Whoever receives them receives the segment, too.
+                return []
             # The process ends all the same, and its names must go.
             return [
                 (
@@ -288,6 +300,15 @@ class Runtime:
                 )
             ]
         return []
+
+    def _post_or_make_room(self, letter: Letter, fd: int) -> None:
+        try:
+            self.family.post(letter, fd)
+        except OSError as error:
+            full = error.errno in (errno.EAGAIN, errno.ETOOMANYREFS)
+            if not full or not self.attachments.tidy_mailbox(at_once=True):
+                raise
+            self.family.post(letter, fd)
 
 
 def _try_to_tidy(step: Callable[[], object]) -> list[str]:

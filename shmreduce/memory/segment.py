@@ -36,7 +36,14 @@ from shmreduce.errors import (
 from shmreduce.memory import locks
 from shmreduce.memory.block_locks import if_unlocked, under_lock
 from shmreduce.memory.handle import LONGEST_LOCATOR
-from shmreduce.memory.layout import IMPORTERS, LOCK_IMPORTER, LOCK_OWNER, SHARED, SegmentHeader
+from shmreduce.memory.layout import (
+    IMPORTERS,
+    LOCK_IMPORTER,
+    LOCK_OWNER,
+    LOCK_TRANSFER,
+    SHARED,
+    SegmentHeader,
+)
 from shmreduce.memory.lease_slots import MESSAGE, LeaseSlots
 from shmreduce.memory.processes import is_closing
 from shmreduce.memory.quick_blocks import block_tables
@@ -45,6 +52,7 @@ from shmreduce.memory.standard_streams import clear_of_streams
 
 if TYPE_CHECKING:
     import weakref
+    from collections.abc import Iterable
 
     from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.mapping import Mapping
@@ -126,12 +134,15 @@ class Segment(LeaseSlots):
         """Calls under way that need the segment to stay open."""
         self.outbox: dict[int, Sent] = {}
         """Messages sent by this process, by nonce; read ones are pruned."""
+        self._uncarried: dict[int, None] = {}
+        """Nonces of those that went without a descriptor of the segment."""
         self._prune_at = _PRUNE_FROM
         self.is_shared = header.kind == SHARED
         """Whether its blocks are shared, as against those that carry one message each."""
         self.import_mapping: Mapping | None = None
         self._locator: str | None = None
         self._transfer: dict[str, int] = {}
+        self._transfer_is_seen = True
         try:
             self.importer = self._register()
         except BaseException:
@@ -198,7 +209,8 @@ class Segment(LeaseSlots):
         """A descriptor to be passed on in messages; the segment's.
 
         Its open file description has none of this process's locks: it lives in
-        a message, which may outlive the process.
+        a message, which may outlive the process. It has one of its own, by which
+        others see that there may be such messages.
 
         Raises
         ------
@@ -208,6 +220,7 @@ class Segment(LeaseSlots):
         known = self._transfer.get("fd")
         if known is None:
             made = locks.reopen(self.fd)
+            self._transfer_is_seen = locks.try_share(made, LOCK_TRANSFER)
             # Another thread may have been faster.
             known = self._transfer.setdefault("fd", made)
             if known != made:
@@ -232,6 +245,10 @@ class Segment(LeaseSlots):
         """Take note, for everybody, that the mailbox is about to have the segment."""
         self._handed_over[0] = 1
 
+    def note_bytes(self) -> None:
+        """Take note, for everybody, that somebody has the bytes of a message about it."""
+        self._had_as_bytes[0] = 1
+
     @property
     def idle(self) -> bool:
         """Whether nothing of another process's segment is in use here."""
@@ -253,6 +270,23 @@ class Segment(LeaseSlots):
         self.outbox[message.nonce] = message
         if len(self.outbox) > self._prune_at:
             self.prune()
+
+    def sent_alone(self, nonce: int) -> None:
+        """Note that a message of this process has gone without a descriptor of the segment."""
+        self._uncarried[nonce] = None
+        if len(self._uncarried) > 2 * _PRUNE_FROM:
+            unread = {sent.nonce for sent in self.unread()}
+            for each in list(self._uncarried):
+                if each not in unread:
+                    self._uncarried.pop(each, None)
+
+    def are_carried(self, nonces: Iterable[int]) -> bool:
+        """Return whether messages of this process have the segment with them, for all to see.
+
+        Who receives them needs nobody else to have it open; and when nobody can receive
+        them any more, no description has the lock of those that travel.
+        """
+        return self._transfer_is_seen and self._uncarried.keys().isdisjoint(nonces)
 
     def prune(self) -> None:
         """Forget messages that have been read."""
