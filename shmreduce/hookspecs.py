@@ -117,7 +117,7 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
     ...     def unlink(self, name):
     ...         Path(name).unlink(missing_ok=True)
     ...     def names(self):
-    ...         return [str(path) for path in self.folder.iterdir()]
+    ...         return [str(path) for path in self.folder.glob(32 * "[0-9a-f]")]
     >>> @hookimpl
     ... def shmreduce_strategies():
     ...     return [FolderStrategy()]

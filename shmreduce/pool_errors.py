@@ -14,7 +14,7 @@ from shmreduce.children import CallOnLoad
 from shmreduce.errors import ShmreduceError
 from shmreduce.tracebacks import formatted
 
-__all__ = ["WithTraceback", "explained", "forget_announced", "in_words"]
+__all__ = ["WithTraceback", "expect_answer", "explained", "in_words"]
 
 
 _forget_traceback = BaseException.__dict__["__traceback__"].__set__
@@ -22,9 +22,12 @@ _set_cause = BaseException.__dict__["__cause__"].__set__
 
 
 class _Announced(threading.local):
-    """The traceback of the exception that the current thread has begun to unpickle."""
+    """What the current thread has begun to unpickle."""
 
     text: str | None = None
+    """The traceback of the exception, if it is one."""
+    for_executor: bool = False
+    """Whether the answer is for a program that uses :mod:`concurrent.futures`."""
 
 
 _announced = _Announced()
@@ -53,8 +56,18 @@ class WithTraceback:
 
 
 def _rebuild(_: None, error: BaseException, text: str) -> BaseException:
-    _set_cause(error, RemoteTraceback(text))
+    _set_cause(error, _remote_traceback(text))
     return error
+
+
+def _remote_traceback(text: str) -> Exception:
+    """Return a traceback of a worker as the cause that programs know."""
+    made: type[Exception] = RemoteTraceback
+    if _announced.for_executor:
+        # Private there: some version may not have it.
+        with suppress(ImportError):
+            from concurrent.futures.process import _RemoteTraceback as made
+    return made(text)
 
 
 def in_words(error: BaseException, value: object) -> WithTraceback:
@@ -73,9 +86,17 @@ def in_words(error: BaseException, value: object) -> WithTraceback:
     return words
 
 
-def forget_announced() -> None:
-    """Begin to unpickle another answer, in the parent."""
+def expect_answer(*, for_executor: bool) -> None:
+    """Begin to unpickle another answer, in the parent.
+
+    Parameters
+    ----------
+    for_executor : bool
+        Whether the causes of exceptions are those of :mod:`concurrent.futures`, and not of
+        :mod:`multiprocessing.pool`.
+    """
     _announced.text = None
+    _announced.for_executor = for_executor
 
 
 def explained(error: BaseException) -> BaseException:
@@ -90,5 +111,5 @@ def explained(error: BaseException) -> BaseException:
             "it gives to Exception, or define __reduce__"
         )
     if error.__cause__ is None:
-        error.__cause__ = RemoteTraceback(text)
+        error.__cause__ = _remote_traceback(text)
     return error

@@ -67,7 +67,7 @@ from shmreduce.pool_channel import (
     make_channels,
 )
 from shmreduce.pool_dispatch import Dispatcher
-from shmreduce.pool_errors import explained, forget_announced
+from shmreduce.pool_errors import expect_answer, explained
 from shmreduce.pool_self_pipe import SelfPipe
 from shmreduce.pool_worker import WorkerOptions, work
 from shmreduce.pool_worker_handle import WorkerHandle, describe_death
@@ -511,7 +511,7 @@ class Supervisor:
             return False
         if unpickle is None:
             return False
-        forget_announced()
+        expect_answer(for_executor=self._options.plain_errors)
         try:
             kind, value = unpickle()
         except ProducerDied as error:

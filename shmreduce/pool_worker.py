@@ -79,7 +79,8 @@ class WorkerOptions:
         The parent's process id.
     plain_errors : bool
         A result that cannot be pickled is answered by the pickler's exception,
-        and not by ``MaybeEncodingError``.
+        and not by ``MaybeEncodingError``; the causes of exceptions are those of
+        :mod:`concurrent.futures`.
     shared_allocations : bool
         Tasks run in :func:`shmreduce.shared_allocations`; results that only
         the worker has are moved.

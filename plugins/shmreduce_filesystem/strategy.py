@@ -27,7 +27,7 @@ __all__ = ["FileSystemStrategy"]
 _DIRECTORY_VARIABLE = "SHMREDUCE_DIRECTORY"
 _SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108 (files are exclusive, 0600, unguessable)
 
-_NAME = re.compile(r"shmreduce-([0-9]+)-([0-9]+)-([0-9a-z]+)", re.ASCII)
+_NAME = re.compile(r"shmreduce-([0-9]+)-([0-9]+)-([0-9a-f]{32})", re.ASCII)
 _LOCATOR = re.compile(r"(?:([0-9]+):([0-9]+):)?(/[^\0]+)?", re.ASCII)
 
 
@@ -190,7 +190,7 @@ class FileSystemStrategy(SharingStrategy):
 
     def _probe(self) -> OSError | None:
         """Make a trial file; return why it cannot be locked, None if it can."""
-        file = self.create(os.sysconf("SC_PAGE_SIZE"), f"trial{os.urandom(8).hex()}")
+        file = self.create(os.sysconf("SC_PAGE_SIZE"), os.urandom(16).hex())
         try:
             _lock_first_byte(file.fd)
         except OSError as error:

@@ -10,6 +10,7 @@ do not pile up and nobody has to ask.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ __all__ = ["abandoned", "names_of", "sweep"]
 
 _UNFINISHED_SECONDS = 2.0
 """How old a file without a header must be to count as left: its maker may be about to write it."""
+_SEGMENT_MODE = 0o600
+"""Permission bits. Where a strategy gives others its file is left behind, no more."""
 
 
 def sweep(strategy: SharingStrategy) -> list[str]:
@@ -111,7 +114,11 @@ def _is_unfinished(fd: int) -> bool:
     """Return whether a file without a whole header can have been meant for a segment.
 
     A strategy may list what is none, such as a file of the user's that happens to have
-    such a name: that is not to be removed.
+    such a name: that is not to be removed. What a strategy makes has whole pages, or no
+    size yet, and is its owner's alone.
     """
+    status = os.fstat(fd)
+    if status.st_size % PAGE_SIZE or stat.S_IMODE(status.st_mode) != _SEGMENT_MODE:
+        return False
     start = os.pread(fd, PAGE_SIZE, 0)
     return start.startswith(MAGIC) or not start.strip(b"\0")

@@ -189,6 +189,21 @@ class ReducerContract:
         self.write(first)
         assert self.equal(second, self.make(_LARGE))
 
+    def test_pickled_twice(self) -> None:
+        """An object that is sent again is a message, and a copy, of its own."""
+        original = self.make(_LARGE)
+        # Both before either is read, and one more when both have been.
+        messages = [ForkingPickler.dumps(original) for _ in range(2)]
+        first, second = (ForkingPickler.loads(message) for message in messages)
+        third = _round_trip(original)
+        for received in (first, second, third):
+            assert self.equal(received, original)
+        self.write(first)
+        assert self.equal(second, original)
+        self.write(second)
+        assert self.equal(third, original)
+        assert self.equal(original, self.make(_LARGE))
+
     def test_over_tcp(self) -> None:
         """On a connection to another host objects travel by ordinary pickling."""
         if not self.picklable:

@@ -259,6 +259,21 @@ class StrategyContract:
         strategy.unlink(segment.name)
         assert segment.name not in set(strategy.names())
 
+    def test_names_lists_segments_alone(self, strategy: SharingStrategy) -> None:
+        """names() lists no other file: the core removes what it lists, if it looks abandoned."""
+        token = secrets.token_hex(16)
+        file = strategy.create(_PAGE, token)
+        others: list[Path] = []
+        try:
+            if file.name is not None:
+                others = _make_neighbours(Path(file.name), token)
+            listed = set(strategy.names())
+            assert not [path for path in others if str(path) in listed]
+        finally:
+            for path in others:
+                path.unlink(missing_ok=True)
+            _remove(strategy, file)
+
     def test_unlink_again_is_no_error(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
@@ -283,6 +298,21 @@ def _remove(strategy: SharingStrategy, file: SegmentFile) -> None:
     os.close(file.fd)
     if file.name is not None:
         strategy.unlink(file.name)
+
+
+def _make_neighbours(segment: Path, token: str) -> list[Path]:
+    """Make empty files that are no segments beside one that has a name; return their paths."""
+    names = {
+        f"{segment.name}.old",
+        # A name may end with something else than its token, such as the maker's number,
+        # and still be one without its last character.
+        segment.name.replace(token, token[:-1]),
+        f"data-{secrets.token_hex(8)}.npy",
+    } - {segment.name}
+    paths = [segment.with_name(name) for name in sorted(names)]
+    for path in paths:
+        path.touch(0o600, exist_ok=False)
+    return paths
 
 
 def _lock_first_byte(fd: int) -> None:

@@ -259,7 +259,15 @@ def _open_as_nobody(path: str) -> None:
     FileSystemStrategy().open(path)
 
 
-@pytest.mark.parametrize("name", ["precious", "shmreduce-{other}-1-ab", "shmreduce-{user}-1-"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "precious",
+        f"shmreduce-{{other}}-1-{32 * 'a'}",
+        "shmreduce-{user}-1-",
+        "shmreduce-{user}-1-ab",
+    ],
+)
 def test_unlink_removes_only_segments(directory: Path, name: str) -> None:
     """unlink() refuses names that are not those of this user's segments."""
     path = directory / name.format(user=os.geteuid(), other=os.geteuid() + 1)

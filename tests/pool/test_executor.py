@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
-import multiprocessing
+import multiprocessing.pool
 import os
 import signal
 import threading
@@ -45,7 +46,7 @@ from tests.pool.work import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.conftest import Children
@@ -77,6 +78,31 @@ def test_exceptions_that_cannot_be_unpickled_are_told(context: Any) -> None:
         other = executor.submit(unpicklable_there, 1).exception(PATIENCE)
         assert other is not None
         assert "TakesTwoError" not in str(other.__cause__)
+
+
+@pytest.mark.parametrize(("function", "arguments"), [(fail, ("x",)), (raise_two, ())])
+def test_the_cause_is_the_standard_librarys(
+    function: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
+    """Its class is that of concurrent.futures, also where the exception cannot be unpickled."""
+    with concurrent.futures.ProcessPoolExecutor(1, FORK) as standard:
+        wanted = standard.submit(fail, "x").exception(PATIENCE)
+    with ProcessPoolExecutor(1, FORK) as executor:
+        error = executor.submit(function, *arguments).exception(PATIENCE)
+    assert wanted is not None
+    assert error is not None
+    assert type(error.__cause__) is type(wanted.__cause__)
+
+
+def test_without_the_standard_librarys_class_the_cause_is_that_of_a_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The class is private to the standard library: the traceback is told without it, too."""
+    monkeypatch.delattr("concurrent.futures.process._RemoteTraceback")
+    with ProcessPoolExecutor(1, FORK) as executor:
+        error = executor.submit(fail, "x").exception(PATIENCE)
+        assert error is not None
+        assert type(error.__cause__) is multiprocessing.pool.RemoteTraceback  # type: ignore[attr-defined]
 
 
 def test_results_and_exceptions() -> None:

@@ -431,19 +431,24 @@ def test_only_segments_can_be_unlinked(name: str) -> None:
     content=st.one_of(
         st.binary(max_size=300),
         st.binary(max_size=100).map(b"shmreduc".__add__),
+        st.binary(max_size=100).map(lambda start: (b"shmreduc" + start).ljust(PAGE_SIZE, b"\0")),
         st.integers(0, 300).map(bytes),
-    )
+        st.integers(0, 3).map(lambda pages: bytes(pages * PAGE_SIZE)),
+    ),
+    mode=st.sampled_from([0o600, 0o644, 0o700]),
 )
-def test_sweeping_understands_any_file(tmp_path: Path, content: bytes) -> None:
+def test_sweeping_understands_any_file(tmp_path: Path, content: bytes, mode: int) -> None:
     """A file with any content is no segment. It goes once it is too old to be half made, if it
     can be that: a strategy may list a file of its user's, which stays.
     """
     path = tmp_path / f"shmreduce-{os.geteuid()}-1-{secrets.token_hex(16)}"
     path.write_bytes(content)
+    path.chmod(mode)
     assert not abandoned(str(path))
     old = time.time() - 60
     os.utime(path, (old, old))
-    half_made = content.startswith(b"shmreduc") or not any(content)
+    like_a_segment = mode == 0o600 and len(content) % PAGE_SIZE == 0
+    half_made = like_a_segment and (content.startswith(b"shmreduc") or not any(content))
     assert abandoned(str(path)) == half_made
 
 

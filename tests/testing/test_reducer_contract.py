@@ -173,6 +173,12 @@ BAD = {
             kept[handle] = import_block(handle)
         return cls(kept[handle].buffer)
     """,
+    "test_pickled_twice": """
+    def reduce(self, obj, message):
+        if not hasattr(obj, "answer"):
+            obj.answer = super().reduce(obj, message)
+        return obj.answer
+    """,
     "test_over_tcp": TAKES_A_MESSAGE_OF_ITS_OWN,
     "test_share_copies": """
     def share(self, obj, mode):

@@ -58,7 +58,7 @@ class Good(SharingStrategy):
         Path(name).unlink(missing_ok=True)
 
     def names(self):
-        return [str(path) for path in self.folder.iterdir()]
+        return [str(path) for path in self.folder.glob(32 * "[0-9a-f]")]
 
 
 class TestGood(StrategyContract):
@@ -188,6 +188,10 @@ BAD = {
     def names(self):
         return [path.name for path in self.folder.iterdir()]
     """,
+    "test_names_lists_segments_alone": """
+    def names(self):
+        return [str(path) for path in self.folder.iterdir()]
+    """,
     "test_unlink_again_is_no_error": """
     def unlink(self, name):
         Path(name).unlink()
@@ -206,6 +210,26 @@ BAD = {
                     os.close(fd)
             except OSError:
                 pass
+    """,
+}
+
+
+LOOSE_NAMES = {
+    "any_end": """
+    def names(self):
+        return [str(path) for path in self.folder.glob(32 * "[0-9a-f]" + "*")]
+    """,
+    "any_length": """
+    def names(self):
+        paths = self.folder.iterdir()
+        return [str(path) for path in paths if not path.name.strip("0123456789abcdef")]
+    """,
+    "prefix": """
+    def create(self, size, token):
+        return super().create(size, f"segment-{token}")
+
+    def names(self):
+        return [str(path) for path in self.folder.glob("segment-*")]
     """,
 }
 
@@ -243,6 +267,13 @@ def test_bad_strategies_fail(pytester: pytest.Pytester) -> None:
         if line.startswith("FAILED ")
     }
     assert failed == set(BAD)
+
+
+def test_loose_names_fail(pytester: pytest.Pytester) -> None:
+    """Names that are like a segment's but longer or shorter are not to be listed."""
+    rule = "test_names_lists_segments_alone"
+    result = run(pytester, LOOSE_NAMES, *[f"Test_{name}::{rule}" for name in LOOSE_NAMES])
+    result.assert_outcomes(failed=len(LOOSE_NAMES))
 
 
 def test_every_rule_is_broken_once() -> None:
