@@ -46,13 +46,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
 
-__all__ = [
-    "EXHAUSTED",
-    "FEW",
-    "Attachments",
-    "boot_identity",
-    "open_process_descriptor",
-]
+__all__ = ["EXHAUSTED", "FEW", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
 """Segments of others that stay open although nothing of them is in use."""

@@ -479,15 +479,13 @@ class Message:
         """
         if not self._is_ours():
             return
-        if not carried:
-            for each in self._taken:
-                each.segment.sent_alone(each.nonce)
         self._let_go_of_parts()
         while self._borrowed:
             lease, borrowed = self._borrowed[-1]
             borrowed.finish()
             lease.filling = None
             self._borrowed.pop()
+        alone = () if carried else self.leases()
         child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
         kept = quick_blocks.commit(self._taken, reference)
@@ -499,6 +497,8 @@ class Message:
             # From here on the unread message keeps the segment open.
             taken.drop()
         self._taken.clear()
+        for taken in alone:
+            taken.segment.sent_alone(taken.nonce)
         if self._runtime is not None and self._runtime.has_left:
             self._runtime.leave()
 

@@ -136,7 +136,7 @@ class Segment(LeaseSlots):
         """Messages sent by this process, by nonce; read ones are pruned."""
         self._uncarried: dict[int, None] = {}
         """Nonces of those that went without a descriptor of the segment."""
-        self._prune_at = _PRUNE_FROM
+        self._prune_at = self._prune_alone_at = _PRUNE_FROM
         self.is_shared = header.kind == SHARED
         """Whether its blocks are shared, as against those that carry one message each."""
         self.import_mapping: Mapping | None = None
@@ -272,13 +272,16 @@ class Segment(LeaseSlots):
             self.prune()
 
     def sent_alone(self, nonce: int) -> None:
-        """Note that a message of this process has gone without a descriptor of the segment."""
+        """Note that a message that :meth:`sent` knows has no descriptor of the segment with it."""
         self._uncarried[nonce] = None
-        if len(self._uncarried) > 2 * _PRUNE_FROM:
+        if len(self._uncarried) > self._prune_alone_at:
+            # First: other threads send meanwhile, and what they add now is not looked at.
+            known = list(self._uncarried)
             unread = {sent.nonce for sent in self.unread()}
-            for each in list(self._uncarried):
+            for each in known:
                 if each not in unread:
                     self._uncarried.pop(each, None)
+            self._prune_alone_at = max(_PRUNE_FROM, 2 * len(self._uncarried))
 
     def are_carried(self, nonces: Iterable[int]) -> bool:
         """Return whether messages of this process have the segment with them, for all to see.

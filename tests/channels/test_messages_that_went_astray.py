@@ -12,7 +12,7 @@ import pytest
 
 import shmreduce
 from shmreduce import packet_socket
-from shmreduce.memory import attachments, locks
+from shmreduce.memory import attachments, locks, segment
 from shmreduce.memory.runtime import current
 
 if TYPE_CHECKING:
@@ -211,3 +211,25 @@ def test_a_full_mailbox_is_no_loss(children: Children, monkeypatch: pytest.Monke
 
 def _fail(*_: Any, **__: Any) -> None:
     os._exit(9)
+
+
+def send_many(pipe: Any, count: int, least: int) -> None:
+    """Send arrays without descriptors, of which what has been read is forgotten soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "_PRUNE_FROM", least)
+        for value in range(count):
+            send_apart(pipe, value % 251)
+
+
+def test_of_many_messages_none_is_taken_for_another(children: Children) -> None:
+    """However many are unread of those that go without descriptors."""
+    reader, writer = os.pipe()
+    count = 100
+    with shmreduce.install():
+        children.join(children.start(send_many, writer, count, 4))
+        tidy()
+        for value in range(count):
+            size = int.from_bytes(os.read(reader, 4), "little")
+            assert is_full_of(ForkingPickler.loads(os.read(reader, size)), value % 251)
+    os.close(reader)
+    os.close(writer)
