@@ -221,12 +221,14 @@ def send_many(pipe: Any, count: int, least: int) -> None:
             send_apart(pipe, value % 251)
 
 
-def test_of_many_messages_none_is_taken_for_another(children: Children) -> None:
+@pytest.mark.parametrize(("count", "least"), [(1, 0), (100, 4)])
+def test_of_many_messages_none_is_taken_for_another(
+    children: Children, count: int, least: int
+) -> None:
     """However many are unread of those that go without descriptors."""
     reader, writer = os.pipe()
-    count = 100
     with shmreduce.install():
-        children.join(children.start(send_many, writer, count, 4))
+        children.join(children.start(send_many, writer, count, least))
         tidy()
         for value in range(count):
             size = int.from_bytes(os.read(reader, 4), "little")

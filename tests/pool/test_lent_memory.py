@@ -44,10 +44,8 @@ def _kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=STRATEGIES)
 def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     """The sharing strategy in force."""
-    before = shmreduce.get_sharing_strategy()
-    shmreduce.set_sharing_strategy(request.param)
-    yield request.param
-    shmreduce.set_sharing_strategy(before)
+    with shmreduce.install(strategy=request.param):
+        yield request.param
 
 
 def made(value: int, nbytes: int = SIZE) -> np.ndarray:
