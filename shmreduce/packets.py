@@ -435,8 +435,10 @@ class _HeldBytes(bytes):
             self._let_go()
 
 
-def _hold(data: bytes) -> _HeldBytes:
-    return _HeldBytes(data, hold_message(data))
+def _hold(data: bytes) -> bytes:
+    let_go = hold_message(data)
+    # The others are copied once more, and are mostly small.
+    return data if let_go is None else _HeldBytes(data, let_go)
 
 
 def _refuse(packet: memoryview, descriptors: int) -> NoReturn:

@@ -409,7 +409,7 @@ def discard_message(
             continue
 
 
-def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
+def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | None:
     """Keep open what a message refers to, as far as that can be opened.
 
     For a message that is to be unpickled later, when the descriptors that came
@@ -417,8 +417,8 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
 
     Returns
     -------
-    callable
-        Ends that; to be called once, in any thread.
+    callable or None
+        Ends that; to be called once, in any thread. None if it refers to nothing.
     """
     attachments = current().attachments
     pins = []
@@ -431,6 +431,8 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None]:
         except (AttachError, LeaseTimeoutError):
             # Whoever unpickles the message is told.
             continue
+    if not pins:
+        return None
 
     def let_go() -> None:
         for segment, mark in pins:

@@ -76,7 +76,9 @@ def test_objects_and_bytes_of_any_size_arrive(pipe: tuple[Any, Any], size: int) 
     here.send(data)
     assert there.recv() == data
     here.send_bytes(data)
-    assert there.recv_bytes() == data
+    received = there.recv_bytes()
+    assert received == data
+    assert type(received) is bytes
     here.send(np.frombuffer(data, "u1"))
     assert there.recv().tobytes() == data
 
