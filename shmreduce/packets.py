@@ -29,7 +29,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
-from shmreduce.memory.loading import hold_message, import_block, with_arrived
+from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
 from shmreduce.memory.message import Message
 from shmreduce.moving import Moves
 from shmreduce.packet_socket import MOST_DESCRIPTORS
@@ -391,22 +391,23 @@ class Arrival:
         """
         if self._kind == _IN_BLOCK:
             # No name for the body: it would stay in a traceback.
-            return load_message(pickle.loads, self._import_body(_load_body), self._arrived, lender)
+            body = self._import_body
+            return load_message(pickle.loads, body(_load_body).buffer, self._arrived, lender)
         return load_message(pickle.loads, self._body, self._arrived, lender)
 
     def contents(self) -> bytes:
         """Return the bytes of the message; what they refer to stays as long as they do."""
         if self._kind == _IN_BLOCK:
-            data = bytes(self._import_body(_read_body))
+            data = contents_of(self._import_body(_read_body))
         else:
             data = bytes(self._body)
         # Who unpickles the bytes later does not have the descriptors.
         return with_arrived(self._arrived, _hold, data)
 
-    def _import_body(self, again: Any) -> memoryview:
+    def _import_body(self, again: Any) -> Block:
         handle = bytes(self._body)
         try:
-            return with_arrived(self._arrived, import_block, handle).buffer
+            return with_arrived(self._arrived, import_block, handle)
         except (AttachError, SegmentError, LeaseTimeoutError) as error:
             error.message_bytes = loads_again(pickle.dumps(CallOnLoad(again, handle), _PROTOCOL))
             raise
@@ -452,7 +453,7 @@ def _refuse(packet: memoryview, descriptors: int) -> NoReturn:
 
 def _read_body(handle: bytes) -> bytes:
     """Return the bytes of a message in a block."""
-    return bytes(import_block(handle).buffer)
+    return contents_of(import_block(handle))
 
 
 def _load_body(handle: bytes) -> Any:

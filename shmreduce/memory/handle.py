@@ -24,6 +24,8 @@ from zlib import crc32
 from shmreduce.errors import InvalidHandleError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shmreduce.contracts import Mode
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Handle",
     "block_key",
     "check_handle",
+    "find_mark",
     "key_of",
     "lease_of",
     "pack_constant",
@@ -42,6 +45,8 @@ __all__ = [
 ]
 
 MARK = b"shmreduce\0hdl\x02\n"
+_SEARCHED_BY_THE_SYSTEM = 32 << 10
+"""Bytes from which memmem(3) finds the mark in a fifth of the time; to call it takes 2 us."""
 _CHECKSUM = struct.Struct("<I")
 # slot, nonce
 _LEASE = struct.Struct("<IQ")
@@ -253,3 +258,36 @@ def _invalid(reason: str) -> InvalidHandleError:
         "again, by the same version of shmreduce",
         reason=reason,
     )
+
+
+def find_mark(text: bytes, start: int) -> int:
+    """Return where the next handle may begin, -1 if there is none; as ``text.find(MARK, start)``.
+
+    Examples
+    --------
+    >>> find_mark(b"..." + MARK, 0), find_mark(b"...", 0)
+    (3, -1)
+    """
+    search = _memmem() if len(text) - start >= _SEARCHED_BY_THE_SYSTEM else None
+    if search is None:
+        return text.find(MARK, start)
+    import ctypes
+
+    begin = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value or 0
+    found = search(begin + start, len(text) - start, MARK, len(MARK))
+    return -1 if found is None else int(found) - begin
+
+
+@lru_cache(maxsize=1)
+def _memmem() -> Callable[..., int | None] | None:
+    """Return memmem(3), None where the C library has none: it is in no standard."""
+    import ctypes
+
+    try:
+        search = ctypes.CDLL(None).memmem
+    except AttributeError:
+        return None
+    search.restype = ctypes.c_void_p
+    search.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
+    found: Callable[..., int | None] = search
+    return found

@@ -1,13 +1,14 @@
 """The receiver's side of one pickled message: what it brings.
 
-May import errors, ``quick_blocks``, ``mapping``, ``handle``, ``segment``, ``attachments``,
-``record``, ``blocks`` and ``runtime``.
+May import errors, signals, ``quick_blocks``, ``mapping``, ``handle``, ``segment``,
+``attachments``, ``record``, ``blocks`` and ``runtime``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -23,10 +24,19 @@ from shmreduce.errors import (
 )
 from shmreduce.memory import quick_blocks
 from shmreduce.memory.blocks import Block
-from shmreduce.memory.handle import MARK, Handle, block_key, check_handle, key_of, lease_of
+from shmreduce.memory.handle import (
+    MARK,
+    Handle,
+    block_key,
+    check_handle,
+    find_mark,
+    key_of,
+    lease_of,
+)
 from shmreduce.memory.mapping import Mapping, make_root, page_ceil
 from shmreduce.memory.record import Record
 from shmreduce.memory.runtime import Runtime, current
+from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Loading",
     "common_handles",
+    "contents_of",
     "discard_message",
     "here",
     "hold_message",
@@ -49,6 +60,11 @@ __all__ = [
 ]
 
 _NOTHING: Arrived = MappingProxyType({})
+_READ_FROM = 4 << 20
+"""Bytes from which a copy out of a block is quicker, and lets other threads go on, by
+read(2): pages that this process has not looked at need not be mapped."""
+_READ_AT_ONCE = 1 << 30
+"""Bytes; Linux reads 2 GiB at most."""
 
 
 class _Here(threading.local):
@@ -444,6 +460,21 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | N
     return let_go
 
 
+def contents_of(block: Block) -> bytes:
+    """Return the bytes of a block that was just received."""
+    if not _READ_FROM <= block.nbytes <= _READ_AT_ONCE or block._record.cutting:
+        return bytes(block.buffer)
+    segment = block._record.segment
+    try:
+        found = os.pread(segment.checked_fd, block.nbytes, segment.offsets[block._record.block])
+    except OSError as error:
+        if not is_from_system(error):
+            raise
+        # A file that can be mapped alone, say.
+        found = b""
+    return found if len(found) == block.nbytes else bytes(block.buffer)
+
+
 @contextmanager
 def _pinned(what: Handle) -> Iterator[Segment]:
     mark = object()
@@ -460,10 +491,10 @@ def _arrived_here() -> Arrived:
 
 def _handles_in(data: bytes | bytearray | memoryview) -> Iterator[Handle]:
     text = bytes(data)
-    start = text.find(MARK)
+    start = find_mark(text, 0)
     while start != -1:
         size = Handle.size_at(text, start)
         # What only looks like a handle is passed over.
         with contextlib.suppress(InvalidHandleError):
             yield Handle.unpack(text[start : start + size])
-        start = text.find(MARK, start + len(MARK))
+        start = find_mark(text, start + len(MARK))

@@ -387,6 +387,25 @@ def test_very_large_bytes_wait_for_their_reader(pipe: tuple[Any, Any]) -> None:
     sender.join(PATIENCE)
 
 
+@pytest.mark.parametrize("read", [16 << 20, 5, 0, None], ids=["whole", "short", "end", "not"])
+def test_large_bytes_however_their_file_is_read(
+    pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, read: int | None
+) -> None:
+    """A file need not be readable, by read(2), whole or at all."""
+
+    def some(fd: int, size: int, offset: int) -> bytes:
+        if read is None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return pread(fd, min(size, read), offset)
+
+    here, there = pipe
+    data, pread = os.urandom(5 << 20), os.pread
+    here.send_bytes(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", some)
+        assert there.recv_bytes() == data
+
+
 def test_very_large_bytes_for_nobody_are_a_broken_pipe(pipe: tuple[Any, Any]) -> None:
     """If the other end is closed meanwhile, the sender is told."""
     here, there = pipe

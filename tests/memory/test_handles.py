@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmreduce
-from shmreduce.memory.handle import MARK, Handle
+from shmreduce.memory.handle import MARK, Handle, find_mark
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.loading import discard_message
 from shmreduce.memory.message import Message
@@ -180,3 +180,18 @@ def test_only_a_block_can_be_referred_to(block: Any) -> None:
     with pytest.raises(shmreduce.ConfigurationError, match="must be a Block") as caught:
         Message().refer(block, 5)
     assert caught.value.setting == "block"
+
+
+@pytest.mark.parametrize("size", [100, 32 << 10, (32 << 10) + 1, 5_000_000])
+@pytest.mark.parametrize("filler", [b"\0", b"s", b"shmreduce\0"])
+def test_a_mark_is_found_where_it_is(size: int, filler: bytes) -> None:
+    """In texts of any length, behind any beginning, beside what begins like one."""
+    plain = (filler * (size // len(filler) + 1))[:size]
+    assert find_mark(plain, 0) == -1
+    for place in (0, 1, size // 2, size - 1, size):
+        text = plain[:place] + MARK + plain[place:]
+        assert find_mark(text, 0) == text.find(MARK) == place
+        assert find_mark(text, place) == place
+        assert find_mark(text, place + 1) == -1
+        assert find_mark(text + MARK, place + len(MARK)) == len(text)
+    assert find_mark(plain + MARK[:-1], 0) == -1
