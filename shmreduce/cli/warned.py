@@ -28,9 +28,16 @@ def warnings_told(command: str) -> Iterator[list[str]]:
         What was printed, once the block has ended.
     """
     told: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ShmreduceWarning)
-        yield told
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ShmreduceWarning)
+            yield told
+    finally:
+        _tell(command, caught, told)
+
+
+def _tell(command: str, caught: list[warnings.WarningMessage], told: list[str]) -> None:
     for warning in caught:
         if not issubclass(warning.category, ShmreduceWarning):
             warnings.showwarning(

@@ -191,9 +191,8 @@ class Lender:
 
     def _chosen(self, borrower: int | None) -> list[Record]:
         """Return which blocks one process gets: its own if there are some, it has them mapped."""
-        own = [each for each in self._kept if each.segment.header.owner_pid == borrower]
-        others = [each for each in self._kept if each not in own]
-        return (own + others)[: self._usual]
+        own_first = sorted(self._kept, key=lambda each: each.segment.header.owner_pid != borrower)
+        return own_first[: self._usual]
 
     def _is_roomy(self, records: list[Record]) -> bool:
         """Return whether there is memory enough for those who cannot use what is kept."""

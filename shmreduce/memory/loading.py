@@ -136,9 +136,10 @@ class Loading:
         by-value one is not loaded again.
         """
         live = current().live
-        self.note_bytes()
         for block, handle in self._claims:
             record = block._record
+            # From which the message is going to be loaded again.
+            record.segment.note_bytes()
             slot = record.slot
             if record.live is not live or slot is None:
                 # A child that was forked in the middle: it is the parent's.
@@ -151,11 +152,6 @@ class Loading:
         self._claims.clear()
         self._known.clear()
         self._private = None
-
-    def note_bytes(self) -> None:
-        """Take note, for everybody, that the message is going to be loaded from its bytes."""
-        for block, _ in self._claims:
-            block._record.segment.note_bytes()
 
     def close(self) -> None:
         """End the unpickling. Done again after an interrupt it does what was left."""
@@ -434,7 +430,8 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | N
     Returns
     -------
     callable or None
-        Ends that; to be called once, in any thread. None if it refers to nothing.
+        Ends that; to be called once, in any thread. None if it refers to
+        nothing that can be opened.
     """
     attachments = current().attachments
     pins = []

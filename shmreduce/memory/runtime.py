@@ -185,7 +185,7 @@ class Runtime:
     def cool_others(self, asking: Heap) -> int:
         """Give back what the other heaps have free, and what nobody can read; return how much.
 
-        The bytes of the heaps count, each letter that was taken out of the mailbox as one.
+        What was taken out of the mailbox counts as one byte: nobody knows how many there are.
         """
         released = int(self._family is not None and self.attachments.tidy_mailbox(at_once=True))
         for heap in self.heaps:

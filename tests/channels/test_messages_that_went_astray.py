@@ -13,12 +13,12 @@ import pytest
 import shmreduce
 from shmreduce import packet_socket
 from shmreduce.memory import attachments, locks, segment
+from shmreduce.memory.family import Family, Letter
 from shmreduce.memory.runtime import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shmreduce.memory.family import Letter
     from tests.conftest import Children
 
     Letters = Callable[[], list[Letter]]
@@ -106,6 +106,29 @@ def test_who_needs_memory_lets_go(children: Children, new_letters: Letters) -> N
     ):
         shmreduce.allocate(1 << 30)
     assert not new_letters()
+
+
+def test_who_needs_room_in_the_mailbox_lets_go(
+    children: Children, new_letters: Letters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has room for some hundred letters."""
+    queue = shmreduce.get_context("fork").SimpleQueue()
+    sent_and_over(children, queue, 1)
+    queue.close()
+    (old,) = new_letters()
+    post = Family.post
+
+    def post_if_there_is_room(self: Family, letter: Letter, fd: int) -> None:
+        if old.token in {each.token for each in new_letters()}:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        post(self, letter, fd)
+
+    monkeypatch.setattr(Family, "post", post_if_there_is_room)
+    queue = shmreduce.get_context("fork").SimpleQueue()
+    sent_and_over(children, queue, 2)
+    assert [each.token != old.token for each in new_letters()] == [True]
+    assert is_full_of(queue.get(), 2)
+    queue.close()
 
 
 def test_what_is_in_a_queue_stays(children: Children) -> None:
