@@ -54,16 +54,21 @@ class Machine:
 
     def field(self, name: str, key: str) -> str | None:
         """Return the text after ``key:`` in a file of such lines."""
-        for line in (self.text(name) or "").splitlines():
-            before, colon, after = line.partition(":")
-            if colon and before == key:
-                return after.strip()
-        return None
+        return _field(self.text(name) or "", key)
 
-    def memory(self, key: str) -> int | None:
-        """Return a line of ``/proc/meminfo`` in bytes (proc_meminfo(5)), None if none tells."""
-        number, _, _ = (self.field("/proc/meminfo", key) or "").partition(" ")
-        return int(number) * 1024 if number.isdigit() else None
+    def memory(self, *keys: str) -> list[int | None]:
+        """Return lines of ``/proc/meminfo`` in bytes (proc_meminfo(5)), None where none tells."""
+        text = self.text("/proc/meminfo") or ""
+        numbers = [(_field(text, key) or "").partition(" ")[0] for key in keys]
+        return [int(number) * 1024 if number.isdigit() else None for number in numbers]
+
+
+def _field(text: str, key: str) -> str | None:
+    for line in text.splitlines():
+        before, colon, after = line.partition(":")
+        if colon and before == key:
+            return after.strip()
+    return None
 
 
 _THIS_MACHINE = Machine()
@@ -75,8 +80,8 @@ def headroom(machine: Machine = _THIS_MACHINE) -> int | None:
     The smaller of MemAvailable (proc_meminfo(5)) and what the limits of the
     cgroups leave, pages of files that can be dropped included.
     """
-    found = [left for left, _, _ in cgroup_limits(machine)]
-    available = machine.memory("MemAvailable")
+    total, available = machine.memory("MemTotal", "MemAvailable")
+    found = [left for left, _, _ in _limits_below(machine, total)]
     if available is not None:
         found.append(available)
     return min(found) if found else None
@@ -89,7 +94,10 @@ def cgroup_limits(machine: Machine) -> Iterator[tuple[int, int, str]]:
     for each controller (cgroups(7)). Pages of files can be dropped, so they do
     not count as used.
     """
-    total = machine.memory("MemTotal")
+    yield from _limits_below(machine, *machine.memory("MemTotal"))
+
+
+def _limits_below(machine: Machine, total: int | None) -> Iterator[tuple[int, int, str]]:
     for line in (machine.text("/proc/self/cgroup") or "").splitlines():
         _number, colon, rest = line.partition(":")
         controllers, second, path = rest.partition(":")

@@ -27,6 +27,7 @@ from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 from shmreduce.memory.reservation import (
     Contents,
+    check_headroom,
     free_whole_pages,
     go_on_making_huge,
     reserve_run,
@@ -269,7 +270,7 @@ class Heap:
             blocks = segment.carve(size, count)
             if blocks:
                 return self._fill(segment, blocks, contents)
-        segment = self._grow(size, size)
+        segment = self._grow(size, size * count)
         blocks = segment.carve(size, count)
         if not blocks:
             raise SegmentError(
@@ -279,18 +280,29 @@ class Heap:
                 errno=0,
                 segment=segment.token.hex(),
             )
-        return self._fill(segment, blocks, contents)
+        return self._fill(segment, blocks, contents, checked=True)
 
     def _fill(
-        self, segment: OwnedSegment, blocks: list[int], contents: Contents | None
+        self,
+        segment: OwnedSegment,
+        blocks: list[int],
+        contents: Contents | None,
+        *,
+        checked: bool = False,
     ) -> tuple[OwnedSegment, int]:
-        """Give the pages of a carved run of blocks; return one, keep the others warm."""
+        """Give the pages of a carved run of blocks; return one, keep the others warm.
+
+        With ``checked``, the system was asked for this memory when the segment was made:
+        that takes half a dozen files of the kernel's, and the time of some messages.
+        """
         offset, size = segment.offsets[blocks[0]], segment.capacities[blocks[0]]
         length = size * len(blocks)
         booked = False
         try:
             self._book(segment, length)
             booked = True
+            if not checked:
+                check_headroom(length, segment.strategy)
             huge = reserve_run(segment, offset, length, contents)
         except BaseException:
             if booked:
@@ -311,7 +323,7 @@ class Heap:
         segment.reserved += nbytes
 
     def _grow(self, size: int, needed: int) -> OwnedSegment:
-        """Make a segment with addresses for ``size`` bytes, of which ``needed`` come now."""
+        """Make a segment with addresses for blocks of ``size``, and ``needed`` bytes come now."""
         wanted = max(self._next_segment, 2 * size)
         try:
             segment = create_segment(self.kind, wanted, needed, self.strategy, self._host)

@@ -128,8 +128,8 @@ def reserve_run(
     """Allocate pages; return from where on they may be huge ones some day.
 
     With ``contents``, which fit into ``size``, they are written there where that is quicker.
+    Whether the system has the memory is to be asked before, by :func:`check_headroom`.
     """
-    check_headroom(size, segment.strategy)
     data = None if contents is None or size < _WRITTEN_FROM else contents.bytes()
     try:
         # One that is not at hand takes longer than small ones for all of a short block.

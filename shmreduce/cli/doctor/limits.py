@@ -91,7 +91,7 @@ def shared_memory_directory(machine: Machine) -> Finding:
 
 def available_memory(machine: Machine) -> Finding:
     """Look at MemAvailable, which bounds all shared memory of the machine."""
-    available, total = machine.memory("MemAvailable"), machine.memory("MemTotal")
+    available, total = machine.memory("MemAvailable", "MemTotal")
     if available is None or total is None:
         return Finding("available memory", "ok", "not told by this system")
     value = f"{size_text(available)} of {size_text(total)}"
@@ -128,7 +128,7 @@ def address_space(machine: Machine) -> Finding:
     soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return Finding("address space", "ok", "unlimited")
-    total = machine.memory("MemTotal") or 0
+    total = machine.memory("MemTotal")[0] or 0
     if soft >= 2 * total:
         return Finding("address space", "ok", size_text(soft))
     return Finding(
