@@ -15,7 +15,7 @@
 #include <emmintrin.h>
 #endif
 
-#define SHMREDUCE_VERSION 4
+#define SHMREDUCE_VERSION 5
 #define LINE ((size_t)64) /* bytes that a cache and memory exchange at once */
 #define AHEAD ((size_t)1024) /* bytes between what is read and what is asked for */
 

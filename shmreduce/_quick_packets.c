@@ -1,8 +1,9 @@
-/* Packets with descriptors beside them, each written or read by one call.
+/* Packets with descriptors beside them, each written or read by one call; and a look, without
+ * the interpreter's lock, whether any descriptor has something to be read.
  *
  * A module of Python, written in its stable interface (PEP 384), so that one
  * library serves every version from 3.11 on. It does what packet_socket.py does
- * where it was not built, which says what that is.
+ * where it was not built, which says what that is; for the look see short_waits.py.
  */
 #define _GNU_SOURCE
 #define Py_LIMITED_API 0x030B0000
@@ -12,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -21,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_VERSION 4
+#define SHMREDUCE_VERSION 5
 #define MOST_DESCRIPTORS 64 /* as packet_socket.py has it */
 #define BRIEF 4096 /* bytes of a packet that takes no time to copy */
 #define LONGEST_LOOK 1e-3 /* seconds between two looks at what signals have come */
@@ -280,6 +282,58 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     return found;
 }
 
+/* Whether there is something to be read, or to be told by reading: asked until the pause, and
+ * on after `until` as long as all who run have a processor. If they do not the last time is 0
+ * afterwards: there is to be no other look. */
+static int look_for_input(int fd, double until, double pause, double *last)
+{
+    struct pollfd one = {fd, POLLIN, 0};
+
+    for (;;) {
+        double now;
+
+        /* What is wrong with the descriptor is told by reading, too. */
+        if (poll(&one, 1, 0) != 0)
+            return 1;
+        now = seconds_now();
+        if (now >= earlier(*last, pause))
+            return 0;
+        if (now < until)
+            continue;
+        if (all_taken()) {
+            *last = 0;
+            return 0;
+        }
+        until = earlier(now + STEP, *last);
+    }
+}
+
+/* Return 1 for what is there at once, 2 for what came, 0 for nothing. */
+static PyObject *await_input(PyObject *module, PyObject *arguments)
+{
+    int fd, found;
+    double patience, spare, until, last;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "idd", &fd, &patience, &spare))
+        return NULL;
+    /* With the interpreter's lock, as write_packet() writes what is brief. */
+    last = 0;
+    if (look_for_input(fd, 0, 0, &last))
+        return PyLong_FromLong(1);
+    until = seconds_now() + patience;
+    last = until + spare;
+    do {
+        PyThreadState *state = PyEval_SaveThread();
+
+        found = look_for_input(fd, until, seconds_now() + LONGEST_LOOK, &last);
+        PyEval_RestoreThread(state);
+        if (!found && PyErr_CheckSignals() < 0)
+            return NULL;
+    } while (!found && seconds_now() < last);
+    return PyLong_FromLong(found ? 2 : 0);
+}
+
 /* Close all descriptors of a list, and take them off it. No handler of a signal runs in
  * between: none is closed that is in the list, nor left open that is not. */
 static PyObject *close_descriptors(PyObject *module, PyObject *list)
@@ -298,6 +352,7 @@ static PyObject *close_descriptors(PyObject *module, PyObject *list)
 }
 
 static PyMethodDef methods[] = {
+    {"await_input", await_input, METH_VARARGS, "await_input(fd, patience, spare)"},
     {"close_descriptors", close_descriptors, METH_O, "close_descriptors(descriptors)"},
     {"write_packet", write_packet, METH_VARARGS, "write_packet(fd, data, descriptors, flags)"},
     {"read_packet", read_packet, METH_VARARGS,

@@ -33,7 +33,7 @@ __all__ = [
     "reason_against",
 ]
 
-MODULE_VERSION = 4
+MODULE_VERSION = 5
 """Of the modules' functions; their sources have the same number."""
 FOLDER = Path(__file__).parent
 """The package's, below which all parts are."""

@@ -47,7 +47,7 @@ from shmreduce.packets import (
     refers_to_nothing,
 )
 from shmreduce.receive_buffer import ReceiveBuffer
-from shmreduce.settings import get_settings
+from shmreduce.short_waits import ShortWaits
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -86,13 +86,6 @@ _WAITS_FROM = 16 << 20
 """Bytes from which ``send_bytes`` waits for the reader, lest streams fill the memory."""
 _LONGEST_PAUSE = 20
 """Milliseconds."""
-_ANYWAY = 3e-4
-"""Seconds for which a reader looks whoever else runs; for longer only where processors are free.
-
-A processor that looks is none that the kernel would wake somebody on.
-"""
-_MOST_SLEEPS = 255
-"""Waits in a row for which a reader sleeps at once, after looking was in vain."""
 
 _spare: list[ReceiveBuffer] = []
 """Buffers to read into; a thread takes one for as long as it needs it."""
@@ -127,7 +120,7 @@ class Connection(multiprocessing.connection.Connection):
         self._socket = PacketSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, handle)
         # socket.setdefaulttimeout() is not meant for this.
         self._socket.setblocking(True)
-        self._sleeps = self._in_vain = 0
+        self._waits = ShortWaits()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (
@@ -336,33 +329,21 @@ class Connection(multiprocessing.connection.Connection):
         self._socket.write(packet.data, (), flags)
 
     def _watch(self, buffer: ReceiveBuffer) -> int | None:
-        """Read a packet that comes soon; return None when it is better to sleep.
-
-        To sleep and to be woken takes tens of microseconds, a hundred on a virtual
-        processor; an answer is often quicker. Each time that nothing came, the
-        reader sleeps twice as often before it looks again: to look in vain
-        costs next to nothing. What was there before tells nothing: where there
-        are more processes than processors, it is so all the time, and who looks
-        keeps the others from writing.
-        """
-        if self._sleeps > 0:
-            self._sleeps -= 1
-            return None
-        limit = get_settings().short_wait
-        if not limit:
+        """Read a packet that comes soon; return None when it is better to sleep."""
+        limits = self._waits.limits()
+        if limits is None:
             return None
         read = self._socket.read
         try:
             return read(buffer, _DO_NOT_WAIT)
         except BlockingIOError:
             pass
-        at_once = min(limit, _ANYWAY)
         try:
-            found = read(buffer, _DO_NOT_WAIT, at_once, limit - at_once)
+            found = read(buffer, _DO_NOT_WAIT, *limits)
         except BlockingIOError:
-            self._in_vain = self._sleeps = min(2 * self._in_vain + 1, _MOST_SLEEPS)
+            self._waits.in_vain()
             return None
-        self._in_vain = 0
+        self._waits.worth_while()
         return found
 
     def _read(self, buffer: ReceiveBuffer, flags: int) -> int:

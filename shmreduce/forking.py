@@ -2,13 +2,14 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``fork_hooks``, ``pickling``, ``plain_objects``, ``remote``, ``standard_pools`` and
-``thread_locks``.
+``children``, ``fork_hooks``, ``pickling``, ``plain_objects``, ``remote``, ``short_waits``,
+``standard_pools`` and ``thread_locks``.
 
 What is installed
 -----------------
-Three attributes of the class ``ForkingPickler``, and ``send`` of
-``multiprocessing.connection.Connection``:
+Three attributes of the class ``ForkingPickler``, and ``send`` and ``_recv_bytes`` of
+``multiprocessing.connection.Connection``, of which the former minds whether it leads to
+another host and the latter looks for a message before it sleeps:
 
 ``reducer_override``
     asks the registry for a reducer by the object's type (the hook is the
@@ -48,6 +49,7 @@ from shmreduce.plain_objects import PASSES_ON
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
+from shmreduce.short_waits import make_recv_bytes
 from shmreduce.standard_pools import instead_of_message
 from shmreduce.strategies import current_strategy
 from shmreduce.thread_locks import interrupt_safe
@@ -355,6 +357,10 @@ class _Patch:
         send = remote.make_send(
             Connection.send, ForkingPickler.dumps, discard_message, lambda: self.active
         )
+        recv_bytes = make_recv_bytes(
+            Connection._recv_bytes,  # type: ignore[attr-defined]
+            lambda: self.active,
+        )
         self._attributes = [
             _Attribute(ForkingPickler, "reducer_override", self._make_override(registry)),
             _Attribute(ForkingPickler, "dump", self._make_dump(ForkingPickler.dump)),
@@ -362,6 +368,7 @@ class _Patch:
                 ForkingPickler, "loads", staticmethod(self._make_loads(ForkingPickler.loads))
             ),
             _Attribute(Connection, "send", send),
+            _Attribute(Connection, "_recv_bytes", recv_bytes),
         ]
 
     def undo(self) -> None:

@@ -33,7 +33,7 @@
 
 #include "_tables.h"
 
-#define SHMREDUCE_VERSION 4
+#define SHMREDUCE_VERSION 5
 
 #ifndef F_OFD_SETLK
 #define F_OFD_SETLK 37
