@@ -62,26 +62,27 @@ EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 
 
 def open_process_descriptor(pid: int, fd: int) -> int:
-    """Open the file behind another process's descriptor, under a new description.
+    """Open the file behind another process's descriptor, with a new open file description.
 
     Parameters
     ----------
-    pid, fd : int
-        The process, which must be this user's, and its descriptor's number.
+    pid : int
+        The process id of the other process, which must be of the same user.
+    fd : int
+        The number of its descriptor.
 
     Returns
     -------
     int
-        A descriptor, open for reading and writing, close-on-exec; the
-        caller's. Numbers are reused, by processes and by files: check what
-        was opened.
+        A descriptor that is open for reading and writing and close-on-exec. The caller
+        owns it. Process ids and descriptor numbers are reused: check what was opened.
 
     Raises
     ------
     FileNotFoundError
-        If the process or its descriptor has gone.
+        If the process or its descriptor is gone.
     PermissionError
-        If this process may not inspect that one (proc_pid_fd(5), ptrace(2)).
+        If this process may not inspect that process (proc_pid_fd(5), ptrace(2)).
 
     Examples
     --------

@@ -60,10 +60,10 @@ UNSHARED = sys.getrefcount(_sample.root)
 
 
 class Block:
-    """A run of shared memory that one array (or several buffers) lives in.
+    """A contiguous piece of shared memory that holds one array, or several buffers.
 
-    Returned by :func:`shmreduce.allocate`, :func:`shmreduce.find_block` and
-    :func:`shmreduce.import_block`. The memory stays as long as the Block, its
+    :func:`shmreduce.allocate`, :func:`shmreduce.find_block` and
+    :func:`shmreduce.import_block` return one. The memory stays as long as the Block, its
     ``buffer``, or anything derived from the buffer lives, and is then reused.
 
     Attributes
@@ -77,7 +77,7 @@ class Block:
     shared : bool
         True for a shared block, False for one that carried an array by value.
     buffer : memoryview
-        The bytes, format ``B``; read-only at receivers of a ``ro`` block.
+        The bytes, with format ``B``. It is read-only at receivers of a ``ro`` block.
 
     Examples
     --------
