@@ -151,7 +151,7 @@ class Reducer(ABC):
         """
         raise NotShareableError(
             f"{type(obj).__qualname__} objects cannot be shared: their reducer "
-            f"{type(self).__qualname__} does not implement share()",
+            f"{type(self).__qualname__} does not implement share(); send them by value",
             type_name=type(obj).__qualname__,
             reason="share() not implemented",
         )

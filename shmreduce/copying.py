@@ -146,15 +146,15 @@ def _bytes_of(buffer: Any, name: str) -> memoryview:
     except TypeError as error:
         raise _refused(name, buffer, str(error)) from error
     if not view.c_contiguous:
-        raise _refused(name, buffer, "it has gaps, or another order than C's")
+        raise _refused(name, buffer, "it has gaps, or is in another order")
     # Unlike cast() it takes elements of any format, and tables without rows.
     return PickleBuffer(view).raw()
 
 
 def _refused(name: str, value: object, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{name} must be a buffer of bytes in one run, the target writable and as long as the "
-        f"source: {reason}",
+        f"{name} must be a C-contiguous buffer, and the target must be writable and as long as "
+        f"the source: {reason}",
         setting=name,
         value=type(value).__qualname__,
     )

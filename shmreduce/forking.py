@@ -306,8 +306,8 @@ def _raise_conflict(type_name: str, rival: Any, role: str) -> None:
     module = getattr(rival, "__module__", None) or "unknown module"
     function = getattr(rival, "__qualname__", None) or repr(rival)
     raise ReducerConflictError(
-        f"{module}.{function} handles {type_name} already ({role}): remove it, or go before "
-        "it with install(override=True)",
+        f"{module}.{function} already handles {type_name} ({role}): remove it, or take "
+        "precedence over it with install(override=True)",
         type_name=type_name,
         first=f"{module}.{function}",
         second="shmreduce.install()",

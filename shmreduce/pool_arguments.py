@@ -68,7 +68,7 @@ def checked_retries(retries: int) -> int:
         _refuse(
             "retries",
             retries,
-            "give how often a task is tried again whose worker was killed, 0 or more",
+            "give how often a task is tried again if its worker was killed, 0 or more",
         )
     return retries
 

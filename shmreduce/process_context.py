@@ -243,8 +243,7 @@ class ProcessContext:
         """
         if not self._wants_results:
             raise ConfigurationError(
-                "results are not kept unless they are asked for: start the processes with "
-                "results=True",
+                "the results were not kept: start the processes with results=True",
                 setting="results",
                 value=False,
             )

@@ -544,7 +544,7 @@ def warn_of_exposed(count: int) -> None:
     """Warn of arrays that a forked child shares, though they are private memory to their user."""
     warnings.warn(
         f"{count} arrays that were alive at a fork are shared with the child: the kernel has no "
-        "room for private pages, or somebody has closed the descriptors of their memory. Raise "
+        "room for private pages, or the program has closed the descriptors of their memory. Raise "
         "vm.max_map_count, or fork before there are such arrays",
         ShmreduceWarning,
         stacklevel=3,

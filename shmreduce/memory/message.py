@@ -358,8 +358,7 @@ class Message:
             record = block._record
         except AttributeError:
             raise ConfigurationError(
-                "block must be a Block, as find_block() returns for what lies in one, "
-                f"not {block!r}",
+                f"block must be a Block, as find_block() returns, not {block!r}",
                 setting="block",
                 value=block,
             ) from None
