@@ -3,10 +3,10 @@
 May import errors, contracts, registry and process_registry; reaches shared memory
 only through reducers and the array factory, so it knows no array library.
 
-A shared array travels to other processes without a copy, and everybody who
-has it sees everybody's writes, forever, views included. ``mode`` says how it
-appears to its receivers: ``rw`` as described; ``ro``, they cannot write;
-``cow``, each receiver's writes stay its own.
+A shared array travels to other processes without a copy, and all processes that have
+it, or a view of it, see each other's writes. ``mode`` says how it appears to receivers:
+with ``rw`` as described; with ``ro`` they cannot write; with ``cow`` each receiver's
+writes stay in that receiver.
 """
 
 from __future__ import annotations

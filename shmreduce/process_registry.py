@@ -3,8 +3,9 @@
 May import errors, contracts, settings, ``fork_hooks``, ``thread_locks``, registry and
 discovery.
 
-They are made when they are first needed, and follow the settings. Reducers that
-a program registers by hand are here, too, since its children must be handed them.
+They are made when they are first needed, and follow the settings. The reducers that a
+program registers by ``register_reducer`` are kept here, too, because its children must
+get them.
 """
 
 from __future__ import annotations
