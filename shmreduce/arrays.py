@@ -3,10 +3,10 @@
 May import errors, contracts, registry and process_registry; reaches shared memory
 only through reducers and the array factory, so it knows no array library.
 
-A shared array travels to other processes without a copy, and everybody who
-has it sees everybody's writes, forever, views included. ``mode`` says how it
-appears to its receivers: ``rw`` as described; ``ro``, they cannot write;
-``cow``, each receiver's writes stay its own.
+A shared array travels to other processes without a copy, and all processes that have
+it, or a view of it, see each other's writes. ``mode`` says how it appears to receivers:
+with ``rw`` as described; with ``ro`` they cannot write; with ``cow`` each receiver's
+writes stay in that receiver.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ def share(obj: Any, mode: Mode = "rw") -> Any:
     Parameters
     ----------
     obj : object
-        Of a type whose reducer can share, such as ``numpy.ndarray``.
+        An object of a type whose reducer can share, such as ``numpy.ndarray``.
     mode : {"rw", "ro", "cow"}
-        How it appears to receivers.
+        How the array appears to receivers: writable, read-only, or writable with
+        writes that stay in the receiver.
 
     Returns
     -------
     object
-        Of the same type. Its memory is freed when nobody has it any more.
+        The caller's, of the same type. Its memory is freed when no process has it
+        any more.
 
     Raises
     ------
@@ -72,16 +74,16 @@ def share(obj: Any, mode: Mode = "rw") -> Any:
 
 
 def is_shared(obj: Any) -> bool:
-    """Return whether an object's memory is shared: writes there show everywhere.
+    """Return whether an object's memory is shared, so that others see writes to it.
 
-    True for arrays that :func:`share` and the other functions here made, for
-    views of them, and for those received from other processes as such. False
-    for arrays received by value, although they lie in shared memory too.
+    True for arrays that :func:`share`, :func:`zeros` and the like made, for views of
+    them, and for the arrays that other processes receive when these are sent, in mode
+    ``cow`` too. False for arrays received by value, although these lie in shared memory.
 
     Parameters
     ----------
     obj : object
-        Of any type; False where no reducer handles it.
+        An object of any type. If no reducer handles the type, the answer is False.
 
     Returns
     -------
@@ -101,7 +103,7 @@ def is_shared(obj: Any) -> bool:
     if not isinstance(shared, bool):
         raise ReducerError(
             f"find_block() of reducer {describe(reducer)} returned {block!r}: it must return a "
-            "Block, as shmreduce.find_block() does, or None; mend it, or block its plugin",
+            "Block, as shmreduce.find_block() does, or None; correct it, or block its plugin",
             reducer=describe(reducer),
             type_name=qualified_name(type(obj)),
             reason="find_block() returned no Block",
@@ -117,11 +119,18 @@ def empty(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw")
     shape : int or sequence of int
         Length of each axis.
     dtype : optional
-        As for :func:`numpy.empty`; float64 where not given.
+        As for :func:`numpy.empty`; the default is float64.
     order : {"C", "F"}
         Memory layout.
     mode : {"rw", "ro", "cow"}
-        How it appears to receivers.
+        How the array appears to receivers; see :func:`share`. In this process it is
+        writable.
+
+    Returns
+    -------
+    numpy.ndarray
+        The caller's. Its memory is freed when no process has it any more. If another
+        plugin provides the array factory, an array of that plugin.
 
     Raises
     ------
@@ -144,7 +153,7 @@ def empty(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw")
 
 
 def zeros(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw") -> Any:
-    """Return a shared array of zeros; parameters and errors as :func:`empty`.
+    """Return a shared array of zeros; parameters, result and errors as for :func:`empty`.
 
     Examples
     --------
@@ -156,7 +165,7 @@ def zeros(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw")
 
 
 def ones(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw") -> Any:
-    """Return a shared array of ones; parameters and errors as :func:`empty`.
+    """Return a shared array of ones; parameters, result and errors as for :func:`empty`.
 
     Examples
     --------
@@ -170,15 +179,14 @@ def ones(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw") 
 def full(
     shape: Any, fill_value: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw"
 ) -> Any:
-    """Return a shared array of one value; parameters and errors as :func:`empty`.
+    """Return a shared array filled with one value; result and errors as for :func:`empty`.
 
     Parameters
     ----------
     shape, dtype, order, mode
-        As for :func:`empty`; where not given the dtype is that of
-        ``fill_value``.
+        As for :func:`empty`. The default dtype is that of ``fill_value``.
     fill_value : scalar or array_like
-        What every element becomes.
+        The value of every element.
 
     Examples
     --------
@@ -191,24 +199,29 @@ def full(
 
 
 def array(obj: Any, dtype: Any = None, order: str = "K", *, mode: Mode = "rw") -> Any:
-    """Return a shared array with the contents of anything that makes an array.
+    """Return a shared array with the contents of an array, list or scalar.
 
-    Always a copy. Unlike :func:`share` it takes lists and scalars too, and
-    the result is a plain array.
+    The result is always a copy. Unlike :func:`share`, this takes lists and scalars
+    too, and returns a plain array.
 
     Parameters
     ----------
     obj : array_like
-        Stays as it is.
+        The contents. It is only read.
     dtype, order
         As for :func:`numpy.array`.
     mode : {"rw", "ro", "cow"}
-        How it appears to receivers.
+        How the array appears to receivers; see :func:`share`.
+
+    Returns
+    -------
+    numpy.ndarray
+        As for :func:`empty`.
 
     Raises
     ------
     NotShareableError, PluginError, ConfigurationError, OutOfSharedMemoryError
-        As :func:`empty`.
+        As for :func:`empty`.
 
     Examples
     --------

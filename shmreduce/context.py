@@ -72,11 +72,12 @@ class _Channels(_Base):
         return connection.Pipe(duplex)
 
     def SimpleQueue(self) -> queues.SimpleQueue[Any]:  # noqa: N802
-        """Return a queue that is a pipe and nothing else.
+        """Return a queue that is only a pipe: ``put`` waits if the pipe is full.
 
         Returns
         -------
         shmreduce.queues.SimpleQueue
+            The caller's. Any number of processes may put and get.
 
         Raises
         ------
@@ -104,11 +105,12 @@ class _Channels(_Base):
         Parameters
         ----------
         maxsize : int
-            Most objects that may be under way; 0 for any number.
+            The largest number of objects that may be in the queue; 0 for any number.
 
         Returns
         -------
         shmreduce.queues.Queue
+            The caller's. If the pipe is full, a thread writes to it.
 
         Raises
         ------
@@ -131,16 +133,17 @@ class _Channels(_Base):
         return Queue(maxsize, ctx=self.get_context())
 
     def JoinableQueue(self, maxsize: int = 0) -> queues.JoinableQueue[Any]:  # noqa: N802
-        """Return a queue that counts what has not been done yet.
+        """Return a queue that also counts the objects for which ``task_done`` was not called.
 
         Parameters
         ----------
         maxsize : int
-            Most objects that may be under way; 0 for any number.
+            The largest number of objects that may be in the queue; 0 for any number.
 
         Returns
         -------
         shmreduce.queues.JoinableQueue
+            The caller's. Its ``join`` waits until the count is zero.
 
         Raises
         ------
@@ -174,28 +177,28 @@ class _Channels(_Base):
         retries: int = 0,
         shared_allocations: bool = False,
     ) -> pool.Pool:
-        """Return a pool of worker processes that are started by this context.
+        """Return a pool of worker processes, which this context starts.
 
         Parameters
         ----------
         processes : int, optional
-            How many workers; by default as many as there are processors.
+            The number of workers; by default the number of processors.
         initializer : callable, optional
             Each worker calls ``initializer(*initargs)`` when it starts.
         initargs : iterable
             Its arguments.
         maxtasksperchild : int, optional
-            After so many tasks a worker leaves and a new one takes its place.
+            After this many tasks a worker leaves, and a new one takes its place.
         retries : int
-            How often a task is tried again whose worker was killed.
+            How often a task is tried again if its worker was killed.
         shared_allocations : bool
             Run tasks in :func:`shmreduce.shared_allocations`, so that large
-            arrays that they return are moved and not copied.
+            arrays that they return are moved instead of copied.
 
         Returns
         -------
         shmreduce.pool.Pool
-            A context manager, which terminates the pool.
+            The caller's; a context manager, which terminates the pool.
 
         Raises
         ------
@@ -204,7 +207,8 @@ class _Channels(_Base):
         AllocatorUnavailableError
             With ``shared_allocations``, if the compiled allocator is missing.
         PlatformError
-            If one of the last two is given where only multiprocessing's own pool works.
+            If ``retries`` or ``shared_allocations`` is given on a system on which only the
+            pool of multiprocessing works.
 
         Examples
         --------
@@ -241,7 +245,7 @@ class _Channels(_Base):
         Returns
         -------
         shmreduce.managers.SyncManager
-            A context manager, which ends the process.
+            The caller's; a context manager, which ends the process.
 
         Raises
         ------
@@ -277,15 +281,15 @@ class _Channels(_Base):
     def get_context(self, method: str) -> Any: ...
 
     def get_context(self, method: str | None = None) -> Any:
-        """Return the context of a start method, or of the one in force.
+        """Return the context of a start method, or of the current one.
 
-        A context of a start method returns itself for None. To ask for the one in
-        force settles the start method, if nobody has chosen one.
+        A context of a start method returns itself for None. To ask for the current one
+        fixes the start method, if none has been chosen.
 
         Parameters
         ----------
         method : {"fork", "spawn", "forkserver"}, optional
-            None for the start method in force.
+            None for the current start method.
 
         Returns
         -------
@@ -319,26 +323,26 @@ def _get_ready() -> None:
 
 
 class Process(_DefaultProcess):
-    """A process of the start method in force, as :class:`multiprocessing.Process`.
+    """A process with the current start method, like :class:`multiprocessing.Process`.
 
-    Its arguments travel by shared memory. The child has the settings of this
-    process and the reducers that it registered by hand, and is installed if this
-    process is.
+    Its arguments travel by shared memory. The child gets the settings of this process
+    and the reducers of :func:`shmreduce.register_reducer`. If
+    :func:`shmreduce.install` is in force here, it is in force in the child.
 
     Parameters
     ----------
     group : None
         Not used.
     target : callable, optional
-        What the process calls. Except with ``fork`` it must be importable by
-        name in the child.
+        What the process calls. Except with ``fork``, the child must be able to import
+        it by name.
     name : str, optional
-        Of the process object.
+        The name of the process object.
     args, kwargs : tuple, dict
         The arguments. Except with ``fork`` :meth:`start` pickles them.
     daemon : bool, optional
-        Whether the interpreter terminates it at its end; by default as this
-        process.
+        Whether this process terminates the child at its end; by default the same as in
+        this process.
 
     Raises
     ------
@@ -430,8 +434,8 @@ class DefaultContext(_Channels, context.DefaultContext):
         Parameters
         ----------
         allow_none : bool
-            Return None where nobody has chosen a start method; without it, the
-            default one is then settled.
+            Return None if no start method has been chosen. Otherwise the default one is
+            then fixed.
 
         Returns
         -------
@@ -452,14 +456,14 @@ class DefaultContext(_Channels, context.DefaultContext):
         Parameters
         ----------
         method : {"fork", "spawn", "forkserver"} or None
-            None, with ``force``, takes the choice back.
+            None, with ``force``, undoes the choice.
         force : bool
-            Choose again where that has been done before.
+            Allow the start method to be chosen again.
 
         Raises
         ------
         RuntimeError
-            If a start method is in force, and not ``force``.
+            If it has been chosen before, and ``force`` is false.
         ValueError
             If there is no such start method here.
 

@@ -151,7 +151,7 @@ class Reducer(ABC):
         """
         raise NotShareableError(
             f"{type(obj).__qualname__} objects cannot be shared: their reducer "
-            f"{type(self).__qualname__} does not implement share()",
+            f"{type(self).__qualname__} does not implement share(); send them by value",
             type_name=type(obj).__qualname__,
             reason="share() not implemented",
         )
@@ -308,11 +308,11 @@ class SharingStrategy(ABC):
 
 @runtime_checkable
 class ArrayFactory(Protocol):
-    """Makes arrays that are born shared, for ``shmreduce.empty`` and its like.
+    """Makes the shared arrays of ``shmreduce.empty``, ``zeros`` and the like.
 
-    A plugin returns one from the hook ``shmreduce_array_factory``. The arrays are
-    the caller's; they lie in blocks of :func:`shmreduce.allocate`.
-    ``shmreduce_numpy`` has the one for NumPy.
+    A plugin returns one from the hook ``shmreduce_array_factory``. The arrays lie in
+    blocks of :func:`shmreduce.allocate`, and belong to the caller. ``shmreduce_numpy``
+    has the factory for NumPy.
     """
 
     def empty(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
@@ -374,17 +374,16 @@ class ArrayFactory(Protocol):
 
 
 class AllocatorFunctions(NamedTuple):
-    """Addresses of C functions that give memory from shared blocks, and take it back.
+    """Addresses of C functions that allocate memory in shared blocks, and free it.
 
-    They have the signatures of NEP 49 (https://numpy.org/neps/nep-0049.html),
-    never call Python, and may be called at any instant, also after the
-    interpreter has ended. ``free`` and ``reallocate`` must be given what the
-    others returned, and nothing else.
+    They have the signatures of NEP 49 (https://numpy.org/neps/nep-0049.html). They never
+    call Python, and may be called at any time, even after the interpreter has ended.
+    Pass to ``free`` and ``reallocate`` only memory that the other functions returned.
 
     Parameters
     ----------
     context : int
-        First argument of each.
+        The first argument of each function.
     allocate : int
         ``void *(void *context, size_t size)``
     allocate_zeroed : int
@@ -404,13 +403,12 @@ class AllocatorFunctions(NamedTuple):
 
 @runtime_checkable
 class MemoryHandlers(Protocol):
-    """Says where an array library gets the memory of new arrays from.
+    """Changes where an array library allocates the memory of new arrays.
 
-    A *handler* is what the library itself calls so: an object that stands for
-    functions to allocate with. Which one is in use belongs to the thread, or to
-    the context of :mod:`contextvars`, that asks. Arrays that there are keep the
-    one that they were made with. There is an example in the specification of the
-    hook ``shmreduce_memory_handlers``.
+    A *handler* is an object of the library that stands for a set of allocation
+    functions. Each thread, or each context of :mod:`contextvars`, has its own current
+    handler. An array keeps the handler that it was made with. The specification of the
+    hook ``shmreduce_memory_handlers`` has an example.
     """
 
     def make(self, functions: AllocatorFunctions) -> Any:

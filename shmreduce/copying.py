@@ -50,24 +50,24 @@ _rates: dict[bool, list[float]] = {False: [], True: []}
 
 
 def copy_bytes(target: Any, source: Any) -> None:
-    """Copy the bytes of one buffer into another of the same size, as quickly as can be.
+    """Copy the bytes of one buffer into another of the same size, in the fastest way.
 
-    For reducers that fill a block from memory without gaps. From some MiB on it
-    is quicker than ``target[:] = source``, and other threads run meanwhile
-    (without the compiled module only if ``source`` is writable).
+    This is for reducers that fill a block from contiguous memory. From some MiB on it
+    is faster than ``target[:] = source``, and other threads run meanwhile (without the
+    compiled module only if ``source`` is writable). When it returns or raises, no thread
+    uses the buffers any more.
 
     Parameters
     ----------
     target : bytes-like
-        Writable, in one run (C-contiguous); it must not overlap with ``source``.
+        Writable and C-contiguous. It must not overlap with ``source``.
     source : bytes-like
-        As many bytes in one run, elements of any format. No thread uses either any
-        more when this returns or raises.
+        C-contiguous, with as many bytes, of any format.
 
     Raises
     ------
     ConfigurationError
-        If either is no such buffer, or their sizes differ.
+        If an argument is not such a buffer, or the sizes differ.
 
     Examples
     --------
@@ -89,10 +89,11 @@ def copy_bytes(target: Any, source: Any) -> None:
 
 
 def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) -> None:
-    """Copy something by a function of one's own, if it is large in several threads.
+    """Copy by a function of your own, in several threads if the target is large.
 
-    For reducers of arrays with gaps between their elements, which their library
-    copies best.
+    This is for reducers of arrays that are not contiguous, which their own library
+    copies best. When it returns or raises, even ``KeyboardInterrupt``, no thread uses
+    the arrays any more.
 
     Parameters
     ----------
@@ -101,13 +102,9 @@ def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) 
     source : sliceable
         Of the same length.
     copy : callable
-        Copies a slice of ``source`` into that of ``target``, ``copy(target, source)``.
-        To be of use it lets other threads run meanwhile. What it raises is raised here.
-
-    Notes
-    -----
-    No thread uses either any more when this returns or raises, also where that is
-    ``KeyboardInterrupt``.
+        Called as ``copy(target, source)`` with a slice of each, which it copies. Several
+        threads help only if it releases the interpreter's lock. If it raises an error,
+        this function raises it.
 
     Examples
     --------
@@ -149,15 +146,15 @@ def _bytes_of(buffer: Any, name: str) -> memoryview:
     except TypeError as error:
         raise _refused(name, buffer, str(error)) from error
     if not view.c_contiguous:
-        raise _refused(name, buffer, "it has gaps, or another order than C's")
+        raise _refused(name, buffer, "it has gaps, or is in another order")
     # Unlike cast() it takes elements of any format, and tables without rows.
     return PickleBuffer(view).raw()
 
 
 def _refused(name: str, value: object, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{name} must be a buffer of bytes in one run, the target writable and as long as the "
-        f"source: {reason}",
+        f"{name} must be a C-contiguous buffer, and the target must be writable and as long as "
+        f"the source: {reason}",
         setting=name,
         value=type(value).__qualname__,
     )

@@ -331,9 +331,9 @@ class Plugins:
         """Raise for a hook that needs what it is itself asked for."""
         for plugin, hook in self._asked:
             raise PluginError(
-                f"{hook}() of {plugin.origin} uses shmreduce, which needs the answers of the "
-                "plugins' hooks for that: do it when the module is imported, or when what the "
-                "hook returns is used",
+                f"{hook}() of {plugin.origin} uses shmreduce, which is still calling the hooks of "
+                "its plugins: use it when the plugin's module is imported, or when the object "
+                "that the hook returns is used",
                 plugin=plugin.name,
                 distribution=plugin.distribution,
                 reason=f"{hook}() needs the plugins",
@@ -444,7 +444,7 @@ class Plugins:
                 # First, since the warning may be turned into an error.
                 plugin.warned = True
                 warnings.warn(
-                    f"shmreduce goes without {plugin.origin}: {plugin.reason}; mend or "
+                    f"shmreduce goes without {plugin.origin}: {plugin.reason}; repair or "
                     f"uninstall it, or block it with SHMREDUCE_BLOCK={plugin.name}",
                     ShmreduceWarning,
                     stacklevel=3,

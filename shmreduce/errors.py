@@ -70,15 +70,16 @@ def _portable(value: object) -> object:
 
 
 class ShmreduceError(Exception):
-    """Base of every error that shmreduce raises.
+    """The base class of every error that shmreduce raises.
 
     Parameters
     ----------
     message : str
         What happened, where, and what to do about it.
     **fields
-        The facts behind the message. Each is also an attribute. Errors travel from
-        workers to parents: what cannot be pickled arrives as its ``repr``.
+        The facts behind the message. Each is also an attribute. Errors can be pickled,
+        so that workers can send them to their parent: a field that cannot be pickled
+        arrives as its ``repr``.
 
     Examples
     --------
@@ -89,9 +90,9 @@ class ShmreduceError(Exception):
     """
 
     message_bytes: bytes | None = None
-    """The whole pickled message that could not be loaded for a reason that may
-    pass, such as too many open files; ``pickle.loads`` can be tried on it
-    again. None for every other error. Not pickled with the error."""
+    """The whole pickled message, if it could not be loaded for a reason that may be
+    temporary, such as too many open files: pass it to ``pickle.loads`` again. None for
+    every other error. Not pickled with the error."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -117,10 +118,10 @@ class ShmreduceError(Exception):
 
 
 class ShmreduceWarning(UserWarning):
-    """Something is wrong that does not stop the work.
+    """A problem that does not stop the work.
 
-    Given for broken plugins, for messages that are lost as their sender ends, for
-    names of shared memory that a process could not remove at its end, and for
+    The causes are broken plugins, unread messages that are lost because their sender
+    ends, names of shared memory that a process could not remove at its end, and
     received arrays that stay shared with a forked child.
     """
 
@@ -159,21 +160,21 @@ class AllocatorUnavailableError(ShmreduceError):
 class CompilationError(ShmreduceError):
     """A part of shmreduce that is written in C could not be compiled.
 
-    Fields: ``path`` (of what was to be made), ``reason``.
+    Fields: ``path`` (of the file that was to be made), ``reason``.
     """
 
 
 class MissingExtraError(ShmreduceError, ImportError):
     """A package of an optional extra is not installed.
 
-    Fields: ``package`` (what could not be imported), ``extra`` (what installs it).
+    Fields: ``package`` (that could not be imported), ``extra`` (that installs it).
     """
 
 
 class UnknownStrategyError(ConfigurationError):
     """No plugin provides a sharing strategy of this name.
 
-    Fields: ``name``, ``available`` (names), ``unusable`` (name -> reason).
+    Fields: ``name``, ``available`` (names), ``unusable`` (from name to reason).
 
     Examples
     --------
@@ -194,7 +195,7 @@ class StrategyUnusableError(ShmreduceError):
 
 
 class PluginError(ShmreduceError):
-    """A plugin could not be found, imported or registered.
+    """A plugin could not be found, imported or registered, or a strategy broke its contract.
 
     Fields: ``plugin``, ``distribution``, ``reason``.
     """
@@ -208,16 +209,16 @@ class ReducerError(ShmreduceError):
 
 
 class ReducerConflictError(ShmreduceError):
-    """Two parties claim the same type.
+    """Two reducers claim the same type.
 
-    Fields: ``type_name``, ``first``, ``second`` (who, and from where).
+    Fields: ``type_name``, ``first``, ``second`` (which reducers, and where they come from).
     """
 
 
 class StrategyConflictError(ShmreduceError):
     """Two plugins provide a sharing strategy of the same name.
 
-    Fields: ``name``, ``first``, ``second`` (who, and from where).
+    Fields: ``name``, ``first``, ``second`` (which plugins, and where they come from).
     """
 
 
@@ -251,19 +252,19 @@ class BudgetExceededError(OutOfSharedMemoryError):
 
 
 class OutOfLeasesError(ShmreduceError):
-    """A segment's table has no free lease slot, or no room for one more process.
+    """A segment has no free lease slot, or no room for another process.
 
-    Also raised where a family has no room for one more process.
+    Also raised if the family of processes has no room for another one.
 
     Fields: ``segment``, ``slots``.
     """
 
 
 class LeaseTimeoutError(ShmreduceError, TimeoutError):
-    """Another process kept a block's lock for too long (stopped, perhaps).
+    """Another process kept a block's lock for too long; perhaps it is stopped.
 
-    Or a signal handler or a destructor wants it in the middle of what its own
-    thread does with the block: then ``waited`` is 0.
+    Or a signal handler or a destructor has interrupted its own thread's work on the
+    block, and uses the block: then ``waited`` is 0.
 
     Fields: ``segment``, ``block``, ``waited`` (seconds).
     """
@@ -277,14 +278,14 @@ class InvalidHandleError(ShmreduceError, ValueError):
 
 
 class StaleHandleError(ShmreduceError):
-    """The block behind the handle has been released or reused since.
+    """The block that the handle names has been released or reused.
 
     Fields: ``segment``, ``block``.
     """
 
 
 class AlreadyLoadedError(StaleHandleError):
-    """A by-value message was loaded a second time; the first loader owns its array.
+    """A message with a by-value array was loaded again; the first loader owns the array.
 
     Fields: ``segment``, ``block``.
 
@@ -304,7 +305,7 @@ class AlreadyLoadedError(StaleHandleError):
 
 
 class AttachError(ShmreduceError):
-    """The segment behind a handle cannot be opened in this process.
+    """The segment that the handle names cannot be opened in this process.
 
     Fields: ``segment``, ``locator``, ``reason``, ``errno``.
     """
@@ -318,11 +319,11 @@ class ProducerDied(AttachError):
 
 
 class SegmentGoneError(AttachError, StaleHandleError):
-    """The segment behind a handle has been closed, though its maker lives.
+    """The segment that the handle names has been closed, although its maker lives.
 
-    Nothing of it was in use any more: the block was released, or the by-value
-    message loaded, before. Or the maker's pid is another process's: the maker was
-    killed and its pid given out again, or is in a PID namespace of its own.
+    Nothing in it was in use any more: the block had been released, or the by-value
+    message loaded. Or another process has the maker's pid: the maker was killed and its
+    pid was used again, or the maker is in another PID namespace.
 
     Fields: ``segment``, ``block``, ``pid``, ``locator``, ``reason``, ``errno``.
     """
@@ -345,10 +346,10 @@ class ForeignSegmentError(AttachError):
 class ProcessException(ShmreduceError):
     """A process that ``spawn`` or ``start_processes`` started has failed.
 
-    Its positional arguments are those of torch's exception of that name.
-    A cause survives pickling, too.
+    It takes the same positional arguments as torch's exception of that name.
+    Its ``__cause__`` survives pickling.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``.
+    Fields: ``msg``, ``error_index`` (of the process), ``error_pid`` or ``pid``.
     """
 
     def __init__(self, msg: str, error_index: int, error_pid: int, **fields: Any) -> None:
@@ -361,7 +362,7 @@ class ProcessException(ShmreduceError):
 
     @property
     def pid(self) -> int:
-        """The process id, by the name that torch's exception has it."""
+        """The process id, under the name that torch's exception uses."""
         pid: int = self.error_pid
         return pid
 
@@ -372,10 +373,10 @@ class ProcessException(ShmreduceError):
 class ProcessRaisedException(ProcessException):
     """The function raised an exception in its process.
 
-    The message has the traceback from there. ``__cause__`` is the exception
-    itself; where it could not be sent, a note says why.
+    The message has the traceback from that process. ``__cause__`` is the exception
+    itself. If it could not be sent, a note says why.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``.
+    Fields: ``msg``, ``error_index`` (of the process), ``error_pid`` or ``pid``.
 
     Examples
     --------
@@ -391,9 +392,9 @@ class ProcessRaisedException(ProcessException):
 class ProcessExitedException(ProcessException):
     """A process ended with an exit code that is not 0, or was killed by a signal.
 
-    Fields: ``msg``, ``error_index`` (which process), ``error_pid``, also as ``pid``,
-    ``exit_code`` (negative: killed by that signal), ``signal_name`` (None if
-    it was not killed).
+    Fields: ``msg``, ``error_index`` (of the process), ``error_pid`` or ``pid``,
+    ``exit_code`` (if negative, the number of the signal that killed it),
+    ``signal_name`` (None if no signal killed it).
     """
 
     def __init__(
@@ -408,19 +409,19 @@ class ProcessExitedException(ProcessException):
 
 
 class ProcessTimeoutError(ShmreduceError, TimeoutError):
-    """The processes have not ended in the time that was given.
+    """The processes have not ended in the given time.
 
     Fields: ``waited`` (seconds), ``running`` (indexes of processes).
     """
 
 
 class WorkerDied(ShmreduceError):
-    """The worker process that did a pool's task was killed, or exited.
+    """The worker process that ran a pool's task was killed, or exited.
 
-    Fields: ``pid``, ``exitcode`` (negative: killed by that signal; None if it
-    cannot be known), ``signal_name`` (None if it was not killed), ``index``
-    (of the item in the iterable that the pool was given; None for a single
-    call, or if the worker died before it had begun with any).
+    Fields: ``pid``, ``exitcode`` (if negative, the number of the signal that killed it;
+    None if unknown), ``signal_name`` (None if no signal killed it), ``index`` (the
+    position of the item in the iterable; None for a single call, or if the worker died
+    before it had begun with an item).
 
     Examples
     --------
@@ -436,7 +437,7 @@ class WorkerDied(ShmreduceError):
 
     @property
     def signal(self) -> int | None:
-        """The number of the signal that killed it; None if it was not killed."""
+        """The number of the signal that killed the worker; None if no signal did."""
         code = self.exitcode
         return -code if code is not None and code < 0 else None
 
@@ -448,7 +449,7 @@ class WorkerDied(ShmreduceError):
 
 
 class TaskAbandonedError(ShmreduceError):
-    """The pool was terminated, or an executor's workers ended, before the result was there.
+    """The pool, or an executor's workers, were terminated before the result arrived.
 
     Fields: none.
     """

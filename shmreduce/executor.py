@@ -91,37 +91,37 @@ class _Promise:
 
 
 class ProcessPoolExecutor(Executor):
-    """An executor, as :class:`concurrent.futures.ProcessPoolExecutor`.
+    """An executor like :class:`concurrent.futures.ProcessPoolExecutor`.
 
-    Beyond it: a worker that is killed fails its own future alone, with
+    If a worker is killed, only its own future fails, with
     :class:`~shmreduce.WorkerDied` (also a ``BrokenProcessPool``), or the task
-    is tried again; the others go on with a new worker.
+    is tried again. The others go on, and a new worker takes its place.
 
     Parameters
     ----------
     max_workers : int, optional
-        How many workers; by default as many as there are processors.
+        The number of workers; by default the number of processors.
     mp_context : multiprocessing context, optional
-        Starts the workers; by default :func:`shmreduce.get_context`'s. Arrays
-        travel by shared memory with a context of shmreduce, and with any after
+        Starts the workers; by default :func:`shmreduce.get_context` gives it. Arrays travel
+        by shared memory with a context of shmreduce, and with any other context after
         :func:`shmreduce.install`.
     initializer : callable, optional
-        Each worker calls ``initializer(*initargs)`` when it starts. If no
-        worker can be started for that, futures fail with ``BrokenProcessPool``.
+        Each worker calls ``initializer(*initargs)`` when it starts. If no worker can
+        start because of that, futures fail with ``BrokenProcessPool``.
     initargs : iterable
         Its arguments.
     max_tasks_per_child : int, optional
-        After so many tasks a worker leaves. Not with ``fork``.
+        After this many tasks a worker leaves. Not with ``fork``.
     retries : int
-        How often a task is tried again whose worker was killed. For tasks
-        that do no harm when they are begun twice.
+        How often a task is tried again if its worker was killed. Use it for tasks that
+        may safely run twice.
     shared_allocations : bool
         As for :class:`shmreduce.Pool`.
 
     Raises
     ------
     ValueError, TypeError
-        If an argument is impossible; one that only shmreduce has is a
+        If an argument is impossible. For ``retries`` and ``shared_allocations`` it is a
         :class:`~shmreduce.ConfigurationError`, which is a ValueError.
     AllocatorUnavailableError
         With ``shared_allocations``, if the compiled allocator is missing.
@@ -201,12 +201,12 @@ class ProcessPoolExecutor(Executor):
         return {worker.process.pid: worker.process for worker in self._supervisor.workers}
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Let a worker call ``fn(*args, **kwargs)``; do not wait for it.
+        """Let a worker call ``fn(*args, **kwargs)``, without waiting for it.
 
         Parameters
         ----------
         fn, *args, **kwargs
-            The call. It is pickled now: arrays may be changed afterwards.
+            The call. It is pickled before this returns: arrays may be changed afterwards.
 
         Returns
         -------
@@ -244,15 +244,15 @@ class ProcessPoolExecutor(Executor):
         Parameters
         ----------
         fn, *iterables
-            What to call, with which items.
+            The function, and the items to call it with.
         timeout : float, optional
-            Seconds from now in which all results must come.
+            Seconds from now within which all results must arrive.
         chunksize : int
-            How many calls make one task.
+            The number of calls that make one task.
         buffersize : int, optional
-            How many tasks there are at most that were taken from the iterables
-            and whose results were not yet asked for. Without it the iterables
-            are read to their end now.
+            The largest number of tasks that are taken from the iterables ahead of the
+            results that were asked for. Without it the iterables are read to their end
+            before this returns.
 
         Raises
         ------
@@ -283,9 +283,9 @@ class ProcessPoolExecutor(Executor):
         Parameters
         ----------
         wait : bool
-            Wait for that.
+            Wait until they have left.
         cancel_futures : bool
-            Cancel what no worker has begun with.
+            Cancel all calls that no worker has begun.
         """
         if self._supervisor.is_inherited:
             # At the fork another thread may have had the lock, which is taken for ever here.
@@ -302,14 +302,15 @@ class ProcessPoolExecutor(Executor):
             self._supervisor.join()
 
     def terminate_workers(self) -> None:
-        """Send the workers SIGTERM, and those that are there 5 s later SIGKILL; do not wait.
+        """Send the workers SIGTERM, and 5 s later SIGKILL to those still alive; do not wait.
 
         Nothing can be submitted afterwards. Futures that have not begun are cancelled. The
         others fail with :class:`~shmreduce.TaskAbandonedError`, which is a
-        ``BrokenProcessPool`` here; they are not tried again. Arrays that the workers had are
-        given back. :meth:`shutdown` waits until all that is done.
+        ``BrokenProcessPool`` here; they are not tried again. The shared memory that the
+        workers held is freed. :meth:`shutdown` waits until all that is done.
 
-        As in the standard library from Python 3.14 on, where a worker may ignore SIGTERM.
+        The standard library has this method from Python 3.14 on. There a worker may
+        ignore SIGTERM.
 
         Examples
         --------
@@ -324,7 +325,7 @@ class ProcessPoolExecutor(Executor):
         self._stop(at_once=False)
 
     def kill_workers(self) -> None:
-        """Send the workers SIGKILL; for the rest as :meth:`terminate_workers`.
+        """Send the workers SIGKILL; otherwise the same as :meth:`terminate_workers`.
 
         Examples
         --------

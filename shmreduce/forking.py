@@ -64,16 +64,16 @@ __all__ = ["Installation", "as_child", "install", "uninstall"]
 
 
 class Installation:
-    """One call of :func:`install`, which can be taken back.
+    """What :func:`install` returns: an installation that can be undone.
 
-    As a context manager it takes itself back at the end of the block. What
-    was in force before it is in force again then; installations made later
-    that are still open stay in force until they are taken back themselves.
+    As a context manager it undoes itself at the end of the block. The settings that were
+    in force before it are then in force again. Later installations that have not been
+    undone stay in force.
 
     Parameters
     ----------
     settings : Settings
-        What this installation put in force.
+        The settings that this installation put in force.
 
     Examples
     --------
@@ -139,25 +139,25 @@ def install(
 ) -> Installation:
     """Let the standard multiprocessing send arrays by shared memory.
 
-    It holds for this process, whatever it has imported of
-    :mod:`multiprocessing` and :mod:`concurrent.futures` already, and for the
-    children it starts from now on by ``fork``, ``forkserver`` and ``spawn``,
+    The installation takes effect in this process, even in the parts of
+    :mod:`multiprocessing` and :mod:`concurrent.futures` that were imported before, and
+    in the children that it starts from now on by ``fork``, ``forkserver`` and ``spawn``,
     with the same strategy and settings. Installing again is allowed.
 
     Parameters
     ----------
     strategy : str, optional
-        Name of the sharing strategy; where not given the one in force stays.
+        Name of the sharing strategy. If not given, the current one stays.
     override : bool
-        Go before a reducer that somebody else has put into ``ForkingPickler``.
-        Theirs is in force again after :func:`uninstall`.
+        Take precedence over a reducer that another library has put into
+        ``ForkingPickler``, until :func:`uninstall`.
     **settings
-        Fields of :class:`shmreduce.Settings`; the others stay as they are.
+        Fields of :class:`shmreduce.Settings`. The others stay as they are.
 
     Returns
     -------
     Installation
-        A context manager; it may be ignored.
+        A context manager that undoes the installation. It may be ignored.
 
     Raises
     ------
@@ -166,13 +166,13 @@ def install(
     UnknownStrategyError, StrategyUnusableError
         If the strategy does not exist or does not work here.
     ReducerConflictError
-        If somebody else has put a ``reducer_override``, or a reducer for a
-        class that a reducer of ours claims, into ``ForkingPickler``; or if
-        two plugins claim one class.
+        If another library has put a ``reducer_override`` into ``ForkingPickler``, or a
+        reducer for a class that one of our reducers claims; or if two plugins claim
+        one class.
     StrategyConflictError
-        If two plugins provide a strategy of one name.
+        If two plugins provide strategies with the same name.
     PluginError
-        If ``plugins`` names one that is not installed.
+        If ``plugins`` names a plugin that is not installed.
 
     Notes
     -----
@@ -196,14 +196,14 @@ def install(
 
 
 def uninstall() -> None:
-    """Take back every :func:`install` of this process.
+    """Undo every :func:`install` of this process.
 
-    ``ForkingPickler`` and the settings are then as they were before the
-    first. Arrays received or shared in the meantime stay valid, as do
-    children that are running. Without an installation it does nothing.
+    ``ForkingPickler`` and the settings are then as they were before the first one.
+    Arrays that were received or shared in the meantime stay valid, and running
+    children stay installed. Without an installation this does nothing.
 
-    If somebody else has wrapped what shmreduce installed, their wrapper stays
-    and ours passes everything on.
+    If another library has wrapped what shmreduce installed, its wrapper stays, and
+    the function of shmreduce below it passes everything on.
 
     Examples
     --------
@@ -308,8 +308,8 @@ def _raise_conflict(type_name: str, rival: Any, role: str) -> None:
     module = getattr(rival, "__module__", None) or "unknown module"
     function = getattr(rival, "__qualname__", None) or repr(rival)
     raise ReducerConflictError(
-        f"{module}.{function} handles {type_name} already ({role}): remove it, or go before "
-        "it with install(override=True)",
+        f"{module}.{function} already handles {type_name} ({role}): remove it, or take "
+        "precedence over it with install(override=True)",
         type_name=type_name,
         first=f"{module}.{function}",
         second="shmreduce.install()",

@@ -127,7 +127,7 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
 
 @hookspec(firstresult=True)
 def shmreduce_array_factory() -> ArrayFactory | None:
-    """Return the maker of arrays for ``shmreduce.empty`` and its like.
+    """Return what makes the arrays of ``shmreduce.empty``, ``zeros`` and the like.
 
     The first plugin that returns one is used, in order of the plugins' names;
     ``hookimpl(tryfirst=True)`` goes before those without.
@@ -139,7 +139,7 @@ def shmreduce_array_factory() -> ArrayFactory | None:
 
     Examples
     --------
-    One that makes memoryviews of bytes, of one axis:
+    A factory that makes one-dimensional memoryviews of bytes:
 
     >>> from shmreduce import allocate, hookimpl
     >>> class Bytes:
@@ -167,7 +167,7 @@ def shmreduce_array_factory() -> ArrayFactory | None:
 
 @hookspec(firstresult=True)
 def shmreduce_memory_handlers() -> MemoryHandlers | None:
-    """Return what makes an array library allocate by ``shared_allocations``.
+    """Return what changes the memory handler of an array library, for ``shared_allocations``.
 
     The first plugin that returns one is used, in order of the plugins' names;
     ``hookimpl(tryfirst=True)`` goes before those without.

@@ -209,9 +209,9 @@ def _copy(move: _Move, data: Any) -> Any:
     place = text.find(move.handle)
     if place == -1:
         raise ReducerError(
-            "the handle of an array that was to be moved is not in the pickle as it is. "
-            "Reducers must pass on what Message.move() and Message.refer() return as bytes of "
-            "its own",
+            "the pickle does not contain the handle of an array that was to be moved. Reducers "
+            "must return the bytes that they get from Message.move() and Message.refer() "
+            "unchanged, as an object of their own",
             reducer=None,
             type_name=None,
             reason="handle not found",

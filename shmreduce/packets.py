@@ -445,8 +445,9 @@ def _hold(data: bytes) -> bytes:
 def _refuse(packet: memoryview, descriptors: int) -> NoReturn:
     raise InvalidHandleError(
         f"a packet of {len(packet)} bytes and {descriptors} descriptors, which begins with "
-        f"{bytes(packet[: _HEAD.size])!r}, is none of shmreduce: whoever wrote it used another "
-        "version, or wrote to the descriptor itself. Only shmreduce may write to its connections",
+        f"{bytes(packet[: _HEAD.size])!r}, is not a packet of this version of shmreduce: its "
+        "writer has another version, or wrote to the descriptor directly. Only shmreduce may "
+        "write to its connections",
         reason="no packet",
     )
 

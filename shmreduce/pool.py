@@ -63,16 +63,15 @@ _INIT = "INIT"
 
 
 class Pool:
-    """A pool of worker processes, as :class:`multiprocessing.pool.Pool`.
+    """A pool of worker processes like :class:`multiprocessing.pool.Pool`.
 
-    Beyond it: a worker that is killed fails its task with
-    :class:`~shmreduce.WorkerDied` at once, or the task is tried again, and workers
-    may have pools and children of their own.
+    If a worker is killed, its task fails at once with :class:`~shmreduce.WorkerDied`,
+    or is tried again. Workers may have pools and children of their own.
 
     Parameters
     ----------
     processes : int, optional
-        How many workers; by default as many as there are processors.
+        The number of workers; by default the number of processors.
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts.
     initargs : iterable
@@ -234,7 +233,7 @@ class Pool:
         WorkerDied
             If the worker was killed, and the retries are used up.
         TaskAbandonedError
-            If the pool is terminated before the result is there.
+            If the pool is terminated before the result arrives.
         Exception
             What the call raised, or the error of pickling it.
         ConfigurationError
@@ -261,12 +260,12 @@ class Pool:
         *,
         retries: int | None = None,
     ) -> ApplyResult[_T]:
-        """Let a worker call ``func(*args, **kwds)``; do not wait for it.
+        """Let a worker call ``func(*args, **kwds)``, without waiting for it.
 
         Parameters
         ----------
         func, args, kwds
-            The call. It is pickled now: arrays may be changed afterwards.
+            The call. It is pickled before this returns: arrays may be changed afterwards.
         callback, error_callback : callable, optional
             Called in the pool's thread with the value, or the exception.
         retries : int, optional
@@ -314,14 +313,14 @@ class Pool:
         Parameters
         ----------
         func, iterable
-            What to call, with which items.
+            The function, and the items to call it with.
         chunksize : int, optional
-            How many items make one task; by default so many that there are about
-            four tasks for each worker.
+            The number of items that make one task; by default there are about four
+            tasks for each worker.
         retries : int, optional
             As for the pool, for this call; a chunk is tried again as a whole.
         progress : bool or str
-            Show a progress bar (extra ``cli``), a string beside it.
+            Show a progress bar (extra ``cli``); a string is shown beside it.
 
         Raises
         ------
@@ -356,7 +355,7 @@ class Pool:
         retries: int | None = None,
         progress: bool | str = False,
     ) -> list[_T]:
-        """Return ``[func(*item) for item in iterable]``; otherwise as :meth:`map`.
+        """Return ``[func(*item) for item in iterable]``; otherwise like :meth:`map`.
 
         Examples
         --------
@@ -377,10 +376,10 @@ class Pool:
         *,
         retries: int | None = None,
     ) -> MapResult[_T]:
-        """As :meth:`map`, but do not wait: the result's ``get()`` does.
+        """Start the calls of :meth:`map` and return at once: the result's ``get()`` waits.
 
-        All items are pickled now, so that they may be changed afterwards. For
-        more than fits into memory use :meth:`map` or :meth:`imap`.
+        All items are pickled before this returns, so they may be changed afterwards. If
+        they do not fit into memory together, use :meth:`map` or :meth:`imap`.
 
         Parameters
         ----------
@@ -420,7 +419,7 @@ class Pool:
         *,
         retries: int | None = None,
     ) -> MapResult[_T]:
-        """As :meth:`starmap`, but do not wait; otherwise as :meth:`map_async`."""
+        """Start the calls of :meth:`starmap` and return at once; else like :meth:`map_async`."""
         return self._map_async(
             EACH_STARRED, func, iterable, chunksize, callback, error_callback, retries
         )
@@ -481,9 +480,9 @@ class Pool:
         retries: int | None = None,
         progress: bool | str = False,
     ) -> IMapIterator[_T]:
-        """Yield ``func(item)`` for each item, in order, as they come.
+        """Yield ``func(item)`` for each item, in order, as the results arrive.
 
-        A thread takes items from the iterable, not far ahead of the workers,
+        A thread takes items from the iterable, a little ahead of the workers,
         and pickles each before it takes the next.
 
         Parameters
@@ -491,7 +490,7 @@ class Pool:
         func, iterable, retries, progress
             As for :meth:`map`.
         chunksize : int
-            How many items make one task.
+            The number of items that make one task.
 
         Returns
         -------
@@ -526,7 +525,7 @@ class Pool:
         retries: int | None = None,
         progress: bool | str = False,
     ) -> IMapIterator[_T]:
-        """Yield ``func(item)`` for each item as they come; otherwise as :meth:`imap`.
+        """Yield ``func(item)`` for each item, in any order; otherwise like :meth:`imap`.
 
         Examples
         --------
@@ -579,7 +578,7 @@ class Pool:
     # The end
 
     def close(self) -> None:
-        """Take no more calls; the workers leave when everything is done.
+        """Take no more calls, and let the workers leave when all calls are done.
 
         Examples
         --------
@@ -597,9 +596,10 @@ class Pool:
             self._supervisor.close()
 
     def terminate(self) -> None:
-        """Kill the workers at once, and wait until they have ended; so does a ``with`` block.
+        """End the workers and wait until they have ended, as the end of a ``with`` block does.
 
-        Results that are not there yet raise :class:`~shmreduce.TaskAbandonedError`.
+        Busy workers get SIGTERM, and SIGKILL 5 s later. Results that have not arrived raise
+        :class:`~shmreduce.TaskAbandonedError`.
 
         Examples
         --------

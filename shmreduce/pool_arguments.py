@@ -1,7 +1,8 @@
-"""What may be given to pools and executors.
+"""Checks the arguments of pools and executors.
 
-May import :mod:`shmreduce.errors` and ``born``. What the standard library's pool and
-executor take as well is refused with their errors; the rest with ``ConfigurationError``.
+May import :mod:`shmreduce.errors` and ``born``. An impossible argument that the pool and
+executor of the standard library have too raises their errors; any other argument,
+``ConfigurationError``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = [
 
 
 def processors() -> int:
-    """Return how many processors there are; from Python 3.13 on, that this process may use."""
+    """Return the number of processors; from Python 3.13 on, of those this process may use."""
     count = getattr(os, "process_cpu_count", os.cpu_count)
     return count() or 1
 
@@ -62,13 +63,13 @@ def checked_retries(retries: int) -> int:
     Raises
     ------
     ConfigurationError
-        If it is none.
+        If it is not an integer of 0 or more.
     """
     if not isinstance(retries, int) or retries < 0:
         _refuse(
             "retries",
             retries,
-            "give how often a task is tried again whose worker was killed, 0 or more",
+            "give how often a task is tried again if its worker was killed, 0 or more",
         )
     return retries
 

@@ -1,4 +1,4 @@
-"""Backpressure: those who feed a pool wait while too much waits for its workers.
+"""Backpressure: threads that feed a pool wait while too many tasks wait for its workers.
 
 May import ``thread_locks``.
 """

@@ -6,25 +6,30 @@ May import errors, ``pool_worker_handle``, and for types alone ``pool_results`` 
 
 Which worker gets a task
 ------------------------
-While a worker is idle, a task of any size is sent to it: it reads at once. A
-busy worker gets a few more, small enough not to fill the connection, and only
-if tasks have been short lately and many wait: a task that waits behind a long
-one could have been done by somebody else. They are of the call that the worker
-is busy with, and only if it has not been for long: a task may be one that waits
-for the others, as one that collects what they put into a queue, and what
-is behind it would never be done. A worker whose task has taken long after all gives back
-those that it was sent ahead.
+An idle worker is sent a task of any size, because it reads at once. A busy worker is
+sent some more tasks ahead, but only if
+
+- they are small enough not to fill the connection,
+- tasks have been short lately, and many are waiting: another worker could do a task
+  that is queued behind a long one,
+- they belong to the call that the worker is busy with, and it has not been busy for
+  long. A task may wait for tasks of other calls, for example because it collects what
+  they put into a queue. A task of such a call that is queued behind it would never be
+  done.
+
+If a worker's task takes long after all, the worker gives back the tasks that it was
+sent ahead.
 
 What becomes of the tasks of a dead worker
 -----------------------------------------
-- None is left: nothing is lost.
-- The worker had begun with one and not answered: that task is tried again if
-  ``retries`` says so, else :class:`~shmreduce.WorkerDied` is its answer. The
-  same if it had answered, but the memory of the answer went with it, which
-  happens on connections of :mod:`multiprocessing` only.
-- The worker had not begun: the task goes to another worker. One before which two
-  workers in a row have died is treated as begun: reading it may be what kills
-  them.
+- If the worker had no task, nothing is lost.
+- If the worker had begun a task and not answered, the task is tried again if
+  ``retries`` allows it; otherwise :class:`~shmreduce.WorkerDied` is its answer. The
+  same happens if the worker had answered, but the memory of the answer is gone with it,
+  which is possible only on connections of :mod:`multiprocessing`.
+- If the worker had not begun a task, the task goes to another worker. But if two workers
+  in a row have died before they began it, it counts as begun: reading it may be what
+  kills them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ _LOCK_POLL = 0.1
 def make_abandoned() -> BaseException:
     """Return what a result is that nobody is going to make, since its pool was terminated."""
     return TaskAbandonedError(
-        "the pool was terminated before this result was there: call close() and join() instead of "
+        "the pool was terminated before this result arrived: call close() and join() instead of "
         "terminate(), or get the results before the end of the `with` block"
     )
 

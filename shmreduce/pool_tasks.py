@@ -2,14 +2,12 @@
 
 May import :mod:`shmreduce.memory` and :mod:`shmreduce.pool_results` (types only).
 
-A task is pickled once, when it is given to the pool, so that the arrays in it
-are those of that moment. The pickle is kept until the answer is there: what a
-worker that was killed had not taken out of it is given back, or goes to
-another worker.
+A task is pickled once, when it is given to the pool, so that its arrays have the
+contents of that moment. The pickle is kept until the answer arrives: if a worker is
+killed, the arrays that it had not loaded are freed, or go to another worker.
 
-By-value arrays can be taken out of a pickle once only. A task that may be
-tried again has therefore been pickled once for each try, unless the pickle
-holds no shared memory.
+By-value arrays can be loaded from a pickle only once. So a task that may be tried again
+is pickled once for each try, unless the pickle has no shared memory.
 """
 
 from __future__ import annotations

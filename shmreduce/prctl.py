@@ -22,21 +22,21 @@ _NAME_SIZE = 16
 
 
 def set_thread_name(name: str) -> None:
-    """Name the calling thread, as ``ps``, ``top`` and ``py-spy`` show it.
+    """Set the name of the calling thread that ``ps``, ``top`` and ``py-spy`` show.
 
-    The name of the main thread is that of the process. ``threading.Thread.name``
-    is another thing and stays as it is.
+    The name of the main thread is also that of the process. ``threading.Thread.name``
+    does not change.
 
     Parameters
     ----------
     name : str
-        Of which the kernel keeps 15 bytes; a character that does not fit
-        whole is left out.
+        The kernel keeps 15 bytes of it, and of the last character all bytes or none
+        (prctl(2), ``PR_SET_NAME``).
 
     Raises
     ------
     PlatformError
-        If this is not Linux.
+        On systems other than Linux.
 
     Examples
     --------

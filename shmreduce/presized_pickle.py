@@ -1,12 +1,12 @@
-"""Pickles that are written where they are going to travel.
+"""Large pickles that are written straight into the block that they travel in.
 
 May import errors and :mod:`shmreduce.memory`.
 
-A large pickle travels in a block. It is made in ordinary memory and copied,
-since nobody knows beforehand how long it will be; its pages are touched for the
-first time, and that takes longer than the copy. But messages are alike: what a
-list of as many items took last time, it takes again, more or less. Then the
-block can be there before, warm from the last message.
+A large pickle travels in a block. As its length is not known beforehand, it would have
+to be made in ordinary memory and copied; its pages would be touched for the first time,
+which takes longer than the copy. But messages are alike: a list of as many items as last
+time takes about as many bytes as last time. So the block can be allocated before, warm
+from the last message.
 """
 
 from __future__ import annotations

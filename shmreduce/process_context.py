@@ -79,16 +79,16 @@ class StartedProcess:
 class ProcessContext:
     """The processes that one call of ``start_processes`` started.
 
-    Made by :func:`start_processes` and :func:`spawn` with ``join=False``.
-    Processes that are not daemons run on when it is dropped; the interpreter
-    waits for them at its end.
+    :func:`start_processes` and :func:`spawn` return one with ``join=False``. If it is
+    dropped, processes that are not daemons run on; the interpreter waits for them at
+    its end.
 
     Attributes
     ----------
     processes : list of multiprocessing.Process
-        By index.
-    sentinels : dict
-        From a descriptor to the index of its process, for those that have not
+        The processes, by index.
+    sentinels : dict of int to int
+        From a descriptor to the index of its process, for the processes that have not
         been joined. ``multiprocessing.connection.wait(context.sentinels)``
         returns when one of them has ended.
 
@@ -129,16 +129,16 @@ class ProcessContext:
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait until a process ends; if it failed, stop the others and raise.
 
-        A failure is an exception, an exit code that is not 0, or a signal. Of
-        several failures seen at once the one raised is that of a process which
-        was killed or exited, else the earliest exception.
+        A failure is an exception, an exit code that is not 0, or a signal. If several
+        failures are seen at once, that of a process that was killed or exited is raised,
+        otherwise the earliest exception.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds after which this returns, whatever it is waiting for; None
-            to wait as long as it takes. When the time is over while the others
-            are being stopped, the next call goes on with that.
+            Seconds after which this returns, whatever it is waiting for. None waits as
+            long as it takes. If the time is over while the others are being stopped, the
+            next call goes on with that.
         grace_period : float, optional
             Seconds that the others have to end by themselves after a failure
             before they get SIGTERM, and again before they get SIGKILL. Without
@@ -147,20 +147,20 @@ class ProcessContext:
         Returns
         -------
         bool
-            True if all processes have ended and succeeded, False if there is
-            more to wait for.
+            True if all processes have ended without an error, False if some are still
+            running.
 
         Raises
         ------
         ProcessRaisedException
-            If the function raised; its ``__cause__`` is the exception.
+            If the function raised an exception, which is its ``__cause__``.
         ProcessExitedException
-            If the process exited with a code that is not 0 or was killed.
+            If the process exited with a code that is not 0, or was killed.
 
         Notes
         -----
-        After such an error no process is left. Every later call raises its like.
-        Threads may join at the same time; they take turns.
+        After such an error no process is left. Every later call raises the same error.
+        Several threads may join at the same time; they take turns.
         """
         with Interrupts() as interrupts:
             return self.join_unless(interrupts, _deadline(timeout), grace_period)
@@ -224,13 +224,13 @@ class ProcessContext:
         Parameters
         ----------
         timeout : float, optional
-            Seconds; None to wait as long as it takes.
+            Seconds. None waits as long as it takes.
 
         Returns
         -------
         list
-            By index; None for a process that called ``sys.exit(0)``. A further
-            call returns the same objects.
+            The results, by index; None for a process that called ``sys.exit(0)``. A
+            later call returns the same objects.
 
         Raises
         ------
@@ -243,8 +243,7 @@ class ProcessContext:
         """
         if not self._wants_results:
             raise ConfigurationError(
-                "results are not kept unless they are asked for: start the processes with "
-                "results=True",
+                "the results were not kept: start the processes with results=True",
                 setting="results",
                 value=False,
             )

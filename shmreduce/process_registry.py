@@ -3,8 +3,9 @@
 May import errors, contracts, settings, ``fork_hooks``, ``thread_locks``, registry and
 discovery.
 
-They are made when they are first needed, and follow the settings. Reducers that
-a program registers by hand are here, too, since its children must be handed them.
+They are made when they are first needed, and follow the settings. The reducers that a
+program registers by ``register_reducer`` are kept here, too, because its children must
+get them.
 """
 
 from __future__ import annotations
@@ -154,22 +155,22 @@ def mark_plugins_as_warned(names: Iterable[str]) -> None:
 def register_reducer(reducer: Reducer) -> None:
     """Let a reducer handle its types in this process and in its children.
 
-    For programs; a package that others install declares a plugin instead.
-    Children started with ``spawn`` or ``forkserver`` get a copy, so the
-    reducer must be picklable: its class importable by name.
+    This is for programs. A package that others install declares a plugin instead.
+    Children started with ``spawn`` or ``forkserver`` get a copy of the reducer, so it
+    must be picklable and its class importable by name.
 
     Parameters
     ----------
     reducer : Reducer
-        An instance; kept until :func:`unregister_reducer`. Registering it
-        again changes nothing.
+        An instance, kept until :func:`unregister_reducer`. Registering it again
+        changes nothing.
 
     Raises
     ------
     ReducerError
-        If it is no Reducer or its ``types`` are not classes and names.
+        If it is not a Reducer, or its ``types`` are not classes and names.
     ReducerConflictError
-        If one of its types has a reducer. A plugin that claims the same type
+        If another reducer has one of its types. A plugin that claims the same type
         and is loaded later fails with the same error.
 
     Examples
@@ -201,8 +202,8 @@ def unregister_reducer(reducer: Reducer) -> None:
     Parameters
     ----------
     reducer : Reducer
-        The instance that was registered. Objects that were received stay as
-        they are.
+        The instance that was registered. Objects that were received with it stay
+        valid.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How many processors this process may use, whether all are taken, and how much they keep.
+"""How many processors this process may use, whether all are busy, and how large caches are.
 
 Imports nothing of shmreduce.
 """
@@ -17,8 +17,8 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def usable_processors() -> int:
     """Return how many processors this process may run on at once.
 
-    Not ``os.cpu_count()``, which counts those, too, that a container or taskset(1)
-    keeps from it.
+    ``os.cpu_count()`` also counts processors that a container or taskset(1) does not let
+    it use.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What a packet is read into.
+"""The buffer that a packet is read into, which owns the descriptors that came with it.
 
 May import :mod:`shmreduce.compiled`.
 """

@@ -271,7 +271,7 @@ class Registry:
         """
         if not isinstance(strategy, SharingStrategy):
             raise PluginError(
-                f"{strategy!r} is no SharingStrategy ({origin}): return instances of "
+                f"{strategy!r} is not a SharingStrategy ({origin}): return instances of "
                 "subclasses of shmreduce.SharingStrategy",
                 plugin=None,
                 distribution=None,
@@ -319,7 +319,7 @@ def _checked_types(reducer: Reducer) -> tuple[type | str, ...]:
     if not isinstance(reducer, Reducer):
         hint = " (give an instance, not the class)" if isinstance(reducer, type) else ""
         raise ReducerError(
-            f"{reducer!r} is no Reducer{hint}: derive its class from shmreduce.Reducer",
+            f"{reducer!r} is not a Reducer{hint}: derive its class from shmreduce.Reducer",
             reducer=repr(reducer),
             type_name=None,
             reason="not a Reducer",

@@ -1,13 +1,12 @@
-"""Connections to other hosts, where shared memory leads nowhere.
+"""Recognises connections to other hosts, which cannot open shared memory of this one.
 
 May import ``borrowed_socket`` and :mod:`multiprocessing.connection`.
 :mod:`shmreduce.forking` and :mod:`shmreduce.managers` use it.
 
 A :class:`multiprocessing.connection.Connection` may be a pipe, a Unix socket
-or a TCP socket, and pickles alike for all. While shmreduce is installed,
-``Connection.send`` looks at the socket first: for one that is no Unix socket
-the arrays are pickled in the ordinary way. Managers over TCP send by the same
-method.
+or a TCP socket, and pickles in the same way for all. While shmreduce is installed,
+``Connection.send`` looks at the socket first: if it is not a Unix socket, the
+arrays are pickled in the ordinary way. Managers over TCP send by the same method.
 """
 
 from __future__ import annotations

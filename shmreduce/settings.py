@@ -33,29 +33,27 @@ class Settings:
     Parameters
     ----------
     strategy : str or None
-        Name of the sharing strategy; None takes the first usable one of
+        Name of the sharing strategy. None means the first usable one of
         ``file_descriptor`` and ``file_system``. ``SHMREDUCE_STRATEGY``.
     inline_limit : int
-        By-value buffers smaller than this many bytes are pickled in the
-        ordinary way, unless a message has many of 8 KiB and more.
-        ``SHMREDUCE_INLINE_LIMIT``.
+        By-value buffers of fewer bytes are pickled in the ordinary way, unless a message
+        has very many of 8 KiB and more. ``SHMREDUCE_INLINE_LIMIT``.
     budget : int or None
-        Bytes of shared memory that the whole family of processes may use;
-        None lets the machine's free memory decide. ``SHMREDUCE_BUDGET``.
+        Bytes of shared memory that the whole family of processes may use. None means
+        80 % of what is available when the family begins. ``SHMREDUCE_BUDGET``.
     idle_seconds : float
         Memory that nothing has used for this many seconds goes back to the
         operating system. ``SHMREDUCE_IDLE_SECONDS``.
     idle_keep : int
-        Bytes of idle memory that are kept warm all the same.
-        ``SHMREDUCE_IDLE_KEEP``.
+        Bytes of idle memory that a process keeps nevertheless: so many for by-value
+        arrays, and as many for shared ones. ``SHMREDUCE_IDLE_KEEP``.
     message_timeout : float or None
-        Seconds after which a message that nobody has read is given up; None
-        never gives up. ``SHMREDUCE_MESSAGE_TIMEOUT``.
+        Seconds after which a message that nobody has read is given up. None means
+        never. ``SHMREDUCE_MESSAGE_TIMEOUT``.
     short_wait : float
-        Seconds for which a reader of a channel of shmreduce looks for a message
-        again and again before it sleeps, where that has been worth while; after
-        0.3 ms only as long as no process waits for a processor. 0 never does.
-        ``SHMREDUCE_SHORT_WAIT``.
+        Seconds for which a reader of a channel of shmreduce polls for a message before
+        it sleeps; after 0.3 ms only while no process waits for a processor. 0 means
+        never. ``SHMREDUCE_SHORT_WAIT``.
     on_exhausted : {"raise", "pickle"}
         Whether an array for which there is no shared memory left raises an
         error or is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.
@@ -66,7 +64,7 @@ class Settings:
         Names of plugins to load even with ``autoload`` off.
         ``SHMREDUCE_PLUGINS``, separated by commas.
     blocked : tuple of str
-        Names of plugins never to load; stronger than ``plugins``.
+        Names of plugins never to load; overrides ``plugins``.
         ``SHMREDUCE_BLOCK``, separated by commas.
 
     Raises
@@ -267,20 +265,19 @@ _current: Settings | None = None
 def get_settings() -> Settings:
     """Return the settings in force in this process.
 
-    Until :func:`shmreduce.install` or
-    :func:`shmreduce.set_sharing_strategy` changes them they are the
-    environment's.
+    Until :func:`shmreduce.install` or :func:`shmreduce.set_sharing_strategy` changes
+    them, they come from the environment.
 
     Returns
     -------
     Settings
-        Frozen; of the process, not of the thread.
+        Frozen. All threads of the process have the same settings.
 
     Raises
     ------
     ConfigurationError
-        If an environment variable cannot be understood; its field ``variable``
-        names it.
+        If an environment variable cannot be understood. The field ``variable`` of the
+        error names it.
 
     Examples
     --------

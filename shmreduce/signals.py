@@ -1,4 +1,4 @@
-"""Tells what the handler of a signal has raised from the errors of what it has interrupted.
+"""Tells the exceptions of signal handlers from those of the code that they interrupt.
 
 Imports nothing of shmreduce.
 """

@@ -51,56 +51,56 @@ def start_processes(
 ) -> Any:
     """Start processes that each call ``fn(index, *args)``.
 
-    They die with this process: when it ends, however it does, each of them
-    gets a signal, and so do their own children that were started this way.
-    Each is named after the function and its index in ``ps`` and ``top``.
+    They do not outlive this process: when it ends, in whatever way, each of them
+    gets a signal, and so do their own children that were started in this way.
+    In ``ps`` and ``top`` each is named after the function and its index.
 
     Parameters
     ----------
     fn : callable
-        Except with ``fork`` it must be importable by name in the child.
+        The function. Except with ``fork``, the child must be able to import it by name.
     args : iterable
         Further arguments. Except with ``fork`` they are pickled for each
         process when it is started.
     nprocs : int
         How many processes.
     join : bool
-        Wait for all of them, and raise if one fails.
+        Wait for all of them, and raise an error if one fails.
     daemon : bool
         Make them daemons, which the interpreter terminates at its end.
     start_method : str
         ``"spawn"``, ``"fork"`` or ``"forkserver"``; ignored with ``ctx``.
     ctx : multiprocessing context, optional
-        What makes the processes; by default shmreduce's of ``start_method``,
-        with which arrays in arguments and results travel by shared memory.
-        With one of :mod:`multiprocessing` they do so where shmreduce is
-        installed.
+        The context that makes the processes. The default is shmreduce's context of
+        ``start_method``, with which arrays in arguments and results travel by shared
+        memory. With a context of :mod:`multiprocessing` they do so only after
+        :func:`shmreduce.install`.
     results : bool
         Keep what ``fn`` returns.
     death_signal : int, optional
-        The signal that the processes get at the death of this one; by default
-        SIGINT, which raises KeyboardInterrupt in them. SIGKILL for functions
-        that handle SIGINT otherwise, 0 to let the processes live on. A process
-        that handles the signal is killed 30 seconds later.
+        The signal that the processes get when this process ends. The default is SIGINT,
+        which raises KeyboardInterrupt in them. Use SIGKILL for functions that ignore
+        SIGINT, and 0 to let the processes live on. A process that handles the signal
+        and goes on is killed 30 seconds later.
 
     Returns
     -------
     None, list or ProcessContext
-        None if ``join`` is true, the results by index if ``results`` is true
-        too, and a :class:`ProcessContext` if ``join`` is false.
+        None if ``join`` is true; the list of results by index if ``results`` is true too;
+        a :class:`ProcessContext` if ``join`` is false.
 
     Raises
     ------
     ProcessRaisedException, ProcessExitedException
-        With ``join``, as :meth:`ProcessContext.join`; no process is left then.
+        With ``join``, as for :meth:`ProcessContext.join`. No process is left then.
     ConfigurationError
         If ``nprocs`` is negative, or there is no such start method here. It is a
         ValueError, too.
 
     Notes
     -----
-    If a process cannot be started, those that were started are terminated. If
-    this is interrupted, by Ctrl-C for example, the processes have a second
+    If a process cannot be started, those that were started before are terminated. If
+    the call is interrupted, for example by Ctrl-C, the processes have one second
     to end by themselves before they are terminated.
 
     Examples
@@ -154,9 +154,9 @@ def spawn(
 ) -> Any:
     """Start processes by ``spawn`` that each call ``fn(index, *args)``.
 
-    As :func:`start_processes`, whose parameters these are, but always with the
-    start method ``spawn``, unless ``ctx`` says otherwise. Another
-    ``start_method`` is not heeded and gives a FutureWarning, as in torch.
+    Parameters, result and errors are those of :func:`start_processes`, but the start
+    method is always ``spawn``, unless ``ctx`` has another one. Another
+    ``start_method`` is ignored and gives a FutureWarning, as in torch.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Names of the standard library's module where a module of ours stands in for it.
+"""Lets a module of ours that stands in for one of the standard library have its names, too.
 
 May import the standard library only.
 

@@ -1,12 +1,12 @@
-"""What a pool of the standard library gets in the place of what cannot be loaded.
+"""Fails the task of a standard library's pool whose message cannot be loaded.
 
 May import :mod:`shmreduce.errors` and the standard library.
 
-``multiprocessing.pool.Pool`` takes it for granted that its messages load. If one
-does not, the thread that reads the results ends, or the worker that reads the
-task, and whoever waits for a result waits for ever. Messages with arrays can
-fail to load for reasons of ours: no descriptor is free, a worker was killed
-before its result was read. Then the one task fails, with our error.
+``multiprocessing.pool.Pool`` assumes that its messages can be loaded. If one cannot, the
+thread that reads the results ends, or the worker that reads the task does, and callers
+wait for ever for their results. With shared memory a message may fail to load, because
+no descriptor is free, or a worker was killed before its result was read. Then the pool
+gets a message that fails this one task with the error.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def current_strategy() -> SharingStrategy:
 
 
 def get_sharing_strategy() -> str:
-    """Return the name of the sharing strategy that new segments are made with.
+    """Return the name of the sharing strategy with which new segments are made.
 
     Returns
     -------
@@ -149,10 +149,10 @@ def get_sharing_strategy() -> str:
     Raises
     ------
     UnknownStrategyError
-        If the settings name one that no plugin provides.
+        If the settings name a strategy that no plugin provides.
     StrategyUnusableError
-        If the one that they name does not work on this machine, or, where they
-        name none, no default one does.
+        If the settings name a strategy that does not work on this machine; or if they
+        name none, and no default strategy works.
 
     Examples
     --------
@@ -163,10 +163,10 @@ def get_sharing_strategy() -> str:
 
 
 def set_sharing_strategy(new_strategy: str) -> None:
-    """Make new segments with another strategy, here and in children yet to be started.
+    """Make new segments with another strategy, in this process and its future children.
 
-    Arrays that are shared already, and messages under way, stay where they
-    are and are received as before.
+    Arrays that are already shared, and unread messages, stay where they are and are
+    received as before.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ def set_sharing_strategy(new_strategy: str) -> None:
 
     Notes
     -----
-    After either error nothing is changed. Both list the strategies that work.
+    After either error nothing has changed. Both errors list the strategies that work.
 
     Examples
     --------
@@ -201,7 +201,7 @@ def get_all_sharing_strategies() -> set[str]:
     Returns
     -------
     set of str
-        Of the strategies that name no reason against themselves.
+        The strategies whose ``unusable_reason()`` is None.
 
     Examples
     --------

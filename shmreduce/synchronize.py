@@ -2,8 +2,8 @@
 
 May import the standard library only.
 
-It is that module itself, not a copy of its names: who changes an attribute of
-the one changes the other.
+It is that module itself, not a copy of its names: an attribute that is changed in one
+is changed in the other.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 May import nothing of :mod:`shmreduce`.
 
-``with lock:`` takes a lock of :mod:`threading` whole or not at all: no handler
-runs between the call of its ``__enter__``, which is in C, and the block. But in
-CPython 3.14 one does, and a lock whose taker Ctrl-C strikes there stays taken for
-ever (https://github.com/python/cpython/issues/148874; half of the strikes at a
-thread that does nothing else).
+Usually ``with lock:`` takes a lock of :mod:`threading` as a whole or not at all: no
+signal handler runs between the call of ``__enter__``, which is in C, and the block. In
+CPython 3.14 one can, and if Ctrl-C comes there, the lock stays taken for ever
+(https://github.com/python/cpython/issues/148874). If a thread does nothing but take
+locks, half of the Ctrl-C hit that place.
 """
 
 from __future__ import annotations

@@ -133,12 +133,12 @@ def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
         except TimeoutError as error:
             raise CudaSharingError(
                 f"process {pid}, which sent the array, did not hand over its memory within "
-                f"{_PATIENCE:.0f} s; it may be stopped"
+                f"{_PATIENCE:.0f} s; if it is stopped, continue it, and send the array again"
             ) from error
     if flags & socket.MSG_CTRUNC:
         raise CudaSharingError(
             f"process {os.getpid()} has no descriptor left for the memory of process {pid}: it "
-            "has as many files open as it may (ulimit -n)"
+            "has as many files open as it may: close some, or raise the limit (ulimit -n)"
         )
     if answer != b"y" or not descriptors:
         raise CudaSharingError(

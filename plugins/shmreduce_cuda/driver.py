@@ -137,7 +137,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
         c_int,
     ),
 }
-_OPTIONAL = ("cuDeviceGetUuid_v2",)
 
 
 class Driver:

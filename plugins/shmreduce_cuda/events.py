@@ -65,8 +65,8 @@ def stream_handle(stream: Any) -> int:
         # numba's. Its handle is of several types, and says None for the default stream.
         return int(stream)
     raise CudaMemoryError(
-        f"{type(stream).__qualname__} is no stream; give a handle (an int), or a stream of CuPy, "
-        "numba or torch",
+        f"{type(stream).__qualname__} is not a stream; give a handle (an int), or a stream of "
+        "CuPy, numba or torch",
         kind="an array with something else for a stream",
         remedy="give a handle or a stream",
     )

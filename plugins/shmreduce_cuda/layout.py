@@ -33,7 +33,7 @@ def itemsize_of(typestr: str) -> int:
     found = _TYPESTR.match(typestr)
     if found is None or found[1] == "O":
         raise CudaMemoryError(
-            f"arrays of type {typestr!r} cannot be sent: elements must have a fixed size",
+            f"arrays of type {typestr!r} cannot be sent: convert to a type of fixed size",
             kind=f"elements of type {typestr!r}",
             remedy="convert to a type of fixed size",
         )

@@ -110,31 +110,31 @@ class SharedAllocations:
 
 
 def shared_allocations() -> SharedAllocations:
-    """Return a context in which NumPy makes large arrays in shared memory.
+    """Return a context manager inside which NumPy makes large arrays in shared memory.
 
-    Such an array is an ordinary one: by value, and private to this process,
-    as any. But where it is sent by :class:`shmreduce.Pool` or a channel of
-    shmreduce, and nobody has it any more once it is pickled, it is moved and
-    not copied. So are results of ``Pool(..., shared_allocations=True)``.
+    Otherwise these are ordinary arrays: sent by value, and private to this process. But
+    if one is sent by :class:`shmreduce.Pool` or a channel of shmreduce, and nothing
+    refers to it any more once it is pickled, it is moved instead of copied. With
+    ``Pool(..., shared_allocations=True)`` so are results.
 
     Returns
     -------
     context manager
-        To be entered in the thread that makes the arrays, again if need be; a
-        RuntimeError while it is open. Arrays outlive it.
+        Enter it in the thread that makes the arrays. It can be entered again after it
+        was left; entering it twice at a time raises RuntimeError. Arrays outlive it.
 
     Raises
     ------
     AllocatorUnavailableError
-        If the compiled allocator is missing; ``shmreduce build-helper`` builds
-        it.
+        If the compiled allocator is missing; ``shmreduce build-helper`` builds it.
     PluginError
-        If no plugin lets an array library allocate elsewhere.
+        If no plugin has the memory handlers of an array library.
 
     Notes
     -----
-    Large are arrays from ``inline_limit`` bytes on, 64 KiB at least. If there is
-    no shared memory left for one, it gets ordinary memory.
+    An array is large if it has at least ``inline_limit`` bytes and at least 64 KiB. If
+    there is no shared memory left, it gets ordinary memory. NumPy allocates through the
+    functions that NEP 49 (https://numpy.org/neps/nep-0049.html) lets it change.
 
     Examples
     --------

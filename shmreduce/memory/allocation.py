@@ -32,8 +32,9 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
     Returns
     -------
     Block
-        Its memory stays while the Block, or anything derived from its buffer,
-        is in use here, in a process that received it, or in a message under way.
+        The caller's. Its memory stays while the Block, or anything derived from its
+        buffer, is in use in this process or in one that received it, and while an
+        unread message refers to it.
 
     Raises
     ------
@@ -70,17 +71,17 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
 
 
 def find_block(exporter: object) -> Block | None:
-    """Return the block that a buffer lies in, or None if it is not ours.
+    """Return the block that a buffer lies in, or None if it lies in no block.
 
     Parameters
     ----------
     exporter : memoryview or object
-        A memoryview, or the object at the bottom of a chain of views.
+        A memoryview, or the object at the base of a chain of views.
 
     Returns
     -------
     Block or None
-        While it lives, so does the memory.
+        As long as the Block lives, its memory stays.
 
     Examples
     --------

@@ -62,26 +62,27 @@ EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 
 
 def open_process_descriptor(pid: int, fd: int) -> int:
-    """Open the file behind another process's descriptor, under a new description.
+    """Open the file behind another process's descriptor, with a new open file description.
 
     Parameters
     ----------
-    pid, fd : int
-        The process, which must be this user's, and its descriptor's number.
+    pid : int
+        The process id of the other process, which must be of the same user.
+    fd : int
+        The number of its descriptor.
 
     Returns
     -------
     int
-        A descriptor, open for reading and writing, close-on-exec; the
-        caller's. Numbers are reused, by processes and by files: check what
-        was opened.
+        A descriptor that is open for reading and writing and close-on-exec. The caller
+        owns it. Process ids and descriptor numbers are reused: check what was opened.
 
     Raises
     ------
     FileNotFoundError
-        If the process or its descriptor has gone.
+        If the process or its descriptor is gone.
     PermissionError
-        If this process may not inspect that one (proc_pid_fd(5), ptrace(2)).
+        If this process may not inspect that process (proc_pid_fd(5), ptrace(2)).
 
     Examples
     --------
@@ -193,7 +194,7 @@ class Attachments:
             raise WrongHostError(
                 f"the array lives on another host, or was sent before this host's last boot "
                 f"(boot {handle.boot.hex()}, here {self.boot.hex()}); send it over a connection "
-                "to AF_INET, which pickles in the ordinary way",
+                "by TCP (AF_INET), which pickles in the ordinary way",
                 segment=handle.token.hex(),
                 locator=handle.locator,
                 reason="another host",
@@ -295,11 +296,11 @@ class Attachments:
         if is_alive(handle.pid):
             return SegmentGoneError(
                 f"process {handle.pid}, which sent the array, does not have segment "
-                f"{handle.token.hex()} open: it has closed it, since the array was released "
-                "(this message was loaded before, or given up), or has become another program "
-                "by exec, or its pid is another process's: it was killed before the array was "
-                "read, or is in a PID namespace of its own. Pickle the array again; use strategy "
-                "'file_system' across containers",
+                f"{handle.token.hex()} open. Either it has closed the segment, because the "
+                "array was released (this message was loaded before, or given up); or it has "
+                "become another program by exec; or another process has its pid, because it "
+                "was killed before the array was read, or is in another PID namespace. Pickle "
+                "the array again; use strategy 'file_system' between containers",
                 segment=handle.token.hex(),
                 locator=handle.locator,
                 reason="no such descriptor",
@@ -310,7 +311,7 @@ class Attachments:
         return ProducerDied(
             f"process {handle.pid}, which sent the array, is dead, and segment "
             f"{handle.token.hex()} is gone with it: it was killed before the array was read, or "
-            "it ended after another process had loaded this very message. Send again from a "
+            "it ended after another process had loaded this same message. Send again from a "
             "living process, once for each receiver",
             segment=handle.token.hex(),
             locator=handle.locator,
@@ -324,7 +325,7 @@ class Attachments:
             advice = "raise the limit of open files (ulimit -n), then load the message again"
         elif error.errno in (errno.EACCES, errno.EPERM):
             advice = (
-                "somebody has changed whose the file is, or who may open it"
+                "somebody has changed the owner or the mode of the file: restore them"
                 if handle.strategy == "file_system"
                 else "the sender must be of the same user and inspectable through /proc; strategy "
                 "'file_system' does not need that"
@@ -431,8 +432,8 @@ class Attachments:
 def _closed_here(segment: Segment) -> AttachError:
     return AttachError(
         f"segment {segment.token.hex()}, which this process has inherited, cannot be sent on: its "
-        "descriptor was closed here, as daemons do with all that they find open. Send a copy of "
-        "the array, or share it after that",
+        "descriptor was closed here, as daemons close all descriptors. Send a copy of "
+        "the array, or share it afterwards",
         segment=segment.token.hex(),
         locator=None,
         reason="its descriptor was closed",

@@ -80,9 +80,9 @@ class BlockLocks:
         if holder is not None and holder[0] == mark[0]:
             # It would wait for what it has interrupted.
             raise LeaseTimeoutError(
-                f"block {block} of segment {self.token.hex()} is being worked on by this very "
-                "thread: a signal handler or a destructor came into the middle of it. Have it "
-                "leave arrays alone, or try again once it has returned",
+                f"block {block} of segment {self.token.hex()} is locked by this very thread: a "
+                "signal handler or a destructor interrupted its work on the block. Do not use "
+                "arrays there, or try again when the handler has returned",
                 segment=self.token.hex(),
                 block=block,
                 waited=0.0,
@@ -108,9 +108,9 @@ class BlockLocks:
 def closed_by_somebody(fd: int, token: bytes) -> SegmentError:
     """Return what to raise for a descriptor of a segment that is not the segment's any more."""
     return SegmentError(
-        f"somebody has closed descriptor {fd} of segment {token.hex()} in this process, as "
-        "os.closerange() and libraries for daemons do: have them leave it open, or use shared "
-        "memory only after that",
+        f"descriptor {fd} of segment {token.hex()} was closed by other code in this process, as "
+        "by os.closerange() or a library for daemons: let that code leave it open, or use "
+        "shared memory only afterwards",
         operation="fstat",
         errno=errno.EBADF,
         segment=token.hex(),

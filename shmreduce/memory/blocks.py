@@ -60,10 +60,10 @@ UNSHARED = sys.getrefcount(_sample.root)
 
 
 class Block:
-    """A run of shared memory that one array (or several buffers) lives in.
+    """A contiguous piece of shared memory that holds one array, or several buffers.
 
-    Returned by :func:`shmreduce.allocate`, :func:`shmreduce.find_block` and
-    :func:`shmreduce.import_block`. The memory stays as long as the Block, its
+    :func:`shmreduce.allocate`, :func:`shmreduce.find_block` and
+    :func:`shmreduce.import_block` return one. The memory stays as long as the Block, its
     ``buffer``, or anything derived from the buffer lives, and is then reused.
 
     Attributes
@@ -77,7 +77,7 @@ class Block:
     shared : bool
         True for a shared block, False for one that carried an array by value.
     buffer : memoryview
-        The bytes, format ``B``; read-only at receivers of a ``ro`` block.
+        The bytes, with format ``B``. It is read-only at receivers of a ``ro`` block.
 
     Examples
     --------
@@ -544,7 +544,7 @@ def warn_of_exposed(count: int) -> None:
     """Warn of arrays that a forked child shares, though they are private memory to their user."""
     warnings.warn(
         f"{count} arrays that were alive at a fork are shared with the child: the kernel has no "
-        "room for private pages, or somebody has closed the descriptors of their memory. Raise "
+        "room for private pages, or the program has closed the descriptors of their memory. Raise "
         "vm.max_map_count, or fork before there are such arrays",
         ShmreduceWarning,
         stacklevel=3,

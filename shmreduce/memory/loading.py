@@ -165,7 +165,7 @@ class Loading:
 
 
 def import_block(handle: bytes) -> Block:
-    """Take the block that a message brought.
+    """Take over the block that a message brought.
 
     Parameters
     ----------
@@ -175,22 +175,22 @@ def import_block(handle: bytes) -> Block:
     Returns
     -------
     Block
-        A by-value block is this process's alone. The lease ends with the last
-        view.
+        The caller's. A by-value block belongs to this process only. The lease ends with
+        the last view.
 
     Raises
     ------
     InvalidHandleError
         If the bytes are damaged or made up.
     AttachError
-        If the segment cannot be opened here; ``ProducerDied`` if its maker
-        was killed, ``WrongHostError``, ``ForeignSegmentError``. Nothing was
-        claimed then: the handle can be tried again.
+        If this process cannot open the segment. It is a ``ProducerDied`` if the maker
+        was killed, or a ``WrongHostError`` or ``ForeignSegmentError``. The block has
+        not been taken over: the handle can be tried again.
     StaleHandleError, AlreadyLoadedError
         If the block was released, or the by-value message loaded, before.
     SegmentError, OutOfLeasesError, LeaseTimeoutError
-        If no addresses or no lease are free, or a process that is stopped has
-        the block locked. The handle can be tried again.
+        If no address range or no lease is free, or a stopped process has the block
+        locked. The handle can be tried again.
 
     Examples
     --------

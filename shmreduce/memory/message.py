@@ -77,18 +77,17 @@ renew_in_children(_new_nonces)
 
 
 class Message:
-    """The shared memory that one message takes with it.
+    """The shared memory that travels with one message.
 
-    One is made for each pickling and handed to :meth:`Reducer.reduce`. What it
-    gave out is kept once the message is complete, and taken back if pickling
-    fails.
+    Each run of a pickler makes one and passes it to :meth:`Reducer.reduce`. What it gave
+    out is kept when the message is complete, and taken back if pickling fails.
 
     Parameters
     ----------
     shared_memory : bool
-        False for a message that goes to another host: nothing is given out.
+        False for a message to another host, which gives out nothing.
     mover : Mover, optional
-        Who lets arrays travel in it without a copy; the core's.
+        What lets arrays travel in the message without a copy. For the core only.
 
     Examples
     --------
@@ -143,20 +142,20 @@ class Message:
         Parameters
         ----------
         nbytes : int
-            Bytes, 0 included.
+            Number of bytes, which may be 0.
         contents : callable, optional
-            Returns what is going to be put there, as an object that exports
-            ``nbytes`` bytes in one run, or None if they do not lie in one. A large
-            block that is new is filled with them at once, which is quicker. Called
-            only then, while the heap is locked: it must not wait for other threads.
+            Returns the bytes that the block is to have, as an object that exports
+            ``nbytes`` contiguous bytes, or None if they are not contiguous. A large new
+            block is filled with them at once, which is faster. ``contents`` is called only
+            then, while the heap is locked: it must not wait for other threads.
 
         Returns
         -------
         (memoryview, bytes) or None
-            The bytes to fill before ``reduce`` returns, uninitialised, and the
-            handle. None in place of the bytes if the block has its ``contents``.
-            None if this message must not, or at this moment cannot,
-            use shared memory: pickle in the ordinary way.
+            The bytes, which are not set, and the handle. Fill the bytes before ``reduce``
+            returns. In place of the bytes there is None if the block has its ``contents``
+            already. The result is None if the message must not use shared memory, or
+            cannot at the moment: then pickle in the ordinary way.
 
         Raises
         ------
@@ -166,7 +165,7 @@ class Message:
         OutOfLeasesError
             If too many messages that name blocks of the segment are unread.
         ConfigurationError
-            If ``nbytes`` is impossible, or ``contents()`` are not as many bytes.
+            If ``nbytes`` is impossible, or ``contents()`` has another number of bytes.
         """
         nbytes = check_nbytes(nbytes)
         if not self.shared_memory:
@@ -256,26 +255,26 @@ class Message:
         return self._add(segment, block, record.generation, constant)[0]
 
     def allocate_part(self, nbytes: int) -> tuple[memoryview, object, int] | None:
-        """Give out a part of a block that carries other buffers of the message, too.
+        """Give out a part of a block that also carries other buffers of the message.
 
-        For buffers by value from some ten KiB on, of which a message may have
-        many. The receiver's memory is given back when the last of those that
-        share a block has gone; a block has 4 MiB at most.
+        This is for by-value buffers from some ten KiB on, if a message may have many. A
+        block has 4 MiB at most. At the receiver it is freed when the last of the buffers
+        that share it has gone.
 
         Parameters
         ----------
         nbytes : int
-            Bytes.
+            Number of bytes.
 
         Returns
         -------
         (memoryview, object, int) or None
-            The bytes to fill before ``reduce`` returns, uninitialised; what
-            unpickles as the receiver's :class:`Block`, to be put among the
-            arguments of the function that rebuilds; and where in that block
-            the bytes begin. None if it is not worth while, since the message
-            has too few such buffers so far or this one is large, or if there
-            is none to be had: do as without it.
+            The bytes, which are not set, to be filled before ``reduce`` returns; an object
+            that unpickles as the receiver's :class:`Block`, to be put among the arguments
+            of the rebuild function; and the place in that block where the bytes begin.
+            None if it does not pay, because the message has too few such buffers so far or
+            this one is large, or if there is no room: then go on as if there were no
+            :meth:`allocate_part`.
 
         Examples
         --------
@@ -327,31 +326,30 @@ class Message:
         block : Block
             From :func:`shmreduce.find_block`.
         used : int
-            How many bytes of it the object being pickled covers.
+            The number of its bytes that the object being pickled covers.
 
         Returns
         -------
         bytes or None
-            A handle to the whole block; None asks for a copy by
-            :meth:`allocate`.
+            A handle to the whole block, to be put into the pickle unchanged. If None,
+            copy with :meth:`allocate`.
 
         Raises
         ------
         OutOfLeasesError
             If too many messages that name blocks of the segment are unread.
         LeaseTimeoutError
-            If a process that is stopped has the block locked.
+            If a stopped process has the block locked.
         ConfigurationError
-            If ``block`` is none.
+            If ``block`` is not a block.
 
         Notes
         -----
-        A shared block always can (but a ``cow`` one at a receiver, whose pages
-        are its own). A block received by value can if this process is its
-        only user: its pages here become copy-on-write, so that the receiver
-        gets the bytes of this instant. In a channel of shmreduce that is put off,
-        and not done at all if nobody has the block when the message is complete.
-        The handle must stand in the pickle as it is.
+        A shared block can always travel like this, except a ``cow`` block at a receiver,
+        which has pages of its own. A block received by value can if this process is its
+        only user: its pages here become copy-on-write, so that the receiver gets the bytes
+        of this moment. In a channel of shmreduce that is put off until the message is
+        complete, and is not necessary if nothing here has the block by then.
         """
         if not self.shared_memory:
             return None
@@ -360,8 +358,7 @@ class Message:
             record = block._record
         except AttributeError:
             raise ConfigurationError(
-                "block must be a Block, as find_block() returns for what lies in one, "
-                f"not {block!r}",
+                f"block must be a Block, as find_block() returns, not {block!r}",
                 setting="block",
                 value=block,
             ) from None
@@ -392,22 +389,21 @@ class Message:
     def move(self, address: int, used: int) -> bytes | None:
         """Return a handle by which memory from ``shared_allocations`` travels without a copy.
 
-        The bytes are those that the array has when the message is complete, and
-        by value all the same: if anybody still has the array then, they are
-        copied.
+        The receiver gets the bytes that the array has when the message is complete. The
+        array is still sent by value: if anything refers to it then, the bytes are copied.
 
         Parameters
         ----------
         address : int
-            What the allocator returned: where the memory begins.
+            Where the memory begins, as the allocator returned it.
         used : int
-            How many bytes of it the object being pickled covers.
+            The number of its bytes that the object being pickled covers.
 
         Returns
         -------
         bytes or None
-            A handle to all of the memory; None asks for a copy by
-            :meth:`allocate`. It must stand in the pickle as it is.
+            A handle to all of the memory, to be put into the pickle unchanged. If None,
+            copy with :meth:`allocate`.
         """
         return None if self._mover is None else self._mover.move(self, address, used)
 
@@ -475,7 +471,7 @@ class Message:
         Parameters
         ----------
         carried : bool
-            Whether a descriptor of each segment goes with it; the core's.
+            Whether a descriptor of each segment travels with it. For the core only.
         """
         if not self._is_ours():
             return

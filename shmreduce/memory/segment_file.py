@@ -60,7 +60,7 @@ def room_left(fd: int) -> int | None:
 def contract_broken(strategy: SharingStrategy, call: str, what: str) -> PluginError:
     """Return what to raise for a strategy that does not do what it must."""
     return PluginError(
-        f"{call} of sharing strategy {strategy.name!r} {what}; mend it (derive "
+        f"{call} of sharing strategy {strategy.name!r} {what}; correct it (derive "
         "shmreduce.testing.StrategyContract to test it), or block its plugin",
         plugin=None,
         distribution=None,
@@ -129,7 +129,7 @@ def check_file(fd: int, token: bytes | None) -> SegmentHeader:
     if status.st_uid != os.geteuid():
         raise ForeignSegmentError(
             f"segment {wanted} belongs to user {status.st_uid}, this process runs as "
-            f"{os.geteuid()}; only segments of one's own user are opened: run both as one user",
+            f"{os.geteuid()}; only segments of the same user are opened: run both as one user",
             segment=wanted,
             locator=None,
             reason="another user's",

@@ -38,16 +38,16 @@ class Census:
     Parameters
     ----------
     arrays : int
-        Blocks of which there are views here.
+        Number of blocks that have views in this process.
     unread : int
-        Messages sent from here that nobody has read.
+        Number of messages from this process that nobody has read.
     held : int
-        Blocks made here that others have in use, and nobody here.
-    descriptors : dict
-        What each open descriptor leads to, apart from those that the core
-        keeps open, and those of the standard library's own servers.
+        Number of blocks of this process that only other processes use.
+    descriptors : dict of int to str
+        What each open descriptor leads to, without those that the core and the
+        standard library's own servers keep open.
     names : frozenset of str
-        Names of segments made here that the core no longer knows.
+        Names of segments made by this process that the core no longer knows.
     """
 
     arrays: int
@@ -58,7 +58,12 @@ class Census:
 
 
 def take_census() -> Census:
-    """Return what this process holds now, garbage taken out.
+    """Return what this process holds now, after a garbage collection.
+
+    Returns
+    -------
+    Census
+        To be passed to :func:`find_leaks` later.
 
     Examples
     --------
@@ -84,14 +89,19 @@ def take_census() -> Census:
 
 
 def find_leaks(before: Census, patience: float = 5.0) -> list[str]:
-    """Return one line for each thing that is held now and was not held before.
+    """Return one line for each thing that this process holds now and did not hold before.
 
     Parameters
     ----------
     before : Census
-        What was held at the start.
+        What it held before.
     patience : float
-        Seconds to wait for other processes to give back what they hold.
+        Seconds to wait for other processes to release what they hold.
+
+    Returns
+    -------
+    list of str
+        Empty if nothing has leaked.
 
     Examples
     --------

@@ -20,17 +20,17 @@ __all__ = ["OtherProcess"]
 
 
 class OtherProcess:
-    """A child process that calls functions for the test, one after another.
+    """A child process that calls functions for a test, one after another.
 
-    A context manager: the child has ended when the block is left, or is killed
-    and the test fails.
+    It is a context manager. At the end of the block the child ends; if it does not, it
+    is killed and the test fails.
 
     Parameters
     ----------
     start_method : {"fork", "forkserver", "spawn"}
-        How to start it.
+        How to start the child.
     patience : float
-        Seconds to wait for an answer or for its end.
+        Seconds to wait for an answer, or for the end of the child.
 
     Attributes
     ----------

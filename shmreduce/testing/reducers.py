@@ -27,20 +27,20 @@ _LARGE = 1 << 20
 
 
 class ReducerContract:
-    """What every reducer must do; derive a test class and say how to make objects.
+    """The tests that every reducer must pass. Derive a test class that makes objects.
 
     The reducer must be registered: by an installed plugin, or by
-    :func:`shmreduce.register_reducer` at the top of the test module, where a
-    child process runs it too. The test module must be importable by name.
+    :func:`shmreduce.register_reducer` at the top of the test module, where
+    child processes run it too. The test module must be importable by name.
 
     Attributes
     ----------
     shareable : bool
-        Whether ``shmreduce.share`` takes the objects. If False the suite
-        checks that it says so.
+        Whether ``shmreduce.share`` takes the objects. If False, the tests check that
+        it raises ``NotShareableError``.
     picklable : bool
-        Whether ordinary pickling can handle the objects: that is what they
-        fall back to on connections to other hosts.
+        Whether ordinary pickling can handle the objects, as it must on connections
+        to other hosts.
 
     Examples
     --------

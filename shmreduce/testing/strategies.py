@@ -34,10 +34,10 @@ _PAGE = mmap.PAGESIZE
 
 
 class StrategyContract:
-    """What every sharing strategy must do; derive a test class and say how to make one.
+    """The tests that every sharing strategy must pass. Derive a test class that makes one.
 
-    Everything but :meth:`make_strategy` is done by the suite. It looks at
-    files and descriptors, and does not need the strategy to be installed.
+    Only :meth:`make_strategy` must be defined. The tests look at files and descriptors;
+    the strategy need not be installed.
 
     Examples
     --------

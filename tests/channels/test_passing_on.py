@@ -368,7 +368,7 @@ def test_a_handle_that_cannot_be_replaced_is_told_of(
         kept = received(ends)
         with monkeypatch.context() as patch:
             patch.setattr(LiveBlocks, "make_private", lambda *_: False)
-            with pytest.raises(ReducerError, match="as bytes of its own"):
+            with pytest.raises(ReducerError, match="unchanged, as an object of their own"):
                 ends[1].send(Coded(kept))
         assert (kept == 1).all()
 

@@ -222,7 +222,7 @@ def test_plugins_come_sorted_and_once(installer: Installer) -> None:
         ),
         (
             "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducers():\n    return [3]",
-            "3 is no Reducer",
+            "3 is not a Reducer",
         ),
         (
             "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducers():\n    return 3",
@@ -230,7 +230,7 @@ def test_plugins_come_sorted_and_once(installer: Installer) -> None:
         ),
         (
             "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_strategies():\n  return [3]",
-            "3 is no SharingStrategy",
+            "3 is not a SharingStrategy",
         ),
         (
             "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_array_factory():\n  1 / 0",

@@ -239,7 +239,7 @@ def test_bad_types_are_refused(types_: Any, complaint: str) -> None:
 @pytest.mark.parametrize("wrong", [object(), type(make_reducer(Base))])
 def test_only_reducers_are_registered(wrong: Any) -> None:
     """What is no instance of Reducer is refused."""
-    with pytest.raises(ReducerError, match="is no Reducer"):
+    with pytest.raises(ReducerError, match="is not a Reducer"):
         Registry().register(wrong, "test")
 
 
@@ -275,7 +275,7 @@ def test_strategy_names_are_unique() -> None:
 @pytest.mark.parametrize("wrong", [object(), Files])
 def test_only_strategies_are_registered(wrong: Any) -> None:
     """What is no instance of SharingStrategy is refused."""
-    with pytest.raises(PluginError, match="is no SharingStrategy"):
+    with pytest.raises(PluginError, match="is not a SharingStrategy"):
         Registry().register_strategy(wrong, "test")
 
 
