@@ -47,7 +47,7 @@ from shmreduce.packets import (
     refers_to_nothing,
 )
 from shmreduce.receive_buffer import ReceiveBuffer
-from shmreduce.short_waits import ShortWaits
+from shmreduce.short_waits import ShortWaits, poll_after_look
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -259,6 +259,10 @@ class Connection(multiprocessing.connection.Connection):
         # The position tells the base class the size.
         file.write(self._contents())
         return file
+
+    def _poll(self, timeout: float | None) -> bool:
+        poll = super()._poll  # type: ignore[misc]
+        return poll_after_look(self._waits, self.fileno(), timeout, poll)
 
     def _contents(self) -> bytes:
         buffer = take_buffer()

@@ -7,9 +7,8 @@ import errors, settings, registry, process_registry, strategies, :mod:`shmreduce
 
 What is installed
 -----------------
-Three attributes of the class ``ForkingPickler``, and ``send`` and ``_recv_bytes`` of
-``multiprocessing.connection.Connection``, of which the former minds whether it leads to
-another host and the latter looks for a message before it sleeps:
+Three attributes of the class ``ForkingPickler``, and three of
+``multiprocessing.connection.Connection``:
 
 ``reducer_override``
     asks the registry for a reducer by the object's type (the hook is the
@@ -21,7 +20,11 @@ another host and the latter looks for a message before it sleeps:
     that the child is installed before its arguments are unpickled;
 ``loads``
     gives back what a message holds that cannot be unpickled, and fails the task
-    where a pool cannot load it.
+    where a pool cannot load it;
+``send``
+    minds whether the connection leads to another host;
+``_recv_bytes``, ``_poll``
+    look for a message before they sleep.
 
 An exact registration by ``ForkingPickler.register`` made after installation
 wins over the registry. A subclass of ``ForkingPickler`` that has a
@@ -49,7 +52,7 @@ from shmreduce.plain_objects import PASSES_ON
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
-from shmreduce.short_waits import make_recv_bytes
+from shmreduce.short_waits import make_methods
 from shmreduce.standard_pools import instead_of_message
 from shmreduce.strategies import current_strategy
 from shmreduce.thread_locks import interrupt_safe
@@ -357,8 +360,9 @@ class _Patch:
         send = remote.make_send(
             Connection.send, ForkingPickler.dumps, discard_message, lambda: self.active
         )
-        recv_bytes = make_recv_bytes(
+        recv_bytes, poll = make_methods(
             Connection._recv_bytes,  # type: ignore[attr-defined]
+            Connection._poll,  # type: ignore[attr-defined]
             lambda: self.active,
         )
         self._attributes = [
@@ -369,6 +373,7 @@ class _Patch:
             ),
             _Attribute(Connection, "send", send),
             _Attribute(Connection, "_recv_bytes", recv_bytes),
+            _Attribute(Connection, "_poll", poll),
         ]
 
     def undo(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import shmreduce
-from shmreduce import connection
+from shmreduce import connection, short_waits
 from shmreduce.settings import get_settings, set_settings
 from tests.channels.channels import PATIENCE, within
 
@@ -111,6 +111,28 @@ def test_nobody_looks_whom_the_settings_tell_not_to(ends: tuple[Any, Any], setti
     set_settings(get_settings().changed(short_wait=0))
     looked = receive(*ends, "at once", count=5)
     assert (looked.looks, looked.sleeps) == (0, 5)
+
+
+def test_polling_with_a_timeout_looks_and_polling_without_does_not(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So ``Queue.get(timeout=...)`` finds what comes soon without sleep."""
+    reader, writer = ends
+    looks: list[float | None] = []
+
+    class Waits(short_waits.ShortWaits):
+        def look(self, fd: int, at_most: float | None = None) -> bool:
+            assert fd == reader.fileno()
+            looks.append(at_most)
+            return super().look(fd, at_most)
+
+    monkeypatch.setattr(reader, "_waits", Waits())
+    assert not reader.poll()
+    assert looks == []
+    writer.send("message")
+    assert reader.poll(5)
+    assert looks == [5]
+    assert reader.recv() == "message"
 
 
 def test_a_long_wait_takes_no_processor(ends: tuple[Any, Any]) -> None:

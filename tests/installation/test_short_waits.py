@@ -105,6 +105,41 @@ def test_who_waited_with_success_looks_again_at_the_next_wait(
     assert looks.found == [_IN_VAIN, _IN_VAIN, _CAME, _IN_VAIN]
 
 
+def test_polling_looks_as_receiving_does(ends: tuple[Any, Any], looks: Looks) -> None:
+    """``poll(timeout)``, by which queues with a timeout wait; without one it does not wait."""
+    reader, writer = ends
+    assert not reader.poll()
+    assert not reader.poll(0)
+    assert looks.limits == []
+    writer.send("message")
+    assert reader.poll(5)
+    assert reader.poll(None)
+    assert reader.recv() == "message"
+    assert looks.found == [_AT_ONCE] * 3
+    looks.answer = _IN_VAIN
+    assert not reader.poll(0.0001)
+    patience, spare = looks.limits[-1]
+    assert patience + spare == pytest.approx(0.0001)
+
+
+def test_the_look_is_part_of_the_timeout() -> None:
+    """Who polls sleeps for what is left of it, and for ever where it has none."""
+    needs_module(PACKETS)
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    waits, asked = short_waits.ShortWaits(), list[Any]()
+
+    def poll(timeout: float | None) -> bool:
+        asked.append(timeout)
+        return False
+
+    for timeout in (0.5, None, -1.0):
+        assert not short_waits.poll_after_look(waits, reader.fileno(), timeout, poll)
+    assert asked[1:] == [None, -1.0]
+    assert asked[0] < 0.5
+    reader.close()
+    writer.close()
+
+
 def test_settings_say_how_long(looks: Looks) -> None:
     """0.3 ms at any rate, the rest of ``short_wait`` as long as processors are free."""
     with shmreduce.install(short_wait=0.01):
