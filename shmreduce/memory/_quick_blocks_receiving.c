@@ -2,6 +2,8 @@
  * blocks.py. */
 #include "_quick_blocks.h"
 
+enum { MOST_ATTEMPTS = 10 };
+
 static PyObject *new_block(State *state, PyObject *record, PyObject *root, PyObject *read_only)
 {
     OWNED PyObject *block = new_object(state, state->held[BLOCK]);
@@ -324,6 +326,30 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
     return 1;
 }
 
+/* End a hold by LiveBlocks._died(). The handler of a signal may raise as that is entered, and it
+ * do nothing: as long as the reference is in the table it is to be called, and nobody else will. */
+static PyObject *end_by_hand(State *state, PyObject *reference, PyObject *live)
+{
+    OWNED PyObject *roots = NULL, *identity = NULL;
+    PyObject *done = PyObject_CallMethodObjArgs(live, NAME(_died), reference, NULL);
+    PyObject *kind, *value, *trace;
+
+    if (done != NULL)
+        return done;
+    PyErr_Fetch(&kind, &value, &trace);
+    roots = PyObject_GetAttr(live, NAME(_roots));
+    identity = roots == NULL ? NULL : PyObject_GetAttr(reference, NAME(identity));
+    for (int left = MOST_ATTEMPTS; left && identity != NULL
+        && has_item(roots, identity, reference) > 0; left--) {
+        done = PyObject_CallMethodObjArgs(live, NAME(_died), reference, NULL);
+        Py_XDECREF(done);
+        PyErr_Clear();
+    }
+    /* It is printed. */
+    PyErr_Restore(kind, value, trace);
+    return NULL;
+}
+
 /* What a reference to a root calls when the root has died. */
 PyObject *root_died(PyObject *module, PyObject *reference)
 {
@@ -340,7 +366,7 @@ PyObject *root_died(PyObject *module, PyObject *reference)
     if (end_quickly(state, reference, record, live, &left) <= 0) {
         /* For want of memory, perhaps: there it is put off. */
         PyErr_Clear();
-        return PyObject_CallMethodObjArgs(live, NAME(_died), reference, NULL);
+        return end_by_hand(state, reference, live);
     }
     if (left != NULL)
         return PyObject_CallMethodObjArgs(live, NAME(on_unused), left, NULL);

@@ -6,14 +6,15 @@ A lock is a byte lock of the segment's file against other processes and an entry
 in a table against other threads of this one. The entry is a mark of the
 attempt: a tuple of its own, with the thread's identity. A signal handler may
 raise between any two steps, and then only what the ``finally`` finds tells what
-was done: it undoes what bears its mark, whatever has happened, and does so
-again if it is struck itself. A handler or a destructor that wants the lock in
+was done: it undoes what bears its mark, whatever has happened, also if it is
+struck itself. A handler or a destructor that wants the lock in
 the middle of its own thread's transition is refused at once.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -131,6 +132,7 @@ def _with_lock(transition: _Transition[_P, _R], *, wait: bool) -> _Transition[_P
     @functools.wraps(transition)
     def locked(self: Any, block: int, /, *arguments: _P.args, **options: _P.kwargs) -> _R | None:
         mark = (get_ident(),)
+        release = locks.unlock_request(LOCK_BLOCK + block)
         try:
             if not self.try_lock_block(block, mark):
                 if not wait:
@@ -141,8 +143,13 @@ def _with_lock(transition: _Transition[_P, _R], *, wait: bool) -> _Transition[_P
             try:
                 self.unlock_block(block, mark)
             except BaseException:
-                # Ctrl-C, maybe before the lock was given up.
-                self.unlock_block(block, mark)
+                # Ctrl-C, maybe before the lock was given up, and maybe once more now. No
+                # function of Python, in which it could strike as that begins.
+                if block in self._busy and self._busy[block] is mark:
+                    try:
+                        fcntl.fcntl(self.lock_fd, locks.SETLK, release)
+                    finally:
+                        del self._busy[block]
                 raise
 
     return locked

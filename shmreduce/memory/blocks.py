@@ -342,7 +342,9 @@ class LiveBlocks:
             # Ctrl-C, which Python prints here. What was not done is done later; a
             # record without its death would count as one that no child has seen.
             record.death = self.ledger.death
-            self._visible_to_children.append(record)
+            # A hold that has been handed over is its keeper's to end.
+            if not record.ended:
+                self._visible_to_children.append(record)
             self._strike_off(reference)
             raise
 
@@ -362,13 +364,13 @@ class LiveBlocks:
     def _hand_over(self, record: Record, keeper: Keeper) -> bool:
         """Leave a hold to who has asked for it, if the block is nobody else's; return whether."""
         slot = record.slot
-        if slot is None or record.ended or record.cutting or keeper.closed:
-            return False
         # Nobody else can name a block that is received by value and held by one alone.
-        if not record.segment.is_alone(record.block, slot):
+        if slot is None or record.cutting or not record.segment.is_alone(record.block, slot):
             return False
-        # No handler of a signal comes between the two, since the second call is of C: the
-        # hold is to be ended once.
+        # The hold is to be ended once. No call from here on but the last, which is of C: so
+        # neither another thread that has the same record, nor the handler of a signal.
+        if record.ended or keeper.closed:
+            return False
         record.ended = True
         keeper.holds.append(record)
         keeper.on_kept()
@@ -396,11 +398,17 @@ class LiveBlocks:
                     # Somebody has closed the segment's descriptors: it is not used again.
                     return True
             return True
-        if not self._show_file(record):
-            return False
-        # Once at most, also if Ctrl-C comes in the middle: the slot may be
-        # another hold's as soon as it is free.
+        # Once at most, also if Ctrl-C comes in the middle, or another thread that has the same
+        # record: the slot may be another hold's as soon as it is free. No call between the look
+        # and this line, so no other thread.
         record.ended = True
+        shown = False
+        try:
+            shown = self._show_file(record)
+        finally:
+            record.ended = shown
+        if not shown:
+            return False
         try:
             released = segment.try_release(block, record.slot)
         except SegmentError:
@@ -409,7 +417,8 @@ class LiveBlocks:
         if not released:
             record.ended = False
             return False
-        if segment.holds.get(record.slot) is record:
+        # Again no call in between: the table is to say what is held, whatever comes.
+        if record.slot in segment.holds and segment.holds[record.slot] is record:
             del segment.holds[record.slot]
             segment.passing.pop(record.slot, None)
         if not segment.holds:

@@ -459,11 +459,19 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | N
 
 def contents_of(block: Block) -> bytes:
     """Return the bytes of a block that was just received."""
-    if not _READ_FROM <= block.nbytes <= _READ_AT_ONCE or block._record.cutting:
+    record = block._record
+    segment = record.segment
+    if (
+        not _READ_FROM <= block.nbytes <= _READ_AT_ONCE
+        # What was copied when it came is not in the file: its hold has ended, and the block
+        # may be another's by now.
+        or record.slot is None
+        or record.cutting
+        or not segment.is_open
+    ):
         return bytes(block.buffer)
-    segment = block._record.segment
     try:
-        found = os.pread(segment.checked_fd, block.nbytes, segment.offsets[block._record.block])
+        found = os.pread(segment.fd, block.nbytes, segment.offsets[record.block])
     except OSError as error:
         if not is_from_system(error):
             raise

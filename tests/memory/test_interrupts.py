@@ -19,7 +19,9 @@ import pytest
 
 import shmreduce
 from shmreduce import pickling
+from shmreduce.compiled import BLOCKS
 from shmreduce.memory import locks, mapping, runtime
+from shmreduce.memory.block_locks import BlockLocks
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.heap import Heap
@@ -27,6 +29,8 @@ from shmreduce.memory.layout import BY_VALUE, LOCK_BLOCK
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce.memory.loading import Loading, _handles_in, here, import_block, with_arrived
+from shmreduce_numpy.blocks import find_block_of
+from tests.compiler import needs_module
 from tests.interrupter import interrupted_everywhere
 from tests.memory.resending import resent
 from tests.memory.waiting import in_forked_child, wait_for_exit
@@ -230,6 +234,66 @@ def test_a_load_inside_another_leaves_it_as_it_was() -> None:
             assert here.loading is outer, number
     finally:
         here.loading = None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_death_of_a_view_is_never_lost(installed: None, is_own: bool) -> None:
+    """Where the step is compiled that an interrupt cannot strike: it calls the others again."""
+    needs_module(BLOCKS)
+    live = runtime.current().live
+    held: list[Any] = []
+
+    def hold() -> Any:
+        if is_own:
+            held.append(shmreduce.ones(LENGTH))
+        else:
+            held.append(resent(np.full(LENGTH, 1.0)))
+            # From here on its pages are private, and it ends the long way.
+            resent(held[0])
+        block = find_block_of(held[0])
+        assert block is not None
+        return block._record
+
+    record, number = hold(), 0
+    for number in interrupted_everywhere(held.clear, "/memory/blocks.py", "/memory/heap.py"):
+        assert not live.is_watched(record), number
+        live.settle()
+        assert not live.unsettled, number
+        segment = record.segment
+        assert record not in (*segment.records.values(), *segment.holds.values()), number
+        record = hold()
+    assert number > 3
+
+
+def test_a_block_can_be_locked_whatever_comes_as_its_lock_is_given_up(
+    installed: None, long_way: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handlers that raise each time: no other process, and no other thread, waits for it."""
+    shared = shmreduce.ones(LENGTH)
+    block = find_block_of(shared)
+    assert block is not None
+    segment, number = block._record.segment, block._record.block
+    strikes: list[int] = []
+
+    def struck(self: Any, block: int, mark: Any) -> None:
+        strikes.append(block)
+        raise KeyboardInterrupt
+
+    data = ForkingPickler.dumps(shared)
+    (handle,) = _handles_in(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockLocks, "unlock_block", struck)
+        with pytest.raises(KeyboardInterrupt):
+            segment.consume(number, handle.generation, handle.slot, handle.nonce)
+    assert strikes
+    assert not segment._busy
+    stranger = locks.reopen(segment.fd)
+    try:
+        assert locks.first_locked(stranger, LOCK_BLOCK + number) is None
+    finally:
+        os.close(stranger)
+    assert not segment.leases(number)
 
 
 # What has to happen at one instant only, forced there.

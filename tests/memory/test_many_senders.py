@@ -91,3 +91,90 @@ def test_a_program_can_keep_arrays_of_more_processes_than_it_may_open_files(
         env={**os.environ, "SHMREDUCE_DIRECTORY": str(tmp_path)},
     )
     assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)
+
+
+BYTES_PROGRAM = """
+import multiprocessing
+import os
+import resource
+import sys
+
+import numpy as np
+import shmreduce
+from shmreduce import packets
+
+SENDERS, FILES, SIZE = 40, 160, 5 << 20
+
+
+def send(connection, number):
+    connection.send(np.full(50_000, number))
+    connection.recv()
+
+
+def send_bytes(connection, what):
+    connection.send_bytes(b"a" * SIZE)
+    if what == "sends the next":
+        connection.recv()
+        # It lies where the last one did.
+        connection.send_bytes(b"b" * SIZE)
+        connection.send("sent")
+        connection.recv()
+
+
+def contents_later(block):
+    packets.contents_of = contents_of
+    if what == "sends the next":
+        here.send("go on")
+        assert here.poll(60)
+    return contents_of(block)
+
+
+if __name__ == "__main__":
+    strategy, what = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    shmreduce.install(strategy=strategy)
+    context = shmreduce.get_context("fork")
+    kept = []
+    for number in range(SENDERS):
+        here, there = context.Pipe()
+        child = context.Process(target=send, args=(there, number), daemon=True)
+        child.start()
+        there.close()
+        kept.append(here.recv())
+        here.send("read")
+        child.join()
+        here.close()
+    here, there = context.Pipe()
+    sender = context.Process(target=send_bytes, args=(there, what), daemon=True)
+    sender.start()
+    there.close()
+    if what == "ends":
+        sender.join()
+    contents_of, packets.contents_of = packets.contents_of, contents_later
+    assert here.recv_bytes() == b"a" * SIZE
+    if what == "sends the next":
+        assert here.recv_bytes() == b"b" * SIZE
+        assert here.recv() == "sent"
+        here.send("read")
+        sender.join()
+    assert all((array == number).all() for number, array in enumerate(kept))
+    print("right")
+"""
+
+
+@pytest.mark.parametrize("what", ["sends the next", "ends"])
+def test_bytes_that_were_copied_as_they_came_are_those_that_were_sent(
+    what: str, strategy: str, tmp_path: Path
+) -> None:
+    """Whatever their sender does with the memory in which they came, which is its own again."""
+    program = tmp_path / "program.py"
+    program.write_text(BYTES_PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program), strategy, what],
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SHMREDUCE_DIRECTORY": str(tmp_path)},
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)

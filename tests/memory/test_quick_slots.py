@@ -53,7 +53,9 @@ class Place:
 
     def try_quickly(self, name: str, **others: int) -> bool:
         """Try a transition the short way; with these numbers it is made unless it must not be."""
-        free = self.segment._free_slots[-1]
+        # Tests before may have used up those that are listed.
+        free = self.segment._take_slot()
+        self.segment._give_slot(free)
         numbers = {
             "fd": self.segment.lock_fd,
             "block": self.block,

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import warnings
+from collections import deque
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -556,3 +557,97 @@ def test_a_fork_leaves_alone_what_another_thread_is_giving_back(
     del block
     assert record.segment.try_release(record.block, record.slot)
     assert_what_arrives_there_is_what_was_sent(address)
+
+
+def test_a_hold_that_two_threads_end_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that raises may leave it in two queues: the slot is another hold's afterwards."""
+    block = find_block_of(received(1))
+    assert block is not None
+    record = block._record
+    live, segment = record.live, record.segment
+    show_file, try_release = LiveBlocks._show_file, Segment.try_release
+    happens = in_another_thread(lambda: live._end(record))
+    released: list[tuple[int, int]] = []
+
+    def show(live: LiveBlocks, record: Record) -> bool:
+        happens()
+        return show_file(live, record)
+
+    def release(segment: Segment, block: int, slot: int) -> bool | None:
+        released.append((block, slot))
+        return try_release(segment, block, slot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveBlocks, "_show_file", show)
+        patch.setattr(Segment, "try_release", release)
+        assert live._end(record)
+    assert released == [(record.block, record.slot)]
+    assert record.slot not in segment.holds
+
+
+class Keeps:
+    """Takes holds over, and keeps them."""
+
+    def __init__(self, happens: Callable[[], object] = lambda: None) -> None:
+        self.holds: deque[Record] = deque()
+        self.closed = False
+        self._happens = happens
+
+    def on_kept(self) -> None:
+        self._happens()
+
+
+@pytest.mark.parametrize("through", ["taken over", "ended"])
+def test_a_hold_that_is_being_handed_over_is_not_ended(
+    monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    """Nor is one handed over that another thread ends at the same time."""
+    block = find_block_of(received(1))
+    assert block is not None
+    record = block._record
+    live = record.live
+    keeper, other = Keeps(), Keeps()
+    is_alone = Segment.is_alone
+
+    def end() -> None:
+        if through == "ended":
+            assert live._end(record)
+        else:
+            assert live._hand_over(record, other)
+
+    happens = in_another_thread(end)
+
+    def look(segment: Segment, *where: int) -> bool:
+        found = is_alone(segment, *where)
+        happens()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "is_alone", look)
+        assert not live._hand_over(record, keeper)
+    assert not keeper.holds
+    if through == "taken over":
+        live.end_kept(other.holds.pop())
+    assert record.slot not in record.segment.holds
+    assert not live.unsettled
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_hold_that_was_handed_over_is_its_keepers_whatever_comes_then() -> None:
+    """Ctrl-C when the keeper takes note: nobody else ends the hold, too."""
+
+    def struck() -> None:
+        raise KeyboardInterrupt
+
+    array = received(1)
+    block = find_block_of(array)
+    assert block is not None
+    record, keeper = block._record, Keeps(struck)
+    record.keep = keeper
+    del array, block
+    assert list(keeper.holds) == [record]
+    assert not record.live.unsettled
+    record.live.settle()
+    assert record.segment.is_alone(record.block, record.slot or 0)
+    record.live.end_kept(keeper.holds.pop())
+    assert record.slot not in record.segment.holds

@@ -6,10 +6,11 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import shmreduce
-from shmreduce.memory import runtime
+from shmreduce.memory import lending, runtime
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
+from shmreduce.memory.lending import Lender
 from shmreduce.memory.loading import Loading, discard_message, here, import_block
 from shmreduce.memory.message import Message
 from shmreduce.memory.owned_segment import OwnedSegment
@@ -17,6 +18,8 @@ from shmreduce.moving import Moves
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+    from shmreduce.memory.record import Record
 
 __all__ = ["SIZE", "Seen", "act"]
 
@@ -38,6 +41,7 @@ class Actor:
     def __init__(self, *, shared: bool) -> None:
         self.kind = SHARED if shared else BY_VALUE
         self.views: dict[Any, Any] = {}
+        self.lender = Lender(lambda: None)
         self.passing: tuple[Message, Moves, bytes] | None = None
 
     def allocate(self, key: Any, value: int) -> tuple[bytes, int]:
@@ -93,6 +97,44 @@ class Actor:
         del self.views[key]
         return self.keep()
 
+    def lend(self, key: Any) -> bytes | None:
+        """Let a view go whose block somebody else is to fill; return the handle, if it may be."""
+        record = self.views[key]._record
+        self.lender.watch([self.views[key]])
+        del self.views[key]
+        return self._lend(record)
+
+    def let_go_and_lend(self, key: Any) -> tuple[bytes, bytes | None]:
+        """Complete a message when the view has gone, and lend the block; return both handles."""
+        record = self.views[key]._record
+        self.lender.watch([self.views[key]])
+        return self.let_go(key), self._lend(record)
+
+    def _lend(self, record: Record) -> bytes | None:
+        # Nor when forked children have gone.
+        record.keep = None
+        given = self.lender.lend(None)
+        if given is None:
+            return None
+        message, (handle,) = given
+        message.commit()
+        return handle
+
+    def give_back_lent(self, key: Any, value: int) -> bytes:
+        """Fill a block that was lent, and send it; return the handle."""
+        block = self.views.pop(key)
+        nbytes, lent = block.nbytes, [block]
+        del block
+        message = Message(mover=Moves(lent=lent))
+        given = message.allocate(nbytes)
+        if given is None or lent:
+            raise RuntimeError("it was not filled")
+        view, handle = given
+        view[:] = bytes([value]) * nbytes
+        del view, given
+        message.commit()
+        return handle
+
     def load(self, key: Any, handle: bytes) -> str | int:
         """Load a message; return what the bytes are, or the error's name."""
         try:
@@ -121,7 +163,8 @@ class Actor:
     def read(self, key: Any) -> int:
         """Return the value that all bytes of a view have, -1 if they differ."""
         view = self.views[key]
-        seen = bytes(view if isinstance(view, memoryview) else view.buffer)
+        # One that was lent is named whole.
+        seen = bytes(view if isinstance(view, memoryview) else view.buffer)[:SIZE]
         return seen[0] if seen == seen[:1] * SIZE else -1
 
     def drop(self, key: Any) -> None:
@@ -180,6 +223,9 @@ class Actor:
 
 def act(connection: Connection, spare: Connection, *, shared: bool) -> None:
     """Be one process of the model; ``spare`` is for a child that it may fork."""
+    # Large enough for everybody.
+    patched: Any = lending
+    patched._SMALLEST = SIZE
     with shmreduce.install():
         actor = Actor(shared=shared)
         actor.look_after("reap")

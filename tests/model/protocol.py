@@ -49,6 +49,10 @@ GUARDS = {
     "undo": "a load that is undone leaves a message only where it found it",
     "claim to consume": "a message is nobody's any more before it leaves the chain",
     "dead": "leases of killed processes are ended",
+    "alone to lend": "a block that others have, or may come to have, is not lent",
+    "views to lend": "... nor one of which the lender has a view",
+    "lend first": "a block that is lent always has a lease",
+    "private to fill": "who is not alone with a lent block, or has forked, leaves it as it is",
 }
 """What can be left out, and what it is for."""
 
@@ -241,11 +245,34 @@ def release(caller: Caller, block: int, slot: int) -> Steps:
     return True
 
 
+def lend(caller: Caller, block: int, generation: int, slot: int, nonce: int) -> Steps:
+    """Give a hold to a borrower, as a message, if the block is nobody else's.
+
+    Return the message's slot, or -1, and whether the hold has ended.
+    """
+    added = -1
+    is_lent = "alone to lend" in caller.without or (yield from _is_alone(block, slot))
+    if is_lent and "lend first" not in caller.without:
+        added = yield from add_message(caller, block, generation, nonce)
+    released = yield from release(caller, block, slot)
+    if is_lent and "lend first" in caller.without:
+        added = yield from add_message(caller, block, generation, nonce)
+    return added, released
+
+
+def give_back_lent(caller: Caller, block: int, generation: int, slot: int, nonce: int) -> Steps:
+    """Send a lent block, which has other bytes by now; return as :func:`lend` does."""
+    added = yield from add_message(caller, block, generation, nonce)
+    released = yield from release(caller, block, slot)
+    return added, released
+
+
 def free(caller: Caller, block: int, has_record: bool) -> Steps:
     """Let the maker have a block that nobody needs; return whether it is free."""
     if "chain" not in caller.without and (yield read("heads", block)):
         return False
-    if not (yield ("try", "locks", block, 0)):
+    # Who has no lease on a by-value block cannot get one.
+    if caller.shared and not (yield ("try", "locks", block, 0)):
         yield write("hints", block, 1)
         return False
     needed = has_record and "records" not in caller.without
@@ -254,7 +281,8 @@ def free(caller: Caller, block: int, has_record: bool) -> Steps:
     if not needed and "raise" not in caller.without:
         generation = yield read("generations", block)
         yield write("generations", block, generation + 1)
-    yield ("unlock", "locks", block, 0)
+    if caller.shared:
+        yield ("unlock", "locks", block, 0)
     return not needed
 
 
@@ -291,6 +319,8 @@ TRANSITIONS: dict[str, Callable[..., Steps]] = {
     "undo claim": undo_claim,
     "consume": consume,
     "release": release,
+    "lend": lend,
+    "give back lent": give_back_lent,
     "free": free,
     "collect": collect,
     "reap": reap,

@@ -20,8 +20,10 @@ from tests.model.world import Scope
 
 SHARED = Scope(shared=True)
 BY_VALUE = Scope(shared=False)
+LENT = BY_VALUE._replace(blocks=1, allocations=2, messages=3, slots=3, started=2, lends=True)
 COARSE = {
     "by value, a birth": BY_VALUE._replace(allocations=2, slots=3, started=2),
+    "by value, one block, lent, a birth": LENT,
     "shared, no forks": SHARED._replace(messages=1, started=3, slots=2),
     "shared, one block, forks": SHARED._replace(blocks=1, allocations=2, messages=1, slots=2),
     "shared, two processes": SHARED._replace(
@@ -33,6 +35,7 @@ FINE = {
     "by value, three processes": BY_VALUE._replace(
         blocks=1, allocations=1, messages=1, slots=2, fine=True, started=3, deaths=False
     ),
+    "by value, lent": LENT._replace(processes=2, births=2, messages=2, fine=True, deaths=False),
     "shared, deaths": SHARED._replace(
         processes=2,
         blocks=1,
@@ -51,6 +54,8 @@ LARGE = {
     ),
     "shared, three leases": SHARED._replace(allocations=2, messages=1, started=3, slots=3),
     "by value, two births": BY_VALUE._replace(allocations=2, slots=3),
+    "by value, lent, two births": LENT._replace(births=4, messages=4),
+    "fine, by value, lent twice": FINE["by value, lent"]._replace(messages=3),
     "fine, shared, reuse": FINE["shared, deaths"]._replace(allocations=2, deaths=False),
     "fine, by value, forwarded": FINE["by value, three processes"]._replace(
         processes=2, started=2, births=2, allocations=2, messages=2
@@ -70,6 +75,10 @@ SHOWN_BY = {
     "chunk": _TWO_LOAD_ONE._replace(
         processes=2, started=2, births=2, blocks=2, allocations=2, messages=3, slots=3
     ),
+    "alone to lend": LENT,
+    "views to lend": LENT,
+    "private to fill": LENT,
+    "lend first": FINE["by value, lent"],
 }
 """Where the lack of a guard shows; else in the first of the coarse worlds."""
 

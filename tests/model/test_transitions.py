@@ -46,6 +46,9 @@ Write = tuple[str, int, int]
 WORLDS = {
     "by value": Scope(shared=False, allocations=2, messages=2, births=2, processes=2, slots=3),
     "by value, three processes": Scope(shared=False, allocations=2, messages=1, slots=3),
+    "by value, lent": Scope(
+        shared=False, blocks=1, allocations=2, messages=3, slots=3, started=2, lends=True
+    ),
     "shared": Scope(shared=True, processes=2, allocations=2, messages=1, births=2, slots=3),
     "shared, three processes": Scope(shared=True, allocations=2, messages=1, slots=2, started=3),
 }
@@ -152,14 +155,13 @@ class Bench:
         name, arguments = expected.doing.name, expected.doing.arguments
         if name in ("collect", "reap"):
             return self._look_after(name, arguments[0], has_record=expected.has_record)
+        if name in ("lend", "let go and lend", "give back lent"):
+            return self._lend(segment, arguments[0], arguments[-1], name)
         if name in ("post", "forward", "pass on"):
             view, nonce = arguments
             if name == "post":
                 return segment.start_message(view.block, nonce)
-            try:
-                return segment.add_message(view.block, view.generation, nonce)
-            except StaleHandleError:
-                return -1
+            return self._add(segment, view, nonce)
         if name == "let go":
             view, _ = arguments
             return segment.try_release(view.block, view.slot)
@@ -174,6 +176,19 @@ class Bench:
             segment.consume(*handle[:4])
             return None
         return self._load(segment, handle, undo=name == "load and undo")
+
+    @staticmethod
+    def _add(segment: Any, view: Any, nonce: int) -> Any:
+        try:
+            return segment.add_message(view.block, view.generation, nonce)
+        except StaleHandleError:
+            return -1
+
+    def _lend(self, segment: Any, view: Any, nonce: int, name: str) -> Any:
+        added = -1
+        if name == "give back lent" or segment.is_alone(view.block, view.slot):
+            added = self._add(segment, view, nonce)
+        return added, bool(segment.try_release(view.block, view.slot))
 
     def _load(self, segment: Any, handle: Any, *, undo: bool) -> Any:
         try:

@@ -1,7 +1,7 @@
 """Real processes walk along paths of the model, and their memory is as the model says.
 
 Paths are random, of fixed seeds. Each step is done by the model and by real
-processes: allocate, send, send on, load, load in vain, discard, drop, fork, kill.
+processes: allocate, send, send on, lend, load, load in vain, discard, drop, fork, kill.
 After each the chains of all blocks, what waits for forked children, and the
 bytes of every view are compared. ``SHMREDUCE_MODEL_WALKS`` asks for more paths.
 """
@@ -30,13 +30,25 @@ PATIENCE = 30.0
 SCOPE = Scope(
     shared=True,
     slots=12,
-    allocations=6,
-    messages=6,
+    allocations=20,
+    messages=30,
     births=3,
     started=2,
     cut_short=False,
     deaths=False,
+    lends=True,
 )
+_OFTEN = {
+    "kill": 0.1,
+    "fork": 0.2,
+    "reap": 0.3,
+    "drop": 0.3,
+    "discard": 0.2,
+    "load and undo": 0.2,
+    "lend": 5.0,
+    "give back lent": 5.0,
+}
+"""How often something is done that can be; else 1. After some there is little left to do."""
 SPARE = 2
 """The place of the one process that is forked."""
 
@@ -128,7 +140,11 @@ class Walk:
 
     def step(self) -> None:
         """Do one thing, here and there."""
-        place, name, arguments = self.choose.choice(self.choices())
+        found = self.choices()
+        names = sorted({name for _, name, _ in found})
+        weights = [_OFTEN.get(name, 1.0) for name in names]
+        (chosen,) = self.choose.choices(names, weights)
+        place, name, arguments = self.choose.choice([each for each in found if each[1] == chosen])
         self.done.append(f"{place}: {name} {arguments}")
         if name == "kill":
             self.state = self.world.die(self.state, place)
@@ -199,6 +215,15 @@ class Walk:
             self.sent(before, tell(place, "keep"))
         elif name == "let go":
             self.sent(before, tell(place, "let_go", key_of(argument)))
+        elif name == "lend":
+            self.lent(before, tell(place, "lend", key_of(argument)))
+        elif name == "let go and lend":
+            handle, lent = tell(place, "let_go_and_lend", key_of(argument))
+            self.lent(before, lent)
+            self.handles[arguments[1]] = handle
+        elif name == "give back lent":
+            value = self.value(argument.block, self.state.lives[argument.block])
+            self.sent(before, tell(place, "give_back_lent", key_of(argument), value))
         elif name == "drop":
             tell(place, "drop", key_of(argument))
         elif name == "load":
@@ -215,6 +240,13 @@ class Walk:
         (new,) = self.state.mail - before.mail
         assert handle is not None
         self.handles[new] = handle
+
+    def lent(self, before: State, handle: bytes | None) -> None:
+        """Take note of the bytes of a message to a borrower, if there is one."""
+        new = [each for each in self.state.mail - before.mail if each.lent]
+        assert (handle is not None) == bool(new), self.path()
+        for each in new:
+            self.handles[each] = handle or b""
 
     @staticmethod
     def value(block: int, life: int) -> int:

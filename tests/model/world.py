@@ -39,6 +39,7 @@ class View(NamedTuple):
     ``life`` counts how often the block was allocated: the truth, which the
     protocol does not know. ``seen`` are the births of the children that were
     forked meanwhile, ``private`` says that writes here do not reach the block.
+    ``lent`` that the process is not to look at it, but to fill it.
     """
 
     block: int
@@ -47,16 +48,18 @@ class View(NamedTuple):
     slot: int
     private: bool
     seen: frozenset[int] = frozenset()
+    lent: bool = False
 
 
 class Handle(NamedTuple):
-    """A message, and whose bytes it is about."""
+    """A message, and whose bytes it is about; ``lent`` if these are of no use any more."""
 
     block: int
     generation: int
     slot: int
     nonce: int
     life: int
+    lent: bool = False
 
 
 class Doing(NamedTuple):
@@ -121,6 +124,7 @@ class Scope(NamedTuple):
     deaths: bool = True
     cut_short: bool = True
     started: int = 1
+    lends: bool = False
 
 
 class World:
@@ -148,6 +152,9 @@ class World:
             "post": self._post,
             "load": self._load,
             "load and undo": self._load_and_undo,
+            "lend": self._lend,
+            "let go and lend": self._let_go_and_lend,
+            "give back lent": self._give_back_lent,
         }
 
     def table(self, state: State, name: str) -> tuple[int, ...]:
@@ -298,13 +305,15 @@ class World:
     def choices(self, state: State, place: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield what an idle process may do: names and arguments for :meth:`begin`."""
         who, scope = state.people[place], self.scope
+        is_maker = place == MAKER and who.born == 1
+        may_send = state.sent < scope.messages
         if who.passing is not None:
             view = next(each for each in who.views if each.block == who.passing.block)
             yield "keep", (view, who.passing)
             yield "let go", (view, who.passing)
+            if may_send and scope.lends and not is_maker:
+                yield "let go and lend", (view, who.passing)
             return
-        is_maker = place == MAKER and who.born == 1
-        may_send = state.sent < scope.messages
         if is_maker:
             if sum(state.lives) < scope.allocations and not all(state.out):
                 if scope.shared:
@@ -318,10 +327,16 @@ class World:
                     yield "reap", (block,)
         for view in who.views:
             yield "drop", (view,)
-            if may_send and (scope.shared or (view.slot >= 0 and not view.private)):
+            if view.lent:
+                if may_send and self._may_be_filled(state, view):
+                    yield "give back lent", (view,)
+            elif may_send and (scope.shared or (view.slot >= 0 and not view.private)):
                 yield "forward", (view,)
                 if not scope.shared:
                     yield "pass on", (view,)
+                # The maker's view of what it sends by value ends with the message.
+                if scope.lends and not is_maker and not self.has_record(state, view.block):
+                    yield "lend", (view,)
         for view in who.limbo:
             if not self.visible_to_children(state, view):
                 yield "settle", (view,)
@@ -332,6 +347,11 @@ class World:
             yield "load", (handle,)
             yield "load and undo", (handle,)
             yield "discard", (handle,)
+
+    def _may_be_filled(self, state: State, view: View) -> bool:
+        if view.private and "private to fill" not in self.without:
+            return False
+        return sum(state.lives) < self.scope.allocations
 
     def _births(self, state: State) -> Iterator[tuple[str, State]]:
         scope = self.scope
@@ -397,6 +417,16 @@ class World:
         who = state.people[place]
         if name in ("allocate", "post"):
             return self._allocate(state, place, arguments[0], post=name == "post")
+        if name == "lend":
+            return self._begin_to_lend(state, place, *arguments)
+        if name == "let go and lend":
+            view, handle = arguments
+            state, doing = self._complete(state, place, view, handle, kept=False)
+            if doing is None:
+                return state, None
+            return state._replace(sent=state.sent + 1), Doing(name, (view, handle, state.sent + 1))
+        if name == "give back lent":
+            return self._fill(state, place, *arguments)
         if name in ("drop", "settle"):
             (view,) = arguments
             state = self._changed(state, place, views=who.views - {view}, limbo=who.limbo - {view})
@@ -457,6 +487,28 @@ class World:
             state = self._wait(state, place, view)
         return state._replace(mail=state.mail | {handle}), None
 
+    def _begin_to_lend(self, state: State, place: int, view: View) -> tuple[State, Doing | None]:
+        """Return what is when the view of a process has gone that others want to fill."""
+        who = state.people[place]
+        if "views to lend" not in self.without:
+            state = self._changed(state, place, views=who.views - {view})
+        if self.visible_to_children(state, view):
+            return self._wait(state, place, view), None
+        return state._replace(sent=state.sent + 1), Doing("lend", (view, state.sent + 1))
+
+    def _fill(self, state: State, place: int, view: View) -> tuple[State, Doing | None]:
+        """Return what is when a process has written to a block that was lent to it."""
+        filled = view._replace(life=state.lives[view.block] + 1)
+        views = state.people[place].views - {view}
+        if not view.private:
+            # Else it has written to pages of its own.
+            before, after = state.lives[: view.block], state.lives[view.block + 1 :]
+            state = state._replace(lives=(*before, filled.life, *after))
+        state = self._changed(state, place, views=views)
+        return state._replace(sent=state.sent + 1), Doing(
+            "give back lent", (filled, state.sent + 1)
+        )
+
     def _wait(self, state: State, place: int, view: View) -> State:
         return self._changed(state, place, limbo=state.people[place].limbo | {view})
 
@@ -503,8 +555,31 @@ class World:
             undo = TRANSITIONS["undo claim"]
             yield from undo(caller, handle.block, slot, handle.nonce, handle.slot)
 
+    @staticmethod
+    def _lend(caller: Caller, view: View, nonce: int) -> Steps:
+        return TRANSITIONS["lend"](caller, view.block, view.generation, view.slot, nonce)
+
+    @staticmethod
+    def _let_go_and_lend(caller: Caller, view: View, _: Handle, nonce: int) -> Steps:
+        return TRANSITIONS["lend"](caller, view.block, view.generation, view.slot, nonce)
+
+    @staticmethod
+    def _give_back_lent(caller: Caller, view: View, nonce: int) -> Steps:
+        give_back = TRANSITIONS["give back lent"]
+        return give_back(caller, view.block, view.generation, view.slot, nonce)
+
     def _finish(self, state: State, place: int, doing: Doing, result: Any) -> State:
         name, arguments = doing.name, doing.arguments
+        if name in ("lend", "let go and lend", "give back lent"):
+            view, nonce = arguments[0], arguments[-1]
+            slot, released = result
+            if name == "let go and lend":
+                state = state._replace(mail=state.mail | {arguments[1]})
+            if slot >= 0:
+                lent = name != "give back lent"
+                handle = Handle(view.block, view.generation, slot, nonce, view.life, lent)
+                state = state._replace(mail=state.mail | {handle})
+            return state if released else self._wait(state, place, view._replace(seen=frozenset()))
         if name in ("post", "forward", "pass on"):
             view, nonce = arguments
             if result < 0:
@@ -522,6 +597,7 @@ class World:
             if slot < 0:
                 return state
             (handle,) = arguments
+            alone = alone or (handle.lent and "alone to lend" in self.without)
             view = View(
                 handle.block,
                 # What is really there, whatever the handle says.
@@ -529,6 +605,7 @@ class World:
                 state.memory[self.start["generations"] + handle.block],
                 slot,
                 private=not self.scope.shared and not alone,
+                lent=handle.lent,
             )
             if view.life != handle.life:
                 view = view._replace(life=-1)

@@ -232,11 +232,11 @@ class Actor:
         fill(array, seed)
         return Held(array, seed, "born", own=True)
 
-    def find_room(self) -> int | None:
+    def find_room(self, *, own: bool = False) -> int | None:
         peers = [
             peer
             for peer, link in self.part.outgoing.items()
-            if peer not in self.deaf and link.has_room()
+            if peer not in self.deaf and link.has_room() and (link.is_own or not own)
         ]
         return self.random.choice(peers) if peers else None
 

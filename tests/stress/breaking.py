@@ -10,8 +10,11 @@ import os
 from typing import Any
 
 from shmreduce.errors import AlreadyLoadedError
+from shmreduce.memory import lending, message
 from shmreduce.memory.blocks import LiveBlocks
+from shmreduce.memory.borrowing import Borrowed
 from shmreduce.memory.ledger import Fork, ForkLedger
+from shmreduce.memory.lending import Lender
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment import Segment
 from shmreduce.moving import Moves
@@ -92,12 +95,51 @@ def keep_what_is_passed_on() -> None:
     patch.settle = lambda _moves, data: data
 
 
+def lend_what_is_seen() -> None:
+    """Lend the memory of a pool's results while there are views of them."""
+    patch: Any = Lender
+
+    def watch(lender: Any, blocks: Any) -> None:
+        for block in blocks:
+            record = block._record
+            if lending._is_worth_it(record):
+                record.keep = lender
+                record.live._release(record)
+
+    patch.watch = watch
+
+
+def lend_what_is_sent() -> None:
+    """Lend the memory of a pool's results, and fill it, though others have a message about it."""
+    patch: Any = LiveBlocks
+
+    def hand_over(_live: LiveBlocks, record: Any, keeper: Any) -> bool:
+        if record.slot is None or record.ended or record.cutting or keeper.closed:
+            return False
+        record.ended = True
+        keeper.holds.append(record)
+        keeper.on_kept()
+        return True
+
+    def write_and_finish(borrowed: Borrowed) -> None:
+        borrowed._write()
+        borrowed.end()
+
+    patch._hand_over = hand_over
+    patch = message
+    patch.can_be_filled = lambda _block, _live: True
+    patch = Borrowed
+    patch.finish = write_and_finish
+
+
 BREAKS = {
     "ignore forks": ignore_forks,
     "free at export": free_at_export,
     "load twice": load_twice,
     "release at once": release_at_once,
     "keep what is passed on": keep_what_is_passed_on,
+    "lend what is seen": lend_what_is_seen,
+    "lend what is sent": lend_what_is_sent,
 }
 
 

@@ -60,6 +60,8 @@ class Link(ABC):
 
     pickles_at_once = True
     """False where the object must not be changed after sending."""
+    is_own = False
+    """Whether it is a channel of shmreduce, in which what nobody keeps is moved."""
 
 
 class PipeLink(Link):
@@ -182,9 +184,12 @@ def make_link(kind: str, context: Any) -> Link:
 
     Those of our own need no installation, and are of the context's start method.
     """
-    if kind.startswith("own"):
+    is_own = kind.startswith("own")
+    if is_own:
         context = shmreduce.get_context(context.get_start_method())
-    return KINDS[kind](context)  # type: ignore[call-arg]
+    link = KINDS[kind](context)  # type: ignore[call-arg]
+    link.is_own = is_own
+    return link
 
 
 def pickle_once(message: object) -> bytes:

@@ -1,7 +1,8 @@
 """Runs the stress: ``python -m tests.stress.run --seed 1 --seconds 60``.
 
 The process that runs it takes part in every round as the actor that is never
-killed, so its memory is the one that is reused most. Prints one JSON object.
+killed, so its memory is the one that is reused most. It has a pool, and lends its
+workers the memory of the results that it has dropped. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import shmreduce
-from shmreduce.memory import runtime
+from shmreduce.memory import lending, runtime
 from shmreduce.memory.inspection import list_segments, process_state
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from tests.stress import breaking
 from tests.stress.actor import INLINE_LIMIT, Actor, Part, end_by_alarm, play
 from tests.stress.links import KINDS, WEIGHTS, make_link
+from tests.stress.pooled import LENT_FROM, PoolUser, make_pool
 from tests.stress.reports import Reports
+
+if TYPE_CHECKING:
+    from shmreduce.pool import Pool
 
 __all__ = ["main"]
 
@@ -59,6 +64,22 @@ class Stress:
         # Two ends with names, so that spawned children can have them.
         self._reader, self._writer = self.context.Pipe(duplex=False)
         self._reports = Reports(self._reader.fileno())
+        self._forks = method == "fork"
+        self._pool: Pool | None = None
+
+    def _get_pool(self) -> Pool:
+        """Return the hub's pool: one for each round where its workers have what the hub had."""
+        if self._pool is None:
+            self._pool = make_pool(self.context.get_start_method())
+        self.pids.update(each.pid for each in self._pool._pool if each.pid is not None)
+        return self._pool
+
+    def close(self) -> None:
+        """End the pool."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.terminate()
+            pool.join()
 
     def round(self, number: int) -> None:
         """Play one round and look at what it left."""
@@ -77,8 +98,9 @@ class Stress:
             ear.close()
         victims = chooser.sample(range(1, _ACTORS), chooser.choice((0, 1, 1, 2)))
         deaths = [(chooser.uniform(0.05, self.seconds), victim) for victim in victims]
+        pool = self._get_pool()
         start = time.monotonic()
-        hub = Actor(parts[0], None, self._writer.fileno())
+        hub = PoolUser(parts[0], None, self._writer.fileno(), pool=pool)
         announced: set[int] = set()
 
         def each_turn() -> None:
@@ -106,6 +128,8 @@ class Stress:
                 process.kill()
                 process.join(_PATIENCE)
             process.close()
+        if self._forks:
+            self.close()
         self.read_reports()
         self.counts["rounds"] += 1
         self._look_at_hub(number)
@@ -240,6 +264,8 @@ def main() -> int:
     end_by_alarm(options.seconds + 60.0)
     breaking.apply_break()
     shmreduce.install(strategy=options.strategy, inline_limit=INLINE_LIMIT)
+    patch: Any = lending
+    patch._SMALLEST = LENT_FROM
     stress = Stress(options.seed, options.strategy, options.method)
     end = time.monotonic() + options.seconds
     number = 0
@@ -250,6 +276,8 @@ def main() -> int:
             stress.bad.append({"what": "error", "error": traceback.format_exc()[-2000:]})
             break
         number += 1
+    if not stress.bad:
+        stress.close()
     json.dump(stress.result(), sys.stdout)
     sys.stdout.write("\n")
     if stress.bad:

@@ -62,7 +62,7 @@ def run_stress(
 @pytest.mark.timeout(SECONDS + 2 * _PATIENCE)
 @pytest.mark.parametrize(("method", "strategy"), RUNS)
 def test_no_array_is_ever_overwritten_or_lost(method: str, strategy: str, tmp_path: Path) -> None:
-    """Whoever sends, holds, forwards, forks, drops or dies, every array keeps its
+    """Whoever sends, holds, forwards, forks, drops, lends or dies, every array keeps its
     bytes, messages are lost only with killed processes, and nothing is left.
     """
     seconds = SECONDS / len(RUNS)
@@ -70,6 +70,8 @@ def test_no_array_is_ever_overwritten_or_lost(method: str, strategy: str, tmp_pa
     assert not report["bad"], f"seed {SEED}: {json.dumps(report['bad'], indent=1)}"
     assert report["counts"]["checks"] > 100
     assert report["counts"]["forks"] > 0
+    # Workers that are spawned may come too late for a short run.
+    assert method != "fork" or report["counts"]["made where others were"] > 0
     pids = set(report["pids"])
     assert [each for each in pids if psutil.pid_exists(each)] == []
     assert _swept(tmp_path) == []
