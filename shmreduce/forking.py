@@ -17,7 +17,8 @@ Three attributes of the class ``ForkingPickler``, and three of
     gives each message what its reducers need, commits it when pickling
     succeeds and rolls it back when it fails. When a child is being spawned it
     puts what the child must know in front of the pickled process object, so
-    that the child is installed before its arguments are unpickled;
+    that the child is installed before its arguments are unpickled. Where a pool's
+    worker tells that a result could not be sent, it puts in the error itself;
 ``loads``
     gives back what a message holds that cannot be unpickled, and fails the task
     where a pool cannot load it;
@@ -53,7 +54,7 @@ from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
 from shmreduce.short_waits import make_methods
-from shmreduce.standard_pools import instead_of_message
+from shmreduce.standard_pools import instead_of_encoding_error, instead_of_message
 from shmreduce.strategies import current_strategy
 from shmreduce.thread_locks import interrupt_safe
 
@@ -417,6 +418,8 @@ class _Patch:
                 return
             if isinstance(obj, BaseProcess) and get_spawning_popen() is not None:
                 obj = as_child(obj)
+            elif type(obj) is tuple:
+                obj = instead_of_encoding_error(obj)
             message = dump_message(pickler, obj, previous)
             if message is not None:
                 try:

@@ -1,4 +1,4 @@
-"""Fails the task of a standard library's pool whose message cannot be loaded.
+"""Fails the task of a standard library's pool whose message cannot be loaded or sent.
 
 May import :mod:`shmreduce.errors` and the standard library.
 
@@ -7,6 +7,10 @@ thread that reads the results ends, or the worker that reads the task does, and 
 wait for ever for their results. With shared memory a message may fail to load, because
 no descriptor is free, or a worker was killed before its result was read. Then the pool
 gets a message that fails this one task with the error.
+
+A worker that cannot send a result fails the task itself, by a ``MaybeEncodingError``. Of
+the error, such as that there is no room for the result, that has nothing but the ``repr``.
+Where the error is one of shmreduce, it is sent instead.
 """
 
 from __future__ import annotations
@@ -14,12 +18,11 @@ from __future__ import annotations
 import importlib
 import pickletools
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from shmreduce.errors import ShmreduceError
+from shmreduce.errors import ShmreduceError
 
-__all__ = ["instead_of_message"]
+__all__ = ["instead_of_encoding_error", "instead_of_message"]
 
 if sys.version_info >= (3, 15):
     # What formats a traceback imports it when it first does. A worker that cannot, for want
@@ -48,6 +51,26 @@ def instead_of_message(data: Any, error: ShmreduceError) -> tuple[Any, ...] | No
     if reader is pool.Pool._handle_results.__code__:
         return (*_numbers(data), (False, error))
     return None
+
+
+def instead_of_encoding_error(message: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a worker's message with the error itself, if that is why a result was not sent.
+
+    To be called with what ``ForkingPickler.dump`` is given. Returns any other message as
+    it is. The worker is handling the error while it tells of it: the error is found there.
+    """
+    error = sys.exception()
+    if not isinstance(error, ShmreduceError) or len(message) != 3:
+        return message
+    job, part, result = message
+    pool = sys.modules.get("multiprocessing.pool")
+    if pool is None or type(result) is not tuple or len(result) != 2:
+        return message
+    told = result[1]
+    # What another error has told in the same handler is not replaced.
+    if type(told) is not pool.MaybeEncodingError or told.exc != repr(error):
+        return message
+    return job, part, (False, error)
 
 
 def _numbers(data: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 from contextlib import contextmanager
+from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import AttachError, StaleHandleError
+from shmreduce import AttachError, BudgetExceededError, StaleHandleError
 from shmreduce.memory.inspection import process_state
 from tests.conftest import PATIENCE, Children
 from tests.memory.waiting import eventually
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LENGTH = 100_000
+BUDGET = 8 << 20
 LIMITS = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
@@ -113,5 +115,39 @@ def test_what_a_task_receives_by_itself_is_its_own_affair(children: Children) ->
     """Where the pool is not the reader the error is raised, as anywhere."""
     with children.context.Pool(1) as pool:
         assert pool.apply_async(load_twice, (make(1.0),)).get(PATIENCE) == "raised"
+        pool.close()
+        pool.join()
+
+
+def exceed_the_budget(value: float) -> Any:
+    return np.full(BUDGET // 4, value)
+
+
+def test_a_result_that_cannot_be_sent_fails_its_task_with_the_error(children: Children) -> None:
+    """The caller gets the error with its fields, not its repr in another; the pool goes on."""
+    with shmreduce.install(budget=BUDGET), children.context.Pool(1) as pool:
+        worker = pool.apply(os.getpid)
+        for result in (
+            pool.apply_async(exceed_the_budget, (1.0,)),
+            pool.map_async(exceed_the_budget, [1.0]),
+        ):
+            with pytest.raises(BudgetExceededError) as caught:
+                result.get(PATIENCE)
+            assert caught.value.budget == BUDGET < caught.value.requested
+        assert total(pool.apply_async(make, (3.0,)).get(PATIENCE)) == 3 * LENGTH
+        assert pool.apply(os.getpid) == worker
+        pool.close()
+        pool.join()
+
+
+def return_what_cannot_be_sent(_: object) -> Any:
+    return lambda: None
+
+
+def test_another_reason_for_a_result_not_to_be_sent_is_told_as_ever(children: Children) -> None:
+    """What is not shmreduce's to tell comes as the standard library's error."""
+    with children.context.Pool(1) as pool:
+        with pytest.raises(MaybeEncodingError, match=r"PicklingError|AttributeError"):
+            pool.apply_async(return_what_cannot_be_sent, (1,)).get(PATIENCE)
         pool.close()
         pool.join()
