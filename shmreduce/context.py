@@ -11,6 +11,7 @@ holds for both: locks and other things of theirs go to children of ours.
 
 from __future__ import annotations
 
+import multiprocessing
 from multiprocessing import context
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -476,6 +477,20 @@ class DefaultContext(_Channels, context.DefaultContext):
         ValueError: cannot find context for 'teleport'
         """
         _standard.set_start_method(method, force)
+
+    def freeze_support(self) -> None:
+        """Be a child, if that is what a frozen program was started for, and exit then.
+
+        Calls the function of :mod:`multiprocessing`, in whose place PyInstaller puts
+        its own. In a program that is not frozen it does nothing.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> shmreduce.freeze_support()
+        """
+        # Not what the method of the standard context is: that does nothing on Linux.
+        multiprocessing.freeze_support()
 
 
 _standard: context.DefaultContext = context._default_context

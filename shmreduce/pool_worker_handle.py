@@ -7,6 +7,7 @@ May import errors (types only), ``parent_death``, ``pool_channel``, ``pool_worke
 from __future__ import annotations
 
 import collections
+import os
 import signal
 import time
 from multiprocessing.connection import wait
@@ -28,6 +29,9 @@ __all__ = ["WorkerHandle", "describe_death"]
 _REAP = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 _PAUSE = 0.02
+
+_others_read_exit_codes = False
+"""Whether this program was seen to wait for children that it does not know, as servers do."""
 
 
 class WorkerHandle:
@@ -81,16 +85,31 @@ class WorkerHandle:
 
     def exit_code(self) -> int | None:
         """Wait for the exit code of the process, which has ended; None if nobody can know it."""
+        global _others_read_exit_codes
         process = self.process
         process.join(_PAUSE)
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-            # The kernel keeps none for a program that says so, as servers do.
-            return process.exitcode
-        deadline = time.monotonic() + _REAP
-        # Another thread, in active_children() say, may be just about to read it.
+        # The kernel keeps none for a program that ignores the signal.
+        kept = signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN
+        patience = _REAP if kept and not _others_read_exit_codes else 0.0
+        deadline = time.monotonic() + patience
+        # Another thread, in active_children() say, may be just about to note it.
         while process.exitcode is None and time.monotonic() < deadline:
             process.join(_PAUSE)
+        if kept and process.exitcode is None and _was_read(process):
+            # By a handler of SIGCHLD, say. It will read those of the other workers, too.
+            _others_read_exit_codes = True
         return process.exitcode
+
+
+def _was_read(process: BaseProcess) -> bool:
+    """Whether the kernel has given somebody the exit code of a child."""
+    if process.pid is None:
+        return False
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
 
 
 def describe_death(

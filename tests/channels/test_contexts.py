@@ -127,6 +127,50 @@ if __name__ == "__main__":
     assert answer.stdout == "the same\n", answer.stderr
 
 
+def test_a_frozen_program_starts_processes(tmp_path: Path) -> None:
+    """What PyInstaller puts in the place of ``multiprocessing.freeze_support`` is called."""
+    program = tmp_path / "program.py"
+    executable = tmp_path / "program"
+    # The tracker of resources is started with -c; the rest, as in a bundle, is the program.
+    executable.write_text(
+        "#!/bin/sh\n"
+        f'case " $* " in *" -c "*) exec {sys.executable} "$@" ;; esac\n'
+        f'exec {sys.executable} {program} "$@"\n'
+    )
+    executable.chmod(0o700)
+    program.write_text(
+        f"""
+import sys
+
+sys.frozen = True
+sys.executable = {str(executable)!r}
+
+import multiprocessing.spawn
+
+# What the hook of PyInstaller does.
+multiprocessing.freeze_support = multiprocessing.spawn.freeze_support
+multiprocessing.process.ORIGINAL_DIR = None
+
+import shmreduce
+
+
+if __name__ == "__main__":
+    shmreduce.freeze_support()
+    if len(sys.argv) > 1:
+        sys.exit("a child has become the program once more")
+    context = shmreduce.get_context("spawn")
+    process = context.Process(target=print, args=("worked",))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+    )
+    answer = subprocess.run(
+        [executable], capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+    )
+    assert answer.stdout == "worked\n0\n", answer.stderr
+
+
 def test_contexts_keep_to_themselves() -> None:
     """Those of one module are never those of the other."""
     assert shmreduce.get_context("spawn") is shmreduce.get_context("spawn")

@@ -346,3 +346,35 @@ def test_exit_codes_that_the_kernel_does_not_keep(run: Callable[[str], Program])
     output, errors = program.process.communicate(timeout=PATIENCE)
     assert output.split() == ["6", "5", "4", "3", "2", "1"], errors
     program.wait_for_the_end()
+
+
+def test_exit_codes_that_somebody_else_reads(run: Callable[[str], Program]) -> None:
+    """A program that reads the exit codes of all children is waited for once, not per worker."""
+    program = run(
+        "import contextlib, multiprocessing, os\n"
+        "from multiprocessing import popen_fork\n"
+        "from shmreduce.pool import Pool\n"
+        "class Popen(popen_fork.Popen):\n"
+        "    def poll(self, flag=os.WNOHANG):\n"
+        "        # A handler of SIGCHLD was here before.\n"
+        "        with contextlib.suppress(ChildProcessError):\n"
+        "            os.waitpid(self.pid, os.WNOHANG)\n"
+        "        return super().poll(flag)\n"
+        "class Process(multiprocessing.context.ForkProcess):\n"
+        "    waits = 0\n"
+        "    _Popen = staticmethod(Popen)\n"
+        "    def join(self, timeout=None):\n"
+        "        self.waits += 1\n"
+        "        super().join(timeout)\n"
+        "class Context(multiprocessing.context.ForkContext):\n"
+        "    pass\n"
+        "Context.Process = Process\n"
+        "for _ in range(2):\n"
+        "    with Pool(2, context=Context()) as pool:\n"
+        "        print(*pool.map(abs, range(-3, 0)))\n"
+        "        workers = pool._pool\n"
+        "print([worker.exitcode for worker in workers], all(each.waits < 5 for each in workers))\n"
+    )
+    output, errors = program.process.communicate(timeout=PATIENCE)
+    assert output.splitlines() == ["3 2 1", "3 2 1", "[None, None] True"], errors
+    program.wait_for_the_end()
