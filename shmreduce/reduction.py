@@ -1,0 +1,19 @@
+"""The module :mod:`multiprocessing.reduction`, to be imported from this package.
+
+May import the standard library only.
+
+It is that module itself, not a copy of its names: an attribute that is changed in one
+is changed in the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing import reduction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.reduction import *  # noqa: F403 - its names, whatever they are
+
+# The import system takes what stands here when the import ends.
+sys.modules[__name__] = reduction
