@@ -32,9 +32,9 @@ REASONS: dict[str, str] = {
         "Needed: all the work of a message compiled, so that it touches less code and data."
     ),
     "fresh 1 MiB: *torch*": (
-        "Two messages are 0.1 ms of work; after install() two wake-ups come on top. What concerns "
-        "blocks, leases and packets is compiled, which took two fifths off. Needed: the reducer "
-        "and the pickling in C as well."
+        "Two messages are 0.1 ms of work, more where the copy has emptied the caches. What "
+        "concerns blocks, leases and packets is compiled, which took two fifths off. Needed: the "
+        "reducer and the pickling in C as well, and fewer objects for each block."
     ),
     "fresh *: *torch*": (
         "Where one copy alone takes more than a tenth of torch's whole time it cannot be met; "
@@ -69,7 +69,7 @@ REASONS: dict[str, str] = {
         "that it is also what a process does once: to join its family, to make a segment."
     ),
     "fresh *: shmreduce install / multiprocessing": (
-        "Both are two wake-ups, whose time varies by a third to a half within the run."
+        "Both pickle, and send the pickle through a pipe: within the spread of both."
     ),
     "shared: slowest / quickest size *": (
         "No work grows with the size. Where the other systems of that row took longer as "
@@ -80,9 +80,8 @@ REASONS: dict[str, str] = {
         "less: its spread says whether they did."
     ),
     "results 64 MiB: shared memory / arrays alive": (
-        "The peak of many calls. A worker that has made three of the four results in one of them "
-        "keeps memory for three, warm, until it was not needed for 5 s. Since this was measured "
-        "such memory is lent to the next worker: 1.13 on another machine, 1.5 before."
+        "The peak of many calls. Memory of dropped results is lent to the worker that makes the "
+        "next one, but not while it is looked at, nor where less than twice as much is free."
     ),
     "shared *: best of torch / shmreduce": "Within the spread of ours.",
     "results 64 MiB filled: multiprocessing*": (
