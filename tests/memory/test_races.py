@@ -93,20 +93,23 @@ def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> N
     """A thread that is late to free a block touches no descriptor of the segment, which
     another thread has found empty and closed in between.
     """
-    heap = runtime.current().heap(SHARED)
-    with heap.exclusive():
-        heap.cool(0)
-    array = shmreduce.full(LENGTH, 1, np.uint8)
-    segment = own_segment_of(array)
 
-    def others_are_faster() -> None:
-        heap.reap()
-        with heap.exclusive():
-            heap.cool(0)
+    def is_closed() -> bool:
+        heap = runtime.current().heap(SHARED)
+        array = shmreduce.full(LENGTH, 1, np.uint8)
+        segment = own_segment_of(array)
 
-    segment.records = Interrupted(segment.records, others_are_faster)
-    del array
-    assert segment.fd == -1
+        def others_are_faster() -> None:
+            heap.reap()
+            with heap.exclusive():
+                heap.cool(0)
+
+        segment.records = Interrupted(segment.records, others_are_faster)
+        del array
+        return segment.fd == -1
+
+    # A child begins with an empty heap. Here other tests may have left blocks for good.
+    assert wait_for_exit(in_forked_child(is_closed)) == 0
 
 
 def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
