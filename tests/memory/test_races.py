@@ -69,24 +69,28 @@ def test_a_block_that_two_threads_find_unused_is_freed_once() -> None:
     """A thread that is late to free a block does not free its next life, even if the
     block was freed and taken again in between.
     """
-    array = shmreduce.full(LENGTH, 1, np.uint8)
-    segment = own_segment_of(array)
-    heap = runtime.current().heap(SHARED)
-    taken: list[Any] = []
 
-    def others_are_faster() -> None:
-        heap.reap()
-        taken.append(shmreduce.full(LENGTH, 2, np.uint8))
+    def stays_taken() -> bool:
+        array = shmreduce.full(LENGTH, 1, np.uint8)
+        segment = own_segment_of(array)
+        heap = runtime.current().heap(SHARED)
+        taken: list[Any] = []
 
-    segment.records = Interrupted(segment.records, others_are_faster)
-    address = array.__array_interface__["data"][0]
-    del array
-    segment.records = dict(segment.records)
-    assert taken[0].__array_interface__["data"][0] == address
-    assert own_segment_of(taken[0]) is segment
-    more = [shmreduce.full(LENGTH, 3, np.uint8) for _ in range(5)]
-    assert (taken[0] == 2).all()
-    del more
+        def others_are_faster() -> None:
+            heap.reap()
+            taken.append(shmreduce.full(LENGTH, 2, np.uint8))
+
+        segment.records = Interrupted(segment.records, others_are_faster)
+        address = array.__array_interface__["data"][0]
+        del array
+        segment.records = dict(segment.records)
+        assert taken[0].__array_interface__["data"][0] == address
+        assert own_segment_of(taken[0]) is segment
+        more = [shmreduce.full(LENGTH, 3, np.uint8) for _ in range(5)]
+        return bool((taken[0] == 2).all() and (more[-1] == 3).all())
+
+    # A child begins with an empty heap. Here other tests may have left blocks.
+    assert wait_for_exit(in_forked_child(stays_taken)) == 0
 
 
 def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> None:
@@ -108,7 +112,7 @@ def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> N
         del array
         return segment.fd == -1
 
-    # A child begins with an empty heap. Here other tests may have left blocks for good.
+    # See above; an interrupt may have lost some for good.
     assert wait_for_exit(in_forked_child(is_closed)) == 0
 
 
