@@ -73,6 +73,21 @@ if __name__ == "__main__":
 """
 
 
+def check(text: str, folder: Path, *arguments: str) -> None:
+    """Run a program that says at its end that all was right, and nothing else."""
+    program = folder / "program.py"
+    program.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program), *arguments],
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SHMREDUCE_DIRECTORY": str(folder)},
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)
+
+
 @pytest.mark.parametrize("kind", ["ours", "standard"])
 def test_a_program_can_keep_arrays_of_more_processes_than_it_may_open_files(
     kind: str, strategy: str, tmp_path: Path
@@ -80,17 +95,7 @@ def test_a_program_can_keep_arrays_of_more_processes_than_it_may_open_files(
     """150 senders that have ended, at most 160 open files: each array is there, whole, and
     independent of all others.
     """
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program), strategy, kind],
-        timeout=PATIENCE,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "SHMREDUCE_DIRECTORY": str(tmp_path)},
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)
+    check(PROGRAM, tmp_path, strategy, kind)
 
 
 BYTES_PROGRAM = """
@@ -167,14 +172,4 @@ def test_bytes_that_were_copied_as_they_came_are_those_that_were_sent(
     what: str, strategy: str, tmp_path: Path
 ) -> None:
     """Whatever their sender does with the memory in which they came, which is its own again."""
-    program = tmp_path / "program.py"
-    program.write_text(BYTES_PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program), strategy, what],
-        timeout=PATIENCE,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "SHMREDUCE_DIRECTORY": str(tmp_path)},
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("right\n", "", 0)
+    check(BYTES_PROGRAM, tmp_path, strategy, what)
