@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shmreduce.contracts import Reducer
     from shmreduce.entry_points import Told
 
-__all__ = ["CallOnLoad", "PreparedProcess", "pickle_of_call"]
+__all__ = ["CallOnLoad", "PreparedProcess", "pickle_of_call", "start_of_call"]
 
 
 class CallOnLoad:
@@ -71,21 +71,29 @@ def pickle_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     >>> pickle.loads(pickle_of_call(divmod, (7, 2)))
     (3, 1)
     """
+    start = start_of_call(function)
+    if start is None:
+        return pickle.dumps(CallOnLoad(function, *arguments), _PROTOCOL)
+    # Nothing but the arguments is in the memo, whose numbers they have given by themselves.
+    return b"".join((start, memoryview(pickle.dumps(arguments, _PROTOCOL))[2:-1], _CALLED))
+
+
+_CALLED = pickle.REDUCE + pickle.STOP
+
+
+def start_of_call(function: Callable[..., Any]) -> bytes | None:
+    """Return how the pickle of a call of a function begins; None if its name is not simple."""
     start = _calls.get(function)
     if start is None:
         if type(function) is not FunctionType or not _is_simple_name(function):
-            return pickle.dumps(CallOnLoad(function, *arguments), _PROTOCOL)
+            return None
         # This raises if there is no way to it by name.
         pickle.dumps(function, _PROTOCOL)
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         name = f"{function.__module__}\n{function.__qualname__}\n".encode()
         start = _calls[function] = pickle.PROTO + bytes([_PROTOCOL]) + pickle.GLOBAL + name
-    # Nothing but the arguments is in the memo, whose numbers they have given by themselves.
-    return b"".join((start, memoryview(pickle.dumps(arguments, _PROTOCOL))[2:-1], _CALLED))
-
-
-_CALLED = pickle.REDUCE + pickle.STOP
+    return start
 
 
 def _is_simple_name(function: FunctionType) -> bool:

@@ -32,7 +32,6 @@ from shmreduce.errors import ConfigurationError
 from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory import locks
 from shmreduce.memory.standard_streams import (
-    all_clear_of_streams,
     clear_of_streams,
     seqpacket_pair,
 )
@@ -40,11 +39,9 @@ from shmreduce.packet_socket import PacketSocket
 from shmreduce.packets import (
     LARGEST_PACKET,
     SMALL_PACKET,
-    Arrival,
-    PlainArrival,
+    open_packet,
     pack_bytes,
     pack_last,
-    refers_to_nothing,
 )
 from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.short_waits import ShortWaits, poll_after_look
@@ -174,7 +171,7 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = take_buffer()
         try:
-            return _arrival(buffer, self._read(buffer, 0)).load()
+            return open_packet(buffer, self._read(buffer, 0)).load()
         finally:
             give_buffer(buffer)
 
@@ -211,7 +208,7 @@ class Connection(multiprocessing.connection.Connection):
         if self._handle is None or not self._readable:
             self._refuse()
         try:
-            return _arrival(buffer, self._read(buffer, 0 if wait else _DO_NOT_WAIT))
+            return open_packet(buffer, self._read(buffer, 0 if wait else _DO_NOT_WAIT))
         except BlockingIOError:
             return None
 
@@ -267,7 +264,7 @@ class Connection(multiprocessing.connection.Connection):
     def _contents(self) -> bytes:
         buffer = take_buffer()
         try:
-            return _arrival(buffer, self._read(buffer, 0)).contents()
+            return open_packet(buffer, self._read(buffer, 0)).contents()
         finally:
             give_buffer(buffer)
 
@@ -431,14 +428,6 @@ def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: 
     # A spawned child inherits it over exec; its own children shall not.
     os.set_inheritable(number, False)
     return kind(number, readable, writable)
-
-
-def _arrival(buffer: ReceiveBuffer, size: int) -> Received:
-    if refers_to_nothing(buffer, size):
-        return PlainArrival(buffer, size)
-    # While the message is unpickled somebody may print.
-    all_clear_of_streams(buffer.descriptors)
-    return Arrival(buffer, size)
 
 
 def take_buffer() -> ReceiveBuffer:

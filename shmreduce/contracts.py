@@ -24,7 +24,7 @@ from typing import (
 from shmreduce.errors import ConfigurationError, NotShareableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.message import Message
@@ -128,6 +128,33 @@ class Reducer(ABC):
             is importable by name at the receiver; ``NotImplemented`` asks for
             ordinary pickling.
         """
+
+    def buffer_of(
+        self, obj: Any, at_least: int
+    ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]] | None:
+        """Return the one buffer that ``obj`` is made of, and how to make ``obj`` of it.
+
+        A message that is nothing but such an object takes a shorter way. It is the same
+        message: :meth:`reduce` must send ``obj`` like :meth:`Message.carry`, and with the
+        same function.
+
+        Parameters
+        ----------
+        obj : object
+            An instance of one of ``types``; it stays the caller's.
+        at_least : int
+            Bytes below which the answer does not matter.
+
+        Returns
+        -------
+        (bytes-like, callable, tuple) or None
+            The buffer, C-contiguous, with the bytes of ``obj`` and no others; a memoryview
+            of the whole block if ``obj`` lies in one, see :func:`shmreduce.find_block`.
+            The receiver calls the function, which is importable by name, with a handle and
+            the items of the tuple: numbers, strings, None, and tuples of these. None, the
+            default, asks for :meth:`reduce`.
+        """
+        return None
 
     def share(self, obj: Any, mode: Mode) -> Any:
         """Return a shared copy of ``obj``; ``obj`` itself is never touched.

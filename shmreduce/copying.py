@@ -25,7 +25,7 @@ from shmreduce.processors import cache_size, usable_processors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["copy_bytes", "copy_in_parts"]
+__all__ = ["copy_bytes", "copy_in_parts", "copy_run"]
 
 _PARALLEL_FROM = 24 << 20
 """Bytes. Two threads copy a quarter faster, but to start one takes as long as to copy a
@@ -86,6 +86,15 @@ def copy_bytes(target: Any, source: Any) -> None:
         raise _refused("source", source, f"it has {origin.nbytes} bytes, target has {to.nbytes}")
     large = _COMPILED is not None and to.nbytes > _kept_in_cache()
     copy_in_parts(to, origin, _copy_large if large else _copy_through_caches)
+
+
+def copy_run(target: memoryview, source: memoryview) -> None:
+    """Do as :func:`copy_bytes` for buffers that are known to be as it wants them."""
+    if _COMPILED is not None and target.nbytes < _LEAST_CACHE // _SHARE_OF_CACHE:
+        # Many are sent, and to look at them again takes longer than the copy of a few.
+        _copy(target, source, False)
+    else:
+        copy_bytes(target, source)
 
 
 def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) -> None:

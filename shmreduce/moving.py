@@ -13,17 +13,17 @@ block's.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.born import moving as born
-from shmreduce.errors import OutOfSharedMemoryError, ReducerError, SegmentError
+from shmreduce.errors import ReducerError, SegmentError
 from shmreduce.memory.handle import padded
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import sending
+from shmreduce.memory.one_buffer import copy_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -234,19 +234,9 @@ def _copy(move: _Move, data: Any) -> Any:
 
 def _copy_to(message: Message, move: _Move) -> bytes:
     """Copy an array into a block of a message; return a handle as long as the move's."""
-    address, size = move.memory()
-    given = message.allocate(size)
-    if given is None:
-        raise OutOfSharedMemoryError(
-            f"no room for a copy of {size} bytes; the message was sent from within another "
-            "that is being made. Send it again",
-            operation="copy",
-            errno=0,
-            requested=size,
-            available=None,
-            strategy=None,
-        )
-    memory, handle = given
+    # Not by a view of the array: it may be freed at any moment. Its block
+    # stays as it is until this move has been settled.
+    handle = copy_memory(message, *move.memory())
     if len(handle) > len(move.handle):
         raise SegmentError(
             f"strategy {move.lease.segment.strategy.name!r} names its segments by texts of very "
@@ -255,7 +245,4 @@ def _copy_to(message: Message, move: _Move) -> bytes:
             errno=0,
             segment=None,
         )
-    # Not by a view of the array: it may be freed at any moment. Its block
-    # stays as it is until this move has been settled.
-    ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(memory)), address, size)
     return padded(handle, len(move.handle))

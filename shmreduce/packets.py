@@ -1,8 +1,8 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
-May import errors, signals, :mod:`shmreduce.memory`, ``moving``, ``children``, ``copying``,
-``pickling`` and, for a number, ``packet_socket`` and, for a type, ``receive_buffer``; does
-nothing with sockets.
+May import errors, signals, settings, :mod:`shmreduce.memory`, ``born.moving``, ``moving``,
+``children``, ``copying``, ``handle_calls``, ``pickling`` and, for a number, ``packet_socket``
+and, for a type, ``receive_buffer``; does nothing with sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
@@ -15,8 +15,10 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
+from shmreduce.born import moving as born
 from shmreduce.children import CallOnLoad
 from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
@@ -27,13 +29,24 @@ from shmreduce.errors import (
     SegmentError,
     ShmreduceError,
 )
+from shmreduce.handle_calls import HANDLE_AFTER, around_handle, call_of, pickle_around
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
-from shmreduce.memory.message import Message
+from shmreduce.memory.message import Message, keep_leases
+from shmreduce.memory.one_buffer import give_out
+from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves
 from shmreduce.packet_socket import MOST_DESCRIPTORS
-from shmreduce.pickling import dumps, is_exhausted, load_message, loads_again, unloaded
+from shmreduce.pickling import (
+    dumps,
+    is_exhausted,
+    load_message,
+    loads_again,
+    reducer_claim,
+    unloaded,
+)
+from shmreduce.settings import get_settings
 from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
@@ -42,6 +55,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.lease import Lease
     from shmreduce.memory.lending import Lender
+    from shmreduce.memory.one_buffer import GivenBuffer
     from shmreduce.memory.segment import Segment
     from shmreduce.receive_buffer import ReceiveBuffer
 
@@ -54,9 +68,9 @@ __all__ = [
     "PlainArrival",
     "Received",
     "load_whole",
+    "open_packet",
     "pack_bytes",
     "pack_last",
-    "refers_to_nothing",
 ]
 
 INLINE_BODY = 144 << 10
@@ -67,8 +81,12 @@ LARGEST_PACKET = 192 << 10
 """Bytes; below what the smallest usual buffer of a socket takes at once."""
 _HEAD = struct.Struct("<BB")
 _KINDS = _IN_PACKET, _IN_BLOCK = 1, 2
+_ONE_CALL = 3
+_CALL_HEAD = struct.Struct("<BB16sHH")
+"""Of the pickle of one call: kind, 1, token, the bytes before the handle's, the handle's."""
 _TOKEN_SIZE = 16
 _PLAIN = _HEAD.pack(_IN_PACKET, 0)
+_OF_ONE = _HEAD.pack(_IN_PACKET, 1)
 _PROTOCOL = 5
 
 
@@ -129,7 +147,7 @@ class Packet:
 
         Or this one, where there is no room for a block.
         """
-        if self._body is not None:
+        if self._body is not None or self.data[0] == _ONE_CALL:
             return self
         body = memoryview(self.data)[_HEAD.size + _TOKEN_SIZE * self.data[1] :]
         message = Message()
@@ -182,6 +200,10 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
         If it is large and there is no room. Nothing is held then, as after any error of
         pickling; the object may have gone.
     """
+    if not lent:
+        packet = _pack_one_buffer(held)
+        if packet is not None:
+            return packet
     moves = Moves(lent=lent)
     message: Message | None = None
     try:
@@ -198,6 +220,48 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
     finally:
         moves.give_up()
     return _make(data, message)
+
+
+def _pack_one_buffer(held: list[Any]) -> Packet | None:
+    """Do as :func:`pack_last` for an object that is one buffer; None if that is not so.
+
+    Or if it is not as usual in any way: then nothing was done.
+    """
+    claim = reducer_claim(type(held[0]))
+    if claim is None or get_spawning_popen() is not None:
+        return None
+    found = claim.reducer.buffer_of(held[0], get_settings().inline_limit)
+    if found is None:
+        return None
+    memory, rebuild, arguments = found
+    around = around_handle(rebuild, arguments)
+    if around is None:
+        return None
+    leases: list[Lease] = []
+    try:
+        given = give_out(memoryview(memory), leases, copies=not born.started)
+        if given is None:
+            return None
+        # So that the caller's may be the last reference.
+        del found, memory
+        held.clear()
+        given.settle(leases)
+        return _of_one_call(given, around, leases)
+    except BaseException:
+        for lease in leases:
+            lease.undo()
+        raise
+
+
+def _of_one_call(given: GivenBuffer, around: tuple[bytes, bytes], leases: list[Lease]) -> Packet:
+    """Commit the leases and return the packet that calls a function with the handle."""
+    segment = given.lease.segment
+    head = _CALL_HEAD.pack(_ONE_CALL, 1, segment.token, len(around[0]), len(given.handle))
+    data = head + pickle_around(given.handle, around)
+    packet = Packet(data, (segment,), leases)
+    if given.is_ours:
+        keep_leases(leases)
+    return packet
 
 
 def pack_lent(
@@ -246,6 +310,10 @@ def _make(body: memoryview, message: Message | None) -> Packet:
     if message is None:
         message = Message()
     try:
+        if body.nbytes <= INLINE_BODY:
+            lease = message.only_lease()
+            if lease is not None:
+                return _of_one_block(body, message, lease)
         kind, written = _IN_PACKET, body
         if body.nbytes > INLINE_BODY:
             handle = message.handle_of(body) or _move_to_block(body, message)
@@ -255,6 +323,14 @@ def _make(body: memoryview, message: Message | None) -> Packet:
     except BaseException:
         message.rollback()
         raise
+
+
+def _of_one_block(body: memoryview, message: Message, lease: Lease) -> Packet:
+    """Do as :func:`_in_packet` for a message that has one block, as most have."""
+    segment = lease.segment
+    packet = Packet(b"".join((_OF_ONE, segment.token, body)), (segment,), (lease,))
+    message.commit(carried=True)
+    return packet
 
 
 def _in_packet(
@@ -310,9 +386,27 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
     return handle
 
 
-def refers_to_nothing(buffer: ReceiveBuffer, size: int) -> bool:
-    """Whether a buffer begins with a packet of this size that has its whole message in itself."""
-    return size >= _HEAD.size and buffer.startswith(_PLAIN) and not buffer.descriptors
+def open_packet(buffer: ReceiveBuffer, size: int) -> Received:
+    """Return the packet that was read into a buffer.
+
+    Parameters
+    ----------
+    buffer : ReceiveBuffer
+        With the descriptors that came beside it, which the packet uses.
+    size : int
+        Bytes of the packet.
+
+    Raises
+    ------
+    InvalidHandleError
+        If it is none.
+    """
+    if buffer.descriptors:
+        # While the message is unpickled somebody may print.
+        all_clear_of_streams(buffer.descriptors)
+    elif size >= _HEAD.size and buffer.startswith(_PLAIN):
+        return PlainArrival(buffer, size)
+    return (CallArrival if buffer[0] == _ONE_CALL else Arrival)(buffer, size)
 
 
 def load_whole(body: bytes | memoryview) -> Any:
@@ -413,7 +507,47 @@ class Arrival:
             raise
 
 
-Received: TypeAlias = "Arrival | PlainArrival"
+class CallArrival:
+    """A packet with the pickle of one call; as :class:`Arrival`.
+
+    Raises
+    ------
+    InvalidHandleError
+        If it is damaged.
+    """
+
+    __slots__ = ("_arrived", "_body", "_handle_at", "_handle_size")
+
+    def __init__(self, buffer: ReceiveBuffer, size: int) -> None:
+        descriptors = buffer.descriptors
+        if size < _CALL_HEAD.size or len(descriptors) > 1:
+            _refuse(memoryview(buffer)[:size], len(descriptors))
+        _, _, token, before, self._handle_size = _CALL_HEAD.unpack_from(buffer)
+        self._handle_at = before + HANDLE_AFTER
+        self._body = memoryview(buffer)[_CALL_HEAD.size : size]
+        self._arrived = {token: descriptors[0]} if descriptors else {}
+
+    def load(self, lender: Lender | None = None) -> Any:
+        """Return the object; see :meth:`Arrival.load`."""
+        return load_message(self._call, self._body, self._arrived, lender)
+
+    def _call(self, body: memoryview) -> Any:
+        """Do as ``pickle.loads``."""
+        data = bytes(body)
+        start = self._handle_at
+        end = start + self._handle_size
+        call = call_of(data[: start - HANDLE_AFTER], data[end:])
+        if call is None:
+            return pickle.loads(data)
+        function, arguments = call
+        return function(data[start:end], *arguments)
+
+    def contents(self) -> bytes:
+        """Return the bytes of the message; what they refer to stays as long as they do."""
+        return with_arrived(self._arrived, _hold, bytes(self._body))
+
+
+Received: TypeAlias = "Arrival | CallArrival | PlainArrival"
 
 
 class _HeldBytes(bytes):

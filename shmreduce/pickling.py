@@ -45,7 +45,7 @@ from shmreduce.memory.loading import Loading, discard_message, here, import_bloc
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
-from shmreduce.plain_objects import ATOMS, is_plain, override_of_others
+from shmreduce.plain_objects import is_plain, override_of_others, says_all
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
@@ -69,6 +69,7 @@ __all__ = [
     "load_message",
     "loads",
     "loads_again",
+    "reducer_claim",
     "unloaded",
 ]
 
@@ -470,13 +471,13 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
         return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
     kind = type(obj)
     mover = mover or take_mover(obj)
-    claim = get_registry().find(kind)
-    if claim is None or kind in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
+    claim = reducer_claim(kind)
+    if claim is None:
         return _dump_whole(obj, mover, block_from=block_from)
     message = Message(mover=mover)
     try:
         reduced = claim.reducer.reduce(obj, message)
-        if type(reduced) is tuple and len(reduced) == 2 and _says_all(reduced[1]):
+        if type(reduced) is tuple and len(reduced) == 2 and says_all(reduced[1]):
             # Nobody has to be asked about any part of it: the quick pickler will do.
             return Pickled(memoryview(pickle_of_call(*reduced)), message)
     except BaseException:
@@ -489,15 +490,12 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     return _dump_whole(obj, mover, block_from=block_from)
 
 
-def _says_all(arguments: Any) -> bool:
-    """Whether these are atoms, and tuples of atoms."""
-    if type(arguments) is not tuple:
-        return False
-    for each in arguments:
-        kind = type(each)
-        if kind not in ATOMS and (kind is not tuple or not ATOMS.issuperset(map(type, each))):
-            return False
-    return True
+def reducer_claim(cls: type) -> ReducerClaim | None:
+    """Return who reduces objects of a class in our channels; the registry, unless overruled."""
+    claim = get_registry().find(cls)
+    if claim is None or cls in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
+        return None
+    return claim
 
 
 def _dump_whole(

@@ -18,7 +18,7 @@ from shmreduce.process_registry import get_registry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ATOMS", "PASSES_ON", "is_plain", "override_of_others"]
+__all__ = ["ATOMS", "PASSES_ON", "is_plain", "override_of_others", "says_all"]
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 """What a pickler never asks anybody about."""
@@ -68,3 +68,14 @@ def is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
 def _functions_are_plain() -> bool:
     # A pickler writes the name of one without a look at its tables of reducers.
     return override_of_others() is None and get_registry().find(FunctionType) is None
+
+
+def says_all(arguments: Any) -> bool:
+    """Return whether arguments are atoms, and tuples of atoms."""
+    if type(arguments) is not tuple:
+        return False
+    for each in arguments:
+        kind = type(each)
+        if kind not in ATOMS and (kind is not tuple or not ATOMS.issuperset(map(type, each))):
+            return False
+    return True

@@ -53,6 +53,17 @@ class MemoryviewReducer(Reducer):
             return _as_array(obj)
         return _reduce_by_value(obj, block, message)
 
+    def buffer_of(self, obj: memoryview, at_least: int) -> Any:
+        """Return the view itself if it has no gaps, and is of no array that may lie in a block."""
+        if (
+            obj.nbytes < at_least
+            or not obj.c_contiguous
+            or not is_castable(obj)
+            or bottom_of(obj) is not obj.obj
+        ):
+            return None
+        return obj, rebuild_view, (0, obj.format, obj.shape, 1, obj.readonly)
+
     def share(self, obj: Any, mode: Mode) -> memoryview:
         """Return a writable view of a shared copy of any object with a buffer."""
         view: Any = memoryview(obj)

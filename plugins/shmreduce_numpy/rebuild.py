@@ -25,7 +25,9 @@ __all__ = [
     "take_attributes",
 ]
 
-_DTYPES = {kind: np.dtype(kind) for kind in "?bhilqBHILQefdgFDG"}
+_BYTE = np.dtype(np.uint8)
+_bytes_of, _new = np.frombuffer, np.ndarray.__new__
+_DTYPES: dict[Any, Any] = {kind: np.dtype(kind) for kind in "?bhilqBHILQefdgFDG"}
 
 
 def rebuild_view(
@@ -52,7 +54,7 @@ def rebuild_view(
 def rebuild_copy(
     handle: bytes,
     shape: tuple[int, ...],
-    order: str,
+    order: Any,
     dtype: Any,
     writeable: bool,
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
@@ -65,7 +67,15 @@ def rebuild_copy(
         As :func:`rebuild_view`.
     """
     memory = import_block(handle).buffer
-    return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
+    try:
+        # As array_over() does it.
+        whole = _bytes_of(memory, _BYTE)
+        array = _new(cls, shape, _DTYPES.get(dtype, dtype), whole, 0, None, order)
+    except (TypeError, ValueError):
+        return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
+    if not writeable:
+        np.ndarray.setflags(array, write=False)
+    return array
 
 
 def rebuild_part(

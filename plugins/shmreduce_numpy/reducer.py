@@ -40,6 +40,16 @@ class NumpyReducer(Reducer):
         """See :func:`shmreduce_numpy.reduction.reduce_array`."""
         return self._reduce_array(obj, message)
 
+    @cached_property
+    def _buffer_of_array(self) -> Callable[[Any, int], Any]:
+        from shmreduce_numpy.reduction import buffer_of_array
+
+        return buffer_of_array
+
+    def buffer_of(self, obj: Any, at_least: int) -> Any:
+        """See :func:`shmreduce_numpy.reduction.buffer_of_array`."""
+        return self._buffer_of_array(obj, at_least)
+
     def share(self, obj: Any, mode: Mode) -> Any:
         """See :func:`shmreduce_numpy.sharing.share_array`."""
         from shmreduce_numpy.sharing import share_array

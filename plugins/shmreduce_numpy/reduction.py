@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 
     from shmreduce import Block, Message
 
-__all__ = ["reduce_array"]
+__all__ = ["buffer_of_array", "reduce_array"]
 
 _PLAIN = frozenset("biufc")
 """Kinds whose dtype is said by one character."""
+_KINDS = {id(np.dtype(kind)): kind for kind in "?bhilqBHILQefdgFDG"}
+"""Characters of NumPy's own dtype objects, which live as long as NumPy, by identity."""
+_SHARES_UP_TO = 256 << 10
+"""Bytes up to which it is worth while to ask whether an array shares its block with others."""
 _PARTS_FROM = 8 << 10
 """Bytes from which one of many arrays goes into a block with others; else pickling is as quick."""
 
@@ -68,6 +72,12 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         ):
             # In memory of NumPy's own, that is.
             return _reduce_inline(array, message)
+        if array.nbytes > _SHARES_UP_TO and not message.moves:
+            whole = buffer_of_array(array, 0)
+            handle = None if whole is None else message.carry(whole[0])
+            if handle is not None:
+                _, rebuilt, arguments = whole
+                return rebuilt, (handle, *arguments)
         protocol = Protocol.ARRAY
     else:
         if cls in copyreg.dispatch_table:
@@ -90,6 +100,45 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     if protocol is Protocol.OWN:
         return _reduce_by_own_method(array, message)
     return _reduce_by_value(array, block, message)
+
+
+def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
+    """Return what an array is made of, if that is one buffer; see :meth:`Reducer.buffer_of`.
+
+    That is so for arrays of NumPy's own class and dtypes in C order that lie in memory of
+    NumPy's own, or fill a block.
+    """
+    if type(array) is not np.ndarray or array.nbytes < at_least:
+        return None
+    kind = _KINDS.get(id(array.dtype))
+    flags = array.flags
+    if kind is None or not flags.c_contiguous:
+        return None
+    memory: Any = array
+    shape = array.shape
+    base = array.base
+    if base is not None:
+        memory = None if flags.owndata else _whole_memory(base, array)
+        # The strides of an axis of length 1 may be anything, and would be lost.
+        if memory is None or (memory is not array and 1 in shape):
+            return None
+    return memory, rebuild.rebuild_copy, (shape, "C", kind, flags.writeable)
+
+
+def _whole_memory(base: Any, array: np.ndarray[Any, Any]) -> Any:
+    """Return what has the bytes of an array that has no gaps, and nothing else; None if unsure.
+
+    That is the array if the memory is of NumPy's own, else the memoryview at its bottom.
+    """
+    bottom = base
+    while type(bottom) is np.ndarray:
+        # One may have a base all the same, see owner_of().
+        if bottom.flags.owndata:
+            return array
+        bottom = bottom.base
+    if type(bottom) is memoryview and bottom.nbytes == array.nbytes and bottom.c_contiguous:
+        return bottom
+    return None
 
 
 def _reference(

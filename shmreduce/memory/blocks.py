@@ -104,7 +104,11 @@ class Block:
     @property
     def buffer(self) -> memoryview:
         """The bytes, format ``B``; read-only at receivers of a ``ro`` block."""
-        view = memoryview(self._root).cast("B")[: self.nbytes]
+        view = memoryview(self._root)
+        if view.format != "B":
+            view = view.cast("B")
+        if view.nbytes != self.nbytes:
+            view = view[: self.nbytes]
         return view.toreadonly() if self._read_only else view
 
     def reclaim(self) -> bool:

@@ -1,7 +1,7 @@
 """The sender's side of one pickled message: what it gives out.
 
-May import errors, settings, strategies, contracts, ``quick_blocks``, ``mapping``, ``layout``,
-``handle``, ``lease_slots``, ``size_classes``, ``segment``, ``reservation``, ``heap``,
+May import errors, settings, strategies, contracts, copying, ``quick_blocks``, ``mapping``,
+``layout``, ``handle``, ``lease_slots``, ``size_classes``, ``segment``, ``reservation``, ``heap``,
 ``attachments``, ``record``, ``blocks``, ``filling``, ``borrowing``, ``lease``, ``parts``,
 ``runtime``, ``fork_hooks`` and, for types, ``mover`` and ``owned_segment``.
 """
@@ -17,6 +17,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, overload
 
 from shmreduce.contracts import check_nbytes
+from shmreduce.copying import copy_run
 from shmreduce.errors import ConfigurationError, SegmentError, ShmreduceError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import quick_blocks
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.owned_segment import OwnedSegment
 
-__all__ = ["Message"]
+__all__ = ["Message", "can_travel", "keep_leases", "next_nonce", "what_names"]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
@@ -74,6 +75,11 @@ def _new_nonces() -> None:
 
 
 renew_in_children(_new_nonces)
+
+
+def next_nonce() -> int:
+    """Return a number by which one message is told from others of the same slot."""
+    return next(_nonces) & NONCE_MASK
 
 
 class Message:
@@ -126,6 +132,64 @@ class Message:
         self._in_parts = 0
         self._parted: PartedBlock | None = None
 
+    def carry(self, memory: Any) -> bytes | None:
+        """Return a handle by which the bytes of a buffer travel.
+
+        A block travels as :meth:`refer` says, all other bytes are copied.
+
+        Parameters
+        ----------
+        memory : bytes-like
+            C-contiguous: the bytes of the object that is being pickled, all of them and
+            no others. They are of this moment.
+
+        Returns
+        -------
+        bytes or None
+            To be put into the pickle unchanged. None if it is better to pickle in the
+            ordinary way, because the bytes are few, or the message must not use shared
+            memory, or cannot at the moment; and if the memory is a part of a shared block,
+            for which see :meth:`refer`.
+
+        Raises
+        ------
+        OutOfSharedMemoryError, BudgetExceededError, SegmentError, OutOfLeasesError
+            As :meth:`allocate` and :meth:`refer`.
+        ConfigurationError
+            If ``memory`` is not such a buffer.
+
+        Examples
+        --------
+        >>> from shmreduce import Message, import_block
+        >>> message = Message()
+        >>> handle = message.carry(bytes(100_000))
+        >>> message.commit()
+        >>> import_block(handle).nbytes
+        100000
+        """
+        if not self.shared_memory:
+            return None
+        view = _contiguous(memory)
+        live = self._current().live
+        block = live.find(view)
+        if block is not None:
+            fills = block.nbytes == view.nbytes
+            if block.shared and not fills:
+                return None
+            if fills and (block.shared or block.nbytes >= self.inline_limit):
+                handle = self.refer(block, block.nbytes)
+                if handle is not None:
+                    return handle
+        if view.nbytes < self.inline_limit or not view.nbytes:
+            return None
+        given = self.allocate(view.nbytes, lambda: view)
+        if given is None:
+            return None
+        target, handle = given
+        if target is not None:
+            copy_run(target, view)
+        return handle
+
     @overload
     def allocate(self, nbytes: int) -> tuple[memoryview, bytes] | None: ...
 
@@ -177,7 +241,7 @@ class Message:
             if borrowed is not None:
                 return borrowed
         heap = runtime.heap(BY_VALUE)
-        nonce = next(_nonces) & NONCE_MASK
+        nonce = next_nonce()
         quickly: tuple[memoryview, bytes] | None = quick_blocks.take_block(
             heap, runtime.live, nbytes, nonce, self._taken
         )
@@ -363,7 +427,7 @@ class Message:
                 value=block,
             ) from None
         inherited = record.live is not runtime.live
-        if not _can_travel(record, used, inherited):
+        if not can_travel(record, used, inherited):
             return None
         mover = None
         if not record.shared:
@@ -375,7 +439,7 @@ class Message:
             handle, taken = self._add_inherited(runtime, record, room)
         else:
             segment = record.segment
-            constant = _what_names(record, segment, room)
+            constant = what_names(record, segment, room)
             handle, taken = self._add(segment, record.block, record.generation, constant)
         if mover is not None:
             mover.pass_on(self, block, taken, handle)
@@ -461,6 +525,10 @@ class Message:
             return [self._taken[0].segment]
         return list(dict.fromkeys([taken.segment for taken in self._taken]))
 
+    def only_lease(self) -> Lease | None:
+        """Return what was given out if that is one lease, on memory that was not lent."""
+        return self._taken[0] if len(self._taken) == 1 and not self._borrowed else None
+
     def leases(self) -> list[Lease]:
         """Return what was given out and neither kept nor taken back so far."""
         return list(self._taken)
@@ -473,7 +541,7 @@ class Message:
         carried : bool
             Whether a descriptor of each segment travels with it. For the core only.
         """
-        if not self._is_ours():
+        if not self._taken or not self._is_ours():
             return
         self._let_go_of_parts()
         while self._borrowed:
@@ -484,14 +552,7 @@ class Message:
         alone = () if carried else self.leases()
         child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
-        kept = quick_blocks.commit(self._taken, reference)
-        for taken in self._taken[kept:]:
-            now = time.monotonic()
-            taken.segment.sent(
-                Sent(taken.slot, taken.nonce, taken.block, taken.generation, now, reference)
-            )
-            # From here on the unread message keeps the segment open.
-            taken.drop()
+        keep_leases(self._taken, reference)
         self._taken.clear()
         for taken in alone:
             taken.segment.sent_alone(taken.nonce)
@@ -528,7 +589,7 @@ class Message:
         self, segment: Segment, block: int, generation: int, constant: bytes
     ) -> tuple[bytes, Lease]:
         """Give out one more lease on a block; return its handle and itself."""
-        nonce = next(_nonces) & NONCE_MASK
+        nonce = next_nonce()
         quickly: tuple[bytes, Lease] | None = quick_blocks.lend_block(
             segment, block, generation, nonce, constant, self._taken
         )
@@ -548,7 +609,7 @@ class Message:
         mark = object()
         segment = runtime.attachments.own_view_of(record.segment, mark)
         try:
-            constant = _what_names(record, segment, room)
+            constant = what_names(record, segment, room)
             return self._add(segment, record.block, record.generation, constant)
         finally:
             segment.unpin(mark)
@@ -571,7 +632,33 @@ class Message:
         return runtime
 
 
-def _can_travel(record: Record, used: int, inherited: bool) -> bool:
+def _contiguous(memory: Any) -> memoryview:
+    reason = "it has gaps, or is in another order"
+    try:
+        view = memoryview(memory)
+    except TypeError as error:
+        reason = str(error)
+    else:
+        if view.c_contiguous:
+            return view
+    raise ConfigurationError(
+        f"memory must be a C-contiguous buffer, not {type(memory).__qualname__}: {reason}",
+        setting="memory",
+        value=type(memory).__qualname__,
+    )
+
+
+def keep_leases(leases: list[Lease], child: weakref.ref[Any] | None = None) -> None:
+    """Let leases be those of a message that is complete; of ``child``, where that is starting."""
+    kept = quick_blocks.commit(leases, child) or 0
+    for each in leases[kept:]:
+        now = time.monotonic()
+        each.segment.sent(Sent(each.slot, each.nonce, each.block, each.generation, now, child))
+        # From here on the unread message keeps the segment open.
+        each.drop()
+
+
+def can_travel(record: Record, used: int, inherited: bool) -> bool:
     """Return whether a block can travel without a copy; one by value must be cut off then."""
     if record.shared:
         # The pages of a receiver are its own.
@@ -585,7 +672,7 @@ def _can_travel(record: Record, used: int, inherited: bool) -> bool:
     )
 
 
-def _what_names(record: Record, segment: Segment, room: int) -> bytes:
+def what_names(record: Record, segment: Segment, room: int = 0) -> bytes:
     """Return what is the same in all handles that this process makes for a block it holds."""
     # A forked child that sends what it inherited is another sender.
     usual = segment is record.segment and not room

@@ -122,6 +122,36 @@ class ReducerContract:
                 assert type(received) is type(original)
                 assert self.equal(received, original)
 
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    def test_alone_in_a_channel(self, nbytes: int) -> None:
+        """Sent alone, by a shorter way if the reducer has one, an object arrives as ever."""
+        originals = [self.make(nbytes)]
+        if self.shareable:
+            originals.append(shmreduce.share(originals[0]))
+        for original in originals:
+            shared = shmreduce.is_shared(original)
+            # Memory is warm from the second on, and the way another.
+            for _ in range(3):
+                received = _through_a_pipe(original)
+                assert type(received) is type(original)
+                assert self.equal(received, original)
+                assert shmreduce.is_shared(received) == shared
+
+    def test_alone_in_a_channel_it_is_independent(self) -> None:
+        """Neither side sees what the other writes, also where a received object is sent on."""
+        original = self.make(_LARGE)
+        for _ in range(3):
+            received = _through_a_pipe(original)
+            passed_on = _through_a_pipe(received)
+            before = self.make(_LARGE)
+            self.write(before)
+            self.write(received)
+            assert self.equal(received, before)
+            assert self.equal(original, self.make(_LARGE))
+            assert self.equal(passed_on, self.make(_LARGE))
+            self.write(passed_on)
+            assert self.equal(passed_on, before)
+
     def test_large_objects_leave_the_message(self) -> None:
         """A large object's bytes are not in the message but in shared memory."""
         message = bytes(ForkingPickler.dumps(self.make(_LARGE)))
@@ -286,6 +316,19 @@ class ReducerContract:
 
 def _round_trip(obj: Any) -> Any:
     return ForkingPickler.loads(ForkingPickler.dumps(obj))
+
+
+def _through_a_pipe(obj: Any) -> Any:
+    here, there = shmreduce.Pipe(duplex=False)
+    # Where pipes are those of the standard library a large message waits for its reader.
+    sender = threading.Thread(target=there.send, args=(obj,))
+    sender.start()
+    try:
+        return here.recv() if here.poll(30) else pytest.fail("nothing has arrived")
+    finally:
+        sender.join(30)
+        here.close()
+        there.close()
 
 
 def _send_over_tcp(obj: Any) -> Any:

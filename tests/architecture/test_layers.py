@@ -57,7 +57,7 @@ LAYERS = [
         "short_waits",
         "standard_pools",
     },
-    {"pickling"},
+    {"handle_calls", "pickling"},
     {"forking"},
     {"descriptor", "extras", "launching", "managers", "packet_socket"},
     {"packets"},
@@ -97,7 +97,7 @@ MEMORY_LAYERS = [
     {"allocation", "inheritance", "loading"},
     {"parts"},
     {"message"},
-    {"inspection", "lending"},
+    {"inspection", "lending", "one_buffer"},
 ]
 SAYS_MORE = re.compile(
     r"everything\s+below|every\s+module|other\s+modules|is\s+below|the\s+commands"

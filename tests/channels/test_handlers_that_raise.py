@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 import shmreduce
-from shmreduce import connection, discovery, process_registry, queues
+from shmreduce import connection, discovery, packets, process_registry, queues
 from shmreduce.connection import Connection
 from shmreduce.memory import headroom, locks
 from shmreduce.packet_socket import PacketSocket, PlainPacketSocket
-from shmreduce.packets import Arrival
+from shmreduce.packets import Arrival, CallArrival
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_results import ApplyResult, IMapIterator
 from shmreduce.receive_buffer import ReceiveBuffer
@@ -322,7 +322,7 @@ def test_ctrl_c_in_get_takes_no_place_for_ever(name: str, timeout: float | None)
         for each in (
             Connection.receive,
             Connection._read,
-            connection._arrival,
+            packets.open_packet,
             queues.Queue._receive_within,
         )
     }
@@ -388,8 +388,14 @@ def leaves_none_open(call: str) -> bool:
     functions: list[Any] = [
         *(getattr(Connection, name) for name in ("recv", "recv_bytes", "receive")),
         *(getattr(Connection, name) for name in ("_contents", "_read", "_watch")),
-        *(getattr(connection, name) for name in ("_arrival", "give_buffer")),
-        *(getattr(Arrival, name) for name in ("__init__", "load", "contents")),
+        connection.give_buffer,
+        packets.open_packet,
+        *(
+            getattr(kind, name)
+            for kind in (Arrival, CallArrival)
+            for name in ("__init__", "load", "contents")
+        ),
+        CallArrival._call,
         ReceiveBuffer.close_descriptors,
         queues.Queue.get,
     ]

@@ -37,7 +37,7 @@ from shmreduce.memory.loading import discard_message
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.sweep import abandoned
-from shmreduce.packets import Arrival
+from shmreduce.packets import open_packet
 from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.settings import settings_from_environment
 from shmreduce.strategies import find_strategy
@@ -248,7 +248,7 @@ def pipe_ends() -> Iterator[int]:
 @FUZZ
 @given(
     data=st.data(),
-    kind=st.integers(0, 255),
+    kind=st.sampled_from([1, 2, 3]) | st.integers(0, 255),
     tokens=st.integers(0, 5),
     claimed=st.integers(0, 255),
     count=st.integers(0, 6),
@@ -260,6 +260,8 @@ def test_packets_are_understood_or_refused(
     message or an error, and every descriptor stays its buffer's.
     """
     body = data.draw(st.sampled_from([b"", b"N.", b"not a pickle", MARK + b"damaged"]))
+    if kind == 3:
+        body = data.draw(st.binary(max_size=6)) + body
     packet = bytes([kind, claimed]) + b"".join(bytes([n] * 16) for n in range(tokens)) + body
     packet = packet[: data.draw(st.integers(1, len(packet)))]
     whole = data.draw(st.booleans())
@@ -269,7 +271,7 @@ def test_packets_are_understood_or_refused(
     buffer = buffer_with(packet)
     buffer.descriptors.extend(descriptors)
     with contextlib.suppress(Exception):
-        arrival = Arrival(buffer, len(packet))
+        arrival = open_packet(buffer, len(packet))
         if whole:
             arrival.load()
         else:
@@ -291,7 +293,7 @@ def buffer_with(packet: bytes) -> ReceiveBuffer:
 def test_a_packet_that_makes_no_sense_is_refused_by_name(packet: bytes) -> None:
     """It is an InvalidHandleError, not taken for the end of the connection."""
     with pytest.raises(shmreduce.InvalidHandleError):
-        Arrival(buffer_with(packet), len(packet))
+        open_packet(buffer_with(packet), len(packet))
 
 
 @FUZZ

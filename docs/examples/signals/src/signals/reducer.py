@@ -18,22 +18,17 @@ class SignalReducer(Reducer):
     types = ("signals.Signal",)
 
     def reduce(self, obj: Signal, message: Message) -> Any:
-        nbytes = obj.samples.nbytes
-        block = self.find_block(obj)
-        if block is not None and (block.shared or nbytes >= message.inline_limit):
-            # It lies in shared memory already: send where.
-            handle = message.refer(block, nbytes)
-            if handle is not None:
-                return rebuild_signal, (handle, obj.rate)
-        if nbytes < message.inline_limit:
+        # Shared memory is named, other memory copied; few bytes are pickled.
+        handle = message.carry(obj.samples)
+        if handle is None:
             return NotImplemented
-        # By value: copy it into a block that travels with the message.
-        taken = message.allocate(nbytes)
-        if taken is None:
-            return NotImplemented
-        memory, handle = taken
-        memory[:] = obj.samples.cast("B")
         return rebuild_signal, (handle, obj.rate)
+
+    def buffer_of(self, obj: Signal, at_least: int) -> Any:
+        # The same in short, for a message that is one signal.
+        if obj.samples.nbytes < at_least:
+            return None
+        return obj.samples, rebuild_signal, (obj.rate,)
 
     def share(self, obj: Signal, mode: Mode) -> Signal:
         block = allocate(obj.samples.nbytes, mode)

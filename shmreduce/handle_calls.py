@@ -1,0 +1,129 @@
+"""Pickles that are one call of a rebuild function: its first argument a handle, the others small.
+
+May import ``children`` and ``plain_objects``.
+
+Message after message has the same function and the same other arguments: the shape and
+dtype of an array, say. So what stands before and after the handle is pickled, and
+unpickled, once. What is made is a pickle as any other, which :func:`pickle.loads` reads.
+"""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from shmreduce.children import start_of_call
+from shmreduce.plain_objects import says_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["HANDLE_AFTER", "around_handle", "call_of", "pickle_around"]
+
+_MOST = 256
+HANDLE_AFTER = 4
+"""Bytes between what stands before a handle and the handle: its size."""
+_CALLED = pickle.TUPLE + pickle.REDUCE + pickle.STOP
+_NOT_CALLED = pickle.TUPLE + pickle.TUPLE2 + pickle.STOP
+"""Makes a pickle that ends with a call one of the function and its arguments."""
+_WITHOUT_FRAMES = 3
+"""The last protocol whose pickles can be put into others just as they are."""
+_WITHOUT_REFERENCES = 2
+"""The last version of marshal whose bytes depend on the values alone."""
+_ABSENT: Any = object()
+
+_around: dict[tuple[Callable[..., Any], bytes], tuple[bytes, bytes] | None] = {}
+_calls: dict[bytes, tuple[Callable[..., Any], tuple[Any, ...]] | None] = {}
+
+
+def around_handle(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[bytes, bytes] | None:
+    """Return what :func:`pickle_around` puts around a handle.
+
+    Parameters
+    ----------
+    function : callable
+        At the top level of a module.
+    arguments : tuple
+        What it is called with after the handle.
+
+    Returns
+    -------
+    (bytes, bytes) or None
+        None if an argument is more than an atom or a tuple of atoms, or the function has
+        no simple name.
+    """
+    try:
+        # Not the arguments themselves: True, 1 and 1.0 are equal.
+        key = function, marshal.dumps(arguments, _WITHOUT_REFERENCES)
+    except ValueError:
+        return None
+    found = _around.get(key, _ABSENT)
+    if found is _ABSENT:
+        if len(_around) >= _MOST:
+            _around.clear()
+        found = _around[key] = _make_around(function, arguments)
+    return found  # type: ignore[no-any-return]
+
+
+def _make_around(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[bytes, bytes] | None:
+    start = start_of_call(function) if says_all(arguments) else None
+    if start is None:
+        return None
+    # Of each but its protocol and its end. What one has put into the memo the next may
+    # replace: it is read by that one alone.
+    pickles = [pickle.dumps(each, _WITHOUT_FRAMES)[2:-1] for each in arguments]
+    return start + pickle.MARK + pickle.BINBYTES, b"".join((*pickles, _CALLED))
+
+
+def pickle_around(handle: bytes, around: tuple[bytes, bytes]) -> bytes:
+    """Return the pickle of a call with a handle.
+
+    Examples
+    --------
+    >>> around = around_handle(pickle_around, (("a", 1), False))
+    >>> data = pickle_around(b"handle", around)
+    >>> data[HANDLE_AFTER + len(around[0]) :].startswith(b"handle")
+    True
+    >>> call_of(*around) == (pickle_around, (("a", 1), False))
+    True
+    """
+    start, end = around
+    return b"".join((start, len(handle).to_bytes(HANDLE_AFTER, "little"), handle, end))
+
+
+def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Return the function that a pickle calls and its arguments after the handle.
+
+    Parameters
+    ----------
+    start, end : bytes
+        What stands before the handle and its size, and after.
+
+    Returns
+    -------
+    (callable, tuple) or None
+        None if the pickle is to be read by :mod:`pickle`. The arguments cannot be changed
+        by anybody.
+    """
+    key = start + end
+    found = _calls.get(key, _ABSENT)
+    if found is _ABSENT:
+        if len(_calls) >= _MOST:
+            _calls.clear()
+        found = _calls[key] = _read_call(start, end)
+    return found  # type: ignore[no-any-return]
+
+
+def _read_call(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    if not end.endswith(_CALLED):
+        return None
+    function, (_, *others) = pickle.loads(
+        b"".join((start, bytes(HANDLE_AFTER), end[: -len(_CALLED)], _NOT_CALLED))
+    )
+    arguments = tuple(others)
+    return (function, arguments) if says_all(arguments) else None

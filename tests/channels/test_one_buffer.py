@@ -1,0 +1,374 @@
+"""A message that is one buffer takes a short way, and arrives as by the long one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shmreduce
+from shmreduce import handle_calls, packets
+from shmreduce.handle_calls import HANDLE_AFTER, around_handle, call_of, pickle_around
+from shmreduce.memory import one_buffer, quick_blocks
+from shmreduce.memory.one_buffer import GivenBuffer
+from shmreduce.memory.runtime import current
+from shmreduce_numpy.blocks import find_block_of
+from tests.channels.channels import within
+from tests.conftest import registered
+from tests.interrupter import interrupted_everywhere
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LENGTH = 1 << 17
+"""Elements of eight bytes."""
+COMPILED = pytest.mark.skipif(
+    quick_blocks.root_died is None, reason="the short way needs the compiled modules"
+)
+
+
+def numbers() -> np.ndarray[Any, Any]:
+    return np.arange(LENGTH, dtype=float)
+
+
+def read_only() -> np.ndarray[Any, Any]:
+    array = numbers()
+    array.flags.writeable = False
+    return array
+
+
+ALONE: dict[str, Callable[[], Any]] = {
+    "floats": numbers,
+    "a table": lambda: numbers().reshape(256, -1),
+    "an axis of one": lambda: numbers().reshape(1, -1),
+    "a slice": lambda: numbers()[10:-10],
+    "read-only": read_only,
+    "booleans": lambda: numbers() > LENGTH / 2,
+    "complex": lambda: numbers().astype(complex),
+    "halves": lambda: np.arange(4 * LENGTH, dtype=np.uint16).view(np.float16),
+    "long doubles": lambda: numbers().astype(np.longdouble),
+    "shared": lambda: shmreduce.share(numbers()),
+    "shared, reshaped": lambda: shmreduce.share(numbers()).reshape(64, -1),
+    "shared, read-only here": lambda: read_only_view(shmreduce.share(numbers())),
+    "shared, to be read": lambda: shmreduce.share(numbers(), mode="ro"),
+    "shared, with private pages": lambda: shmreduce.share(numbers(), mode="cow"),
+    "a memoryview": lambda: memoryview(bytearray(8 * LENGTH)).cast("d", (8, LENGTH // 8)),
+    "a memoryview of bytes": lambda: memoryview(bytes(8 * LENGTH)),
+    "a memoryview of an array": lambda: memoryview(numbers().data),
+    "a memoryview of a block": lambda: shmreduce.allocate(8 * LENGTH).buffer,
+}
+OTHERWISE: dict[str, Callable[[], Any]] = {
+    "Fortran order": lambda: np.asfortranarray(numbers().reshape(256, -1)),
+    "with gaps": lambda: np.arange(2.0 * LENGTH)[::2],
+    "backwards": lambda: numbers()[::-1],
+    "broadcast": lambda: np.broadcast_to(numbers(), (3, LENGTH)),
+    "another byte order": lambda: numbers().astype(">f8"),
+    "dates": lambda: np.arange(LENGTH).astype("M8[s]"),
+    "records": lambda: np.zeros(LENGTH, [("a", "f4"), ("b", "i4")]),
+    "a subclass": lambda: numbers().view(np.recarray),
+    "few": lambda: np.arange(10),
+    "none": lambda: np.zeros((0, 3)),
+    "no axis": lambda: np.array(3.0),
+    "a part of a shared one": lambda: shmreduce.share(numbers())[5:-5],
+    "a shared one in another order": lambda: shmreduce.share(numbers().reshape(256, -1)).T,
+    "a shared one backwards": lambda: shmreduce.share(numbers())[::-1],
+    "a shared one with an axis of one": lambda: shmreduce.share(numbers()).reshape(-1, 1),
+    "bytes that are no block": lambda: np.frombuffer(bytes(8 * LENGTH)),
+    "a memoryview of a shared array": lambda: memoryview(shmreduce.share(numbers())),
+    "a memoryview of a part of a block": lambda: shmreduce.allocate(8 * LENGTH).buffer[8:],
+    "a memoryview with gaps": lambda: memoryview(bytearray(2 * LENGTH))[::2],
+}
+
+
+def read_only_view(array: Any) -> Any:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@pytest.fixture
+def ends(shmreduce_no_leaks: None) -> Iterator[tuple[Any, Any]]:
+    here, there = shmreduce.Pipe()
+    yield here, there
+    here.close()
+    there.close()
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was pickled the long way."""
+    seen = []
+    dumps: Any = vars(packets)["dumps"]
+
+    def note(obj: Any, *others: Any) -> Any:
+        seen.append(type(obj))
+        return dumps(obj, *others)
+
+    monkeypatch.setattr(packets, "dumps", note)
+    return seen
+
+
+def facts(obj: Any) -> tuple[Any, ...]:
+    """Return all that must be the same of what was sent and what has arrived."""
+    array = np.asarray(obj)
+    told: tuple[Any, ...] = (type(obj), array.dtype, array.shape, array.tobytes())
+    if isinstance(obj, memoryview):
+        return (*told, obj.format, obj.readonly)
+    told = (*told, array.flags.writeable)
+    return (*told, array.strides) if shmreduce.is_shared(obj) else told
+
+
+@COMPILED
+@pytest.mark.parametrize("kind", ALONE)
+def test_what_is_one_buffer_takes_the_short_way(
+    ends: tuple[Any, Any], long_ways: list[Any], kind: str
+) -> None:
+    """It arrives as in a list, which takes the long way, and the second time as the first."""
+    for _ in range(3):
+        obj = ALONE[kind]()
+        for _warm in range(2):
+            # These make the heap, and a warm block of the size.
+            ends[0].send([obj])
+            expected = facts(within(ends[1].recv)[0])
+        long_ways.clear()
+        ends[0].send(obj)
+        assert facts(within(ends[1].recv)) == expected
+        assert long_ways == []
+        assert facts(obj)[:4] == expected[:4]
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_what_is_not_takes_the_long_way(
+    ends: tuple[Any, Any], long_ways: list[Any], kind: str
+) -> None:
+    """It arrives as in a list."""
+    obj = OTHERWISE[kind]()
+    ends[0].send([obj])
+    expected = facts(within(ends[1].recv)[0])
+    long_ways.clear()
+    ends[0].send(obj)
+    assert facts(within(ends[1].recv)) == expected
+    assert len(long_ways) == 1
+
+
+def test_an_array_that_is_written_back_later_travels_as_it_is_now(ends: tuple[Any, Any]) -> None:
+    """Its memory is its own, though its base is a block as long as itself."""
+    block = shmreduce.share(np.zeros(LENGTH))
+    options: Any = {"op_flags": [["readwrite", "updateifcopy"]], "casting": "equiv"}
+    with np.nditer(block.view(">f8"), op_dtypes=[np.dtype(float)], **options) as later:
+        copy: Any = later.operands[0]
+        assert copy.flags.owndata
+        assert copy.base is not None
+        assert copy.dtype is np.dtype(float)
+        copy[...] = 7
+        for sent in (copy, copy.reshape(8, -1)):
+            ends[0].send(sent)
+            assert (within(ends[1].recv) == 7).all()
+        del copy, sent
+
+
+def test_a_shared_array_stays_one_memory(ends: tuple[Any, Any]) -> None:
+    """What the sender writes afterwards the receiver sees, and the other way round."""
+    array = shmreduce.share(numbers())
+    ends[0].send(array)
+    arrived = within(ends[1].recv)
+    array[0], arrived[1] = 5, 6
+    assert (arrived[0], array[1]) == (5, 6)
+
+
+@pytest.mark.parametrize("origin", ["NumPy's memory", "received"])
+def test_what_is_sent_by_value_stays_by_value(ends: tuple[Any, Any], origin: str) -> None:
+    """What the sender writes afterwards the receiver does not see, nor the other way round."""
+    array = numbers()
+    for _ in range(3):
+        ends[0].send(array)
+        arrived = within(ends[1].recv)
+        array[0] += 1
+        arrived[1] += 1
+        assert arrived[0] == array[0] - 1
+        assert arrived[1] == array[1] + 1
+        if origin == "received":
+            array = arrived
+
+
+@COMPILED
+def test_without_the_cut_its_keeper_would_write_into_what_was_sent(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard is needed: left out, the receiver sees what is written after sending."""
+    ends[0].send(numbers())
+    kept = within(ends[1].recv)
+    monkeypatch.setattr(GivenBuffer, "settle", lambda *_: None)
+    ends[0].send(kept)
+    kept[:] = 9
+    assert (within(ends[1].recv) == 9).all()
+
+
+def test_an_entry_of_another_root_is_not_taken_for_it(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an object has the identity of a root before it, the table says nothing of it."""
+    array = numbers()
+    block = find_block_of(shmreduce.share(np.zeros(LENGTH)))
+    assert block is not None
+    roots = current().live._roots
+    monkeypatch.setitem(roots, id(array), roots[id(block._root)])
+    ends[0].send(array)
+    arrived = within(ends[1].recv)
+    assert not shmreduce.is_shared(arrived)
+    assert (arrived == array).all()
+
+
+def forking_copy(target: Any, source: Any) -> None:
+    """Copy, and fork in the middle; the child says how it ends."""
+    global child
+    child = os.fork()
+    target[:] = source.cast("B")
+
+
+child = 0
+
+
+@COMPILED
+def test_a_child_that_is_forked_in_the_middle_leaves_the_message_to_its_parent(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It commits nothing of its parent's, and takes nothing back."""
+    ends[0].send(numbers())
+    within(ends[1].recv)
+    kept: list[None] = []
+    keep_leases: Any = vars(packets)["keep_leases"]
+    monkeypatch.setattr(packets, "keep_leases", lambda leases: kept.append(keep_leases(leases)))
+    with monkeypatch.context() as patch:
+        patch.setattr(one_buffer, "copy_run", forking_copy)
+        packet = packets.pack_last([numbers()])
+    if child == 0:
+        packet.discard()
+        os._exit(len(kept))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(kept) == 1
+    ends[0].transmit(packet)
+    assert (within(ends[1].recv) == numbers()).all()
+
+
+@COMPILED
+@pytest.mark.parametrize("kind", ["by value", "shared", "received"])
+def test_ctrl_c_at_any_instruction_loses_nothing(ends: tuple[Any, Any], kind: str) -> None:
+    """The message is sent, or all that it took is taken back: the fixture counts it."""
+
+    def make() -> Any:
+        if kind == "shared":
+            return shmreduce.share(numbers())
+        if kind == "received":
+            ends[0].send(numbers())
+            return within(ends[1].recv)
+        return numbers()
+
+    held: list[Any] = []
+    made: list[Any] = []
+
+    def pack() -> None:
+        made.append(packets.pack_last(held))
+
+    held.append(make())
+    steps = 0
+    for _ in interrupted_everywhere(pack, packets.__file__, one_buffer.__file__):
+        steps += 1
+        # The sender's own, if it was not given away yet.
+        assert all((each == numbers()).all() for each in held)
+        while made:
+            made.pop().discard()
+        held[:] = [make()]
+    assert made
+    made.pop().discard()
+    assert steps > 5
+
+
+class Named:
+    """Has one buffer, and a name of any type."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+        self.memory = memoryview(bytearray(100_000))
+
+
+def rebuild_named(handle: bytes, name: Any) -> Any:
+    shmreduce.import_block(handle)
+    return name
+
+
+class NamedReducer(shmreduce.Reducer):
+    types = (Named,)
+
+    def reduce(self, obj: Named, message: shmreduce.Message) -> Any:
+        handle = message.carry(obj.memory)
+        return NotImplemented if handle is None else (rebuild_named, (handle, obj.name))
+
+    def buffer_of(self, obj: Named, at_least: int) -> Any:
+        return obj.memory, rebuild_named, (obj.name,)
+
+
+def test_values_that_are_equal_are_told_apart(ends: tuple[Any, Any]) -> None:
+    """True, 1 and 1.0 arrive as what they are; what is not an atom takes the long way."""
+    with registered(NamedReducer()):
+        for name in (1, True, 1.0, -0.0, 0.0, (1, True), (True, 1), "1", None, [1], {"a": 1}):
+            ends[0].send(Named(name))
+            assert repr(within(ends[1].recv)) == repr(name)
+
+
+def test_mutable_arguments_are_not_shared_between_messages(ends: tuple[Any, Any]) -> None:
+    """What one receiver does to an argument the next does not see."""
+    with registered(NamedReducer()):
+        for _ in range(3):
+            ends[0].send(Named([1]))
+            found = within(ends[1].recv)
+            assert found == [1]
+            found.append(2)
+
+
+ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+ARGUMENTS = st.lists(
+    ATOMS | st.binary(max_size=300) | st.lists(ATOMS, max_size=4).map(tuple), max_size=6
+).map(tuple)
+
+
+def together(*arguments: Any) -> Any:
+    return arguments
+
+
+@given(handle=st.binary(max_size=400), arguments=ARGUMENTS)
+def test_the_pickle_of_a_call_is_read_by_anybody(handle: bytes, arguments: Any) -> None:
+    """By pickle it makes the call; by parts, function and arguments are the same."""
+    around = around_handle(together, arguments)
+    assert around is not None
+    data = pickle_around(handle, around)
+    assert repr(pickle.loads(data)) == repr((handle, *arguments))
+    start = len(around[0]) + HANDLE_AFTER
+    assert data[start : start + len(handle)] == handle
+    function, found = call_of(data[: len(around[0])], data[start + len(handle) :]) or (None, ())
+    assert function is together
+    assert repr(found) == repr(arguments)
+
+
+def test_arguments_that_can_be_changed_are_not_remembered() -> None:
+    """Each message has its own, whoever has made the pickle."""
+    around = around_handle(together, (1,))
+    assert around is not None
+    start, end = around
+    assert call_of(start, pickle.EMPTY_LIST + end) is None
+    assert call_of(start, end[:-1]) is None
+
+
+def test_only_so_many_calls_are_remembered() -> None:
+    """Shape after shape does not fill the memory."""
+    for number in range(3 * handle_calls._MOST):
+        around = around_handle(together, (number,))
+        assert around is not None
+        call_of(*around)
+    assert len(handle_calls._around) <= handle_calls._MOST
+    assert len(handle_calls._calls) <= handle_calls._MOST
