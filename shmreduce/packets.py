@@ -1,8 +1,8 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
 May import errors, signals, settings, :mod:`shmreduce.memory`, ``born.moving``, ``moving``,
-``children``, ``copying``, ``handle_calls``, ``pickling`` and, for a number, ``packet_socket``
-and, for a type, ``receive_buffer``; does nothing with sockets.
+``children``, ``copying``, ``handle_calls``, ``pickling``, ``plain_objects`` and, for a number,
+``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
@@ -46,6 +46,7 @@ from shmreduce.pickling import (
     reducer_claim,
     unloaded,
 )
+from shmreduce.plain_objects import UNASKED
 from shmreduce.settings import get_settings
 from shmreduce.signals import is_from_system
 
@@ -227,7 +228,9 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
 
     Or if it is not as usual in any way: then nothing was done.
     """
-    claim = reducer_claim(type(held[0]))
+    kind = type(held[0])
+    # First: what nobody is asked about shall not load plugins.
+    claim = None if kind in UNASKED else reducer_claim(kind)
     if claim is None or get_spawning_popen() is not None:
         return None
     found = claim.reducer.buffer_of(held[0], get_settings().inline_limit)

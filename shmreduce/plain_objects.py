@@ -18,10 +18,12 @@ from shmreduce.process_registry import get_registry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ATOMS", "PASSES_ON", "is_plain", "override_of_others", "says_all"]
+__all__ = ["ATOMS", "PASSES_ON", "UNASKED", "is_plain", "override_of_others", "says_all"]
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 """What a pickler never asks anybody about."""
+UNASKED = ATOMS | {tuple, list, dict, set, frozenset, FunctionType}
+"""What a pickler asks nobody about, or, of containers and functions, nobody of one buffer."""
 PASSES_ON = "_shmreduce_passes_on"
 """Where a ``reducer_override`` that asks our registry itself keeps the next."""
 _FEW_ITEMS, _FEW_LEVELS = 16, 3

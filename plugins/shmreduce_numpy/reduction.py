@@ -72,12 +72,11 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         ):
             # In memory of NumPy's own, that is.
             return _reduce_inline(array, message)
-        if array.nbytes > _SHARES_UP_TO and not message.moves:
-            whole = buffer_of_array(array, 0)
-            handle = None if whole is None else message.carry(whole[0])
-            if handle is not None:
-                _, rebuilt, arguments = whole
-                return rebuilt, (handle, *arguments)
+        whole = None if message.moves else buffer_of_array(array, 0)
+        if whole is not None:
+            reduced = _reduce_whole(array, message, *whole)
+            if reduced is not None:
+                return reduced
         protocol = Protocol.ARRAY
     else:
         if cls in copyreg.dispatch_table:
@@ -125,6 +124,22 @@ def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
     return memory, rebuild.rebuild_copy, (shape, "C", kind, flags.writeable)
 
 
+def _reduce_whole(
+    array: np.ndarray[Any, Any],
+    message: Message,
+    memory: Any,
+    rebuilt: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    """Reduce an array that :func:`buffer_of_array` knows."""
+    if memory is array and array.nbytes <= _SHARES_UP_TO:
+        part = _reduce_to_part(array, array.nbytes, array.flags, message)
+        if part is not None:
+            return part
+    handle = message.carry(memory)
+    return None if handle is None else (rebuilt, (handle, *arguments))
+
+
 def _whole_memory(base: Any, array: np.ndarray[Any, Any]) -> Any:
     """Return what has the bytes of an array that has no gaps, and nothing else; None if unsure.
 
@@ -136,7 +151,13 @@ def _whole_memory(base: Any, array: np.ndarray[Any, Any]) -> Any:
         if bottom.flags.owndata:
             return array
         bottom = bottom.base
-    if type(bottom) is memoryview and bottom.nbytes == array.nbytes and bottom.c_contiguous:
+    if (
+        type(bottom) is memoryview
+        and bottom.nbytes == array.nbytes
+        and bottom.c_contiguous
+        # It may lie in a block itself.
+        and not isinstance(bottom.obj, np.ndarray)
+    ):
         return bottom
     return None
 
