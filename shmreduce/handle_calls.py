@@ -1,10 +1,11 @@
-"""Pickles that are one call of a rebuild function: its first argument a handle, the others small.
+"""Pickles of one call of a rebuild function: its first argument a handle, the others small.
 
 May import ``children`` and ``plain_objects``.
 
 Message after message has the same function and the same other arguments: the shape and
 dtype of an array, say. So what stands before and after the handle is pickled, and
 unpickled, once. What is made is a pickle as any other, which :func:`pickle.loads` reads.
+The call may stand in a tuple of atoms: an array is often sent with a number or a name.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.children import start_of_call
-from shmreduce.plain_objects import says_all
+from shmreduce.plain_objects import ATOMS, says_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HANDLE_AFTER", "around_handle", "call_of", "pickle_around"]
+__all__ = [
+    "HANDLE_AFTER",
+    "around_handle",
+    "call_of",
+    "pickle_around",
+    "pickles_beside",
+    "place_among_atoms",
+]
 
 _MOST = 256
 HANDLE_AFTER = 4
@@ -31,6 +39,10 @@ _WITHOUT_FRAMES = 3
 """The last protocol whose pickles can be put into others just as they are."""
 _WITHOUT_REFERENCES = 2
 """The last version of marshal whose bytes depend on the values alone."""
+_BEGINNING = pickle.PROTO + b"\5"
+_MOST_ITEMS, _LONGEST = 8, 256
+"""Of a tuple, and of the text or bytes in it: what is longer may be better off in a block."""
+_TEXTS = (str, bytes)
 _ABSENT: Any = object()
 
 _around: dict[tuple[Callable[..., Any], bytes], tuple[bytes, bytes] | None] = {}
@@ -94,6 +106,36 @@ def pickle_around(handle: bytes, around: tuple[bytes, bytes]) -> bytes:
     """
     start, end = around
     return b"".join((start, len(handle).to_bytes(HANDLE_AFTER, "little"), handle, end))
+
+
+def place_among_atoms(obj: tuple[Any, ...]) -> int | None:
+    """Return where in a short tuple the one item is that is no small atom; None if it is not so.
+
+    Examples
+    --------
+    >>> place_among_atoms((1, "a", [])), place_among_atoms((1, 2)), place_among_atoms(([], []))
+    (2, None, None)
+    """
+    if len(obj) > _MOST_ITEMS:
+        return None
+    place = None
+    for number, each in enumerate(obj):
+        kind = type(each)
+        if kind not in ATOMS or (kind in _TEXTS and len(each) > _LONGEST):
+            if place is not None:
+                return None
+            place = number
+    return place
+
+
+def pickles_beside(obj: tuple[Any, ...], place: int) -> tuple[bytes, bytes]:
+    """Return what stands before and after one item in the pickle of a tuple of atoms."""
+    pickles = [
+        b"" if number == place else pickle.dumps(each, _WITHOUT_FRAMES)[2:-1]
+        for number, each in enumerate(obj)
+    ]
+    before = b"".join((_BEGINNING, pickle.MARK, *pickles[:place]))
+    return before, b"".join((*pickles[place + 1 :], pickle.TUPLE, pickle.STOP))
 
 
 def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:

@@ -29,7 +29,14 @@ from shmreduce.errors import (
     SegmentError,
     ShmreduceError,
 )
-from shmreduce.handle_calls import HANDLE_AFTER, around_handle, call_of, pickle_around
+from shmreduce.handle_calls import (
+    HANDLE_AFTER,
+    around_handle,
+    call_of,
+    pickle_around,
+    pickles_beside,
+    place_among_atoms,
+)
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
@@ -224,43 +231,54 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
 
 
 def _pack_one_buffer(held: list[Any]) -> Packet | None:
-    """Do as :func:`pack_last` for an object that is one buffer; None if that is not so.
+    """Do as :func:`pack_last` for an object that is one buffer, or a tuple of one and atoms.
 
-    Or if it is not as usual in any way: then nothing was done.
+    Returns None if that is not so, or not as usual in any way: then nothing was done.
     """
-    kind = type(held[0])
+    obj = held[0]
+    place = place_among_atoms(obj) if type(obj) is tuple else None
+    if place is not None:
+        obj = obj[place]
     # First: what nobody is asked about shall not load plugins.
-    claim = None if kind in UNASKED else reducer_claim(kind)
+    claim = None if type(obj) in UNASKED else reducer_claim(type(obj))
     if claim is None or get_spawning_popen() is not None:
         return None
-    found = claim.reducer.buffer_of(held[0], get_settings().inline_limit)
-    if found is None:
+    found = claim.reducer.buffer_of(obj, get_settings().inline_limit)
+    around = None if found is None else around_handle(*found[1:])
+    if found is None or around is None:
         return None
-    memory, rebuild, arguments = found
-    around = around_handle(rebuild, arguments)
-    if around is None:
-        return None
+    beside = None if place is None else pickles_beside(held[0], place)
     leases: list[Lease] = []
     try:
-        given = give_out(memoryview(memory), leases, copies=not born.started)
+        given = give_out(memoryview(found[0]), leases, copies=not born.started)
         if given is None:
             return None
         # So that the caller's may be the last reference.
-        del found, memory
+        del obj, found
         held.clear()
         given.settle(leases)
-        return _of_one_call(given, around, leases)
+        return _of_one_call(given, around, beside, leases)
     except BaseException:
         for lease in leases:
             lease.undo()
         raise
 
 
-def _of_one_call(given: GivenBuffer, around: tuple[bytes, bytes], leases: list[Lease]) -> Packet:
+def _of_one_call(
+    given: GivenBuffer,
+    around: tuple[bytes, bytes],
+    beside: tuple[bytes, bytes] | None,
+    leases: list[Lease],
+) -> Packet:
     """Commit the leases and return the packet that calls a function with the handle."""
     segment = given.lease.segment
-    head = _CALL_HEAD.pack(_ONE_CALL, 1, segment.token, len(around[0]), len(given.handle))
-    data = head + pickle_around(given.handle, around)
+    pickled = pickle_around(given.handle, around)
+    if beside is None:
+        head = _CALL_HEAD.pack(_ONE_CALL, 1, segment.token, len(around[0]), len(given.handle))
+        data = head + pickled
+    else:
+        # Without its beginning and its end.
+        data = b"".join((_OF_ONE, segment.token, beside[0], memoryview(pickled)[2:-1], beside[1]))
     packet = Packet(data, (segment,), leases)
     if given.is_ours:
         keep_leases(leases)

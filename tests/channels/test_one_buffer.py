@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 import shmreduce
 from shmreduce import handle_calls, packets
 from shmreduce.born import moving as born
-from shmreduce.handle_calls import HANDLE_AFTER, around_handle, call_of, pickle_around
+from shmreduce.handle_calls import (
+    HANDLE_AFTER,
+    around_handle,
+    call_of,
+    pickle_around,
+    pickles_beside,
+    place_among_atoms,
+)
 from shmreduce.memory import one_buffer, quick_blocks
 from shmreduce.memory.one_buffer import GivenBuffer
 from shmreduce.memory.runtime import current
@@ -31,6 +38,13 @@ LENGTH = 1 << 17
 COMPILED = pytest.mark.skipif(
     quick_blocks.root_died is None, reason="the short way needs the compiled modules"
 )
+
+
+ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+ARGUMENTS = st.lists(
+    ATOMS | st.binary(max_size=300) | st.lists(ATOMS, max_size=4).map(tuple), max_size=6
+).map(tuple)
+SMALL = ATOMS | st.binary(max_size=200)
 
 
 def numbers() -> np.ndarray[Any, Any]:
@@ -161,6 +175,101 @@ def test_what_is_not_takes_the_long_way(
     assert len(long_ways) == 1
 
 
+BESIDE: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda array: (1, array),
+    "nothing": lambda array: (array,),
+    "atoms on both sides": lambda array: (True, "name", array, None, 2.5, b"bytes", -(10**30)),
+}
+BESIDE_OTHERWISE: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda array: (array, array),
+    "a list": lambda array: ([1], array),
+    "in a list": lambda array: [1, array],
+    "in a tuple": lambda array: (1, (2, array)),
+    "in a named tuple": lambda array: Pair(1, array),
+    "a long text": lambda array: ("x" * 1000, array),
+    "many": lambda array: (*range(20), array),
+}
+
+
+class Pair(NamedTuple):
+    number: int
+    array: Any
+
+
+def parts(obj: Any) -> list[Any]:
+    """Return all that is in an object, in order, with the facts of arrays."""
+    if isinstance(obj, np.ndarray):
+        return [facts(obj)]
+    if isinstance(obj, tuple | list):
+        return [type(obj), *(part for each in obj for part in parts(each))]
+    return [type(obj), obj]
+
+
+@COMPILED
+@pytest.mark.parametrize("shared", [False, True], ids=["by value", "shared"])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_so_does_a_tuple_of_one_buffer_and_atoms(
+    ends: tuple[Any, Any], long_ways: list[Any], kind: str, shared: bool
+) -> None:
+    """An array with its number, say: it arrives as by the long way."""
+    for number in range(4):
+        obj = BESIDE[kind](shmreduce.share(numbers()) if shared else numbers())
+        expected = parts(obj)
+        long_ways.clear()
+        ends[0].send(obj)
+        assert parts(within(ends[1].recv)) == expected
+        assert number < 2 or long_ways == []
+
+
+@pytest.mark.parametrize("kind", BESIDE_OTHERWISE)
+def test_other_containers_take_the_long_way(
+    ends: tuple[Any, Any], long_ways: list[Any], kind: str
+) -> None:
+    """Their parts arrive as they are, and what was one object is one."""
+    obj = BESIDE_OTHERWISE[kind](numbers())
+    ends[0].send(obj)
+    found = within(ends[1].recv)
+    assert parts(found) == parts(obj)
+    assert len(long_ways) == 1
+    if kind == "itself":
+        assert found[0] is found[1]
+
+
+@given(before=st.lists(SMALL, max_size=4), after=st.lists(SMALL, max_size=3))
+def test_the_pickle_of_a_tuple_is_read_by_anybody(before: list[Any], after: list[Any]) -> None:
+    """With any atoms beside the call."""
+    obj = (*before, [], *after)
+    place = place_among_atoms(obj)
+    assert place == len(before)
+    around = around_handle(together, ("same", "same"))
+    assert around is not None
+    start, end = pickles_beside(obj, place)
+    for loads in (pickle.loads, vars(pickle)["_loads"]):
+        found = loads(start + pickle_around(b"handle", around)[2:-1] + end)
+        assert repr(found) == repr((*before, (b"handle", "same", "same"), *after))
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["dropped", "kept"])
+def test_a_received_array_is_passed_on_in_a_tuple(ends: tuple[Any, Any], keeps: bool) -> None:
+    """It is moved where its sender has dropped it, and cut off where not."""
+    ends[0].send((0, numbers()))
+    held = [within(ends[1].recv)]
+    block = find_block_of(held[0][1])
+    assert block is not None
+    place = block._record.block
+    del block
+    kept = held[0][1] if keeps else None
+    ends[0].send_last(held)
+    assert held == []
+    if kept is not None:
+        kept[:] = 9
+    _, again = within(ends[1].recv)
+    found = find_block_of(again)
+    assert found is not None
+    assert found._record.block == place
+    assert (again == numbers()).all()
+
+
 def test_an_array_that_is_written_back_later_travels_as_it_is_now(ends: tuple[Any, Any]) -> None:
     """Its memory is its own, though its base is a block as long as itself."""
     block = shmreduce.share(np.zeros(LENGTH))
@@ -263,7 +372,7 @@ def test_a_child_that_is_forked_in_the_middle_leaves_the_message_to_its_parent(
 
 
 @COMPILED
-@pytest.mark.parametrize("kind", ["by value", "shared", "received"])
+@pytest.mark.parametrize("kind", ["by value", "shared", "received", "in a tuple"])
 def test_ctrl_c_at_any_instruction_loses_nothing(ends: tuple[Any, Any], kind: str) -> None:
     """The message is sent, or all that it took is taken back: the fixture counts it."""
 
@@ -273,7 +382,7 @@ def test_ctrl_c_at_any_instruction_loses_nothing(ends: tuple[Any, Any], kind: st
         if kind == "received":
             ends[0].send(numbers())
             return within(ends[1].recv)
-        return numbers()
+        return (5, numbers()) if kind == "in a tuple" else numbers()
 
     held: list[Any] = []
     made: list[Any] = []
@@ -286,7 +395,8 @@ def test_ctrl_c_at_any_instruction_loses_nothing(ends: tuple[Any, Any], kind: st
     for _ in interrupted_everywhere(pack, packets.__file__, one_buffer.__file__):
         steps += 1
         # The sender's own, if it was not given away yet.
-        assert all((each == numbers()).all() for each in held)
+        whole = [each[1] if kind == "in a tuple" else each for each in held]
+        assert all((each == numbers()).all() for each in whole)
         while made:
             made.pop().discard()
         held[:] = [make()]
@@ -335,12 +445,6 @@ def test_mutable_arguments_are_not_shared_between_messages(ends: tuple[Any, Any]
             found = within(ends[1].recv)
             assert found == [1]
             found.append(2)
-
-
-ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-ARGUMENTS = st.lists(
-    ATOMS | st.binary(max_size=300) | st.lists(ATOMS, max_size=4).map(tuple), max_size=6
-).map(tuple)
 
 
 def together(*arguments: Any) -> Any:
