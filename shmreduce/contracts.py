@@ -134,9 +134,9 @@ class Reducer(ABC):
     ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]] | None:
         """Return the one buffer that ``obj`` is made of, and how to make ``obj`` of it.
 
-        A message that is such an object, or a tuple of one and some atoms, takes a shorter way. It is the same
-        message: :meth:`reduce` must send ``obj`` like :meth:`Message.carry`, and with the
-        same function.
+        A message that is such an object, or a tuple of one and some atoms, takes a shorter
+        way. It is the same message: :meth:`reduce` must send ``obj`` like
+        :meth:`Message.carry`, and with the same function.
 
         Parameters
         ----------
