@@ -136,7 +136,13 @@ def _whole_memory(base: Any, array: np.ndarray[Any, Any]) -> Any:
         if bottom.flags.owndata:
             return array
         bottom = bottom.base
-    if type(bottom) is memoryview and bottom.nbytes == array.nbytes and bottom.c_contiguous:
+    if (
+        type(bottom) is memoryview
+        and bottom.nbytes == array.nbytes
+        and bottom.c_contiguous
+        # Which may be a view of a block itself, see find_block_of().
+        and not isinstance(bottom.obj, np.ndarray)
+    ):
         return bottom
     return None
 

@@ -181,6 +181,18 @@ def test_a_shared_array_stays_one_memory(ends: tuple[Any, Any]) -> None:
     assert (arrived[0], array[1]) == (5, 6)
 
 
+def test_an_array_over_a_view_of_a_shared_array_stays_one_memory(ends: tuple[Any, Any]) -> None:
+    """Its memory is of a memoryview, which is of an array itself: the block is below that."""
+    array = shmreduce.share(numbers())
+    for over in (np.asarray(memoryview(array)), np.frombuffer(memoryview(array))):
+        for sent in ([over], over):
+            ends[0].send(sent)
+            arrived = within(ends[1].recv)
+            found = arrived[0] if isinstance(arrived, list) else arrived
+            array[0] += 1
+            assert found[0] == array[0]
+
+
 @pytest.mark.parametrize("origin", ["NumPy's memory", "received"])
 def test_what_is_sent_by_value_stays_by_value(ends: tuple[Any, Any], origin: str) -> None:
     """What the sender writes afterwards the receiver does not see, nor the other way round."""
