@@ -181,10 +181,14 @@ class Packet:
         That is what was given out for this message. Others whose pickles are
         in it, as bytes, may be loaded from elsewhere.
         """
-        for lease in self._leases:
-            # In a forked child it is the parent's.
-            if lease.segment.lock_fd != -1:
-                lease.undo()
+        _take_back(self._leases)
+
+
+def _take_back(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        # In a forked child it is the parent's.
+        if lease.segment.lock_fd != -1:
+            lease.undo()
 
 
 def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
@@ -248,8 +252,7 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
         given.settle(leases)
         return _of_one_call(given, around, leases)
     except BaseException:
-        for lease in leases:
-            lease.undo()
+        _take_back(leases)
         raise
 
 

@@ -269,6 +269,35 @@ def test_a_child_that_is_forked_in_the_middle_leaves_the_message_to_its_parent(
 
 
 @COMPILED
+@pytest.mark.parametrize("kind", ["by value", "received"])
+def test_what_is_raised_in_a_child_that_is_forked_in_the_middle_arrives_there(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """What the message has is its parent's to take back; the child does not even try."""
+    ends[0].send(numbers())
+    received = within(ends[1].recv)
+    ours = os.getpid()
+    children: list[int] = []
+    settle = GivenBuffer.settle
+
+    def fork_and_settle(given: GivenBuffer, leases: Any) -> None:
+        children.append(os.fork())
+        if os.getpid() != ours:
+            raise KeyboardInterrupt
+        settle(given, leases)
+
+    monkeypatch.setattr(GivenBuffer, "settle", fork_and_settle)
+    try:
+        ends[0].send(numbers() if kind == "by value" else received)
+    except BaseException as error:
+        if os.getpid() != ours:
+            os._exit(not isinstance(error, KeyboardInterrupt))
+        raise
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+    assert (within(ends[1].recv) == numbers()).all()
+
+
+@COMPILED
 @pytest.mark.parametrize("kind", ["by value", "shared", "received"])
 def test_ctrl_c_at_any_instruction_loses_nothing(ends: tuple[Any, Any], kind: str) -> None:
     """The message is sent, or all that it took is taken back: the fixture counts it."""
