@@ -234,20 +234,25 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     claim = reducer_claim(type(held[0]))
     if claim is None or get_spawning_popen() is not None:
         return None
-    found = claim.reducer.buffer_of(held[0], get_settings().inline_limit)
+    at_least = get_settings().inline_limit
+    found = claim.reducer.buffer_of(held[0], at_least)
     if found is None:
         return None
     memory, rebuild, arguments = found
+    view = memoryview(memory)
+    if view.nbytes < at_least or not view.c_contiguous:
+        # What is small the reducer says; the other is an error, of which Message.carry() tells.
+        return None
     around = around_handle(rebuild, arguments)
     if around is None:
         return None
     leases: list[Lease] = []
     try:
-        given = give_out(memoryview(memory), leases, copies=not born.started)
+        given = give_out(view, leases, copies=not born.started)
         if given is None:
             return None
         # So that the caller's may be the last reference.
-        del found, memory
+        del found, memory, view
         held.clear()
         given.settle(leases)
         return _of_one_call(given, around, leases)

@@ -369,6 +369,38 @@ def test_values_that_are_equal_are_told_apart(ends: tuple[Any, Any]) -> None:
             assert repr(within(ends[1].recv)) == repr(name)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reducer_that_offers_a_buffer_with_gaps_is_told_so(
+    ends: tuple[Any, Any], shared: bool
+) -> None:
+    """Also where the buffer has as many bytes as a block: they would arrive in another order."""
+    sent = Named("a")
+    if shared:
+        sent.memory = shmreduce.allocate(sent.memory.nbytes).buffer
+    sent.memory = sent.memory[::-1]
+    with registered(NamedReducer()):
+        for _ in range(2):
+            ends[0].send(Named("a"))
+            within(ends[1].recv)
+            with pytest.raises(shmreduce.ConfigurationError):
+                ends[0].send(sent)
+
+
+def test_a_small_buffer_that_a_reducer_offers_all_the_same_takes_the_long_way(
+    ends: tuple[Any, Any],
+) -> None:
+    """Its answer does not matter: reduce() is asked, which says that it is better pickled."""
+    sent = Named("a")
+    sent.memory = sent.memory[:9]
+    # Makes a warm block of the size.
+    message = shmreduce.Message()
+    message.allocate(9)
+    message.rollback()
+    with registered(NamedReducer()):
+        ends[0].send(sent)
+        assert within(ends[1].recv).memory == sent.memory
+
+
 def test_bytes_are_told_from_what_has_the_same_bytes(ends: tuple[Any, Any]) -> None:
     """A bytearray, or a number of NumPy's, in the place where another message had bytes."""
     two = np.float64(2)
