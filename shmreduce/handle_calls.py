@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import marshal
 import pickle
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.children import start_of_call
 from shmreduce.plain_objects import ATOMS, says_all
@@ -39,14 +40,32 @@ _WITHOUT_FRAMES = 3
 """The last protocol whose pickles can be put into others just as they are."""
 _WITHOUT_REFERENCES = 2
 """The last version of marshal whose bytes depend on the values alone."""
-_BEGINNING = pickle.PROTO + b"\5"
-_MOST_ITEMS, _LONGEST = 8, 256
+_LONGEST = 1 << 10
+"""Bytes of arguments. More are seldom the same again, and might not have room in a packet."""
+_MOST_ITEMS, _LONGEST_TEXT = 8, 256
 """Of a tuple, and of the text or bytes in it: what is longer may be better off in a block."""
 _TEXTS = (str, bytes)
+_BEGINNING = pickle.PROTO + b"\5"
+_BEFORE_NAME = _BEGINNING + pickle.GLOBAL
+_AFTER_NAME = pickle.MARK + pickle.BINBYTES
 _ABSENT: Any = object()
 
+
+class _Named(NamedTuple):
+    """A call, and by which name its function was found."""
+
+    module: str
+    name: str
+    call: tuple[Callable[..., Any], tuple[Any, ...]]
+
+    def is_current(self) -> bool:
+        """Return whether the name leads there still: the module may have been loaded again."""
+        return getattr(sys.modules.get(self.module), self.name, None) is self.call[0]
+
+
 _around: dict[tuple[Callable[..., Any], bytes], tuple[bytes, bytes] | None] = {}
-_calls: dict[bytes, tuple[Callable[..., Any], tuple[Any, ...]] | None] = {}
+_calls: dict[bytes, _Named | None] = {}
+"""By what stands around the handle."""
 
 
 def around_handle(
@@ -64,13 +83,15 @@ def around_handle(
     Returns
     -------
     (bytes, bytes) or None
-        None if an argument is more than an atom or a tuple of atoms, or the function has
-        no simple name.
+        None if an argument is more than an atom or a tuple of atoms, or has bytes, or the
+        arguments are long, or the function has no simple name.
     """
     try:
         # Not the arguments themselves: True, 1 and 1.0 are equal.
         key = function, marshal.dumps(arguments, _WITHOUT_REFERENCES)
     except ValueError:
+        return None
+    if len(key[1]) > _LONGEST:
         return None
     found = _around.get(key, _ABSENT)
     if found is _ABSENT:
@@ -83,13 +104,21 @@ def around_handle(
 def _make_around(
     function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[bytes, bytes] | None:
-    start = start_of_call(function) if says_all(arguments) else None
+    # Whatever exports a buffer, a bytearray or a number of NumPy's, has the same key as bytes.
+    unmistakable = says_all(arguments) and not _has_bytes(arguments)
+    start = start_of_call(function) if unmistakable else None
     if start is None:
         return None
     # Of each but its protocol and its end. What one has put into the memo the next may
     # replace: it is read by that one alone.
     pickles = [pickle.dumps(each, _WITHOUT_FRAMES)[2:-1] for each in arguments]
-    return start + pickle.MARK + pickle.BINBYTES, b"".join((*pickles, _CALLED))
+    return start + _AFTER_NAME, b"".join((*pickles, _CALLED))
+
+
+def _has_bytes(arguments: tuple[Any, ...]) -> bool:
+    return any(
+        type(each) is bytes or (type(each) is tuple and _has_bytes(each)) for each in arguments
+    )
 
 
 def pickle_around(handle: bytes, around: tuple[bytes, bytes]) -> bytes:
@@ -121,7 +150,7 @@ def place_among_atoms(obj: tuple[Any, ...]) -> int | None:
     place = None
     for number, each in enumerate(obj):
         kind = type(each)
-        if kind not in ATOMS or (kind in _TEXTS and len(each) > _LONGEST):
+        if kind not in ATOMS or (kind in _TEXTS and len(each) > _LONGEST_TEXT):
             if place is not None:
                 return None
             place = number
@@ -154,18 +183,24 @@ def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ..
     """
     key = start + end
     found = _calls.get(key, _ABSENT)
-    if found is _ABSENT:
+    if found is _ABSENT or not (found is None or found.is_current()):
         if len(_calls) >= _MOST:
             _calls.clear()
         found = _calls[key] = _read_call(start, end)
-    return found  # type: ignore[no-any-return]
+    return None if found is None else found.call
 
 
-def _read_call(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    if not end.endswith(_CALLED):
+def _read_call(start: bytes, end: bytes) -> _Named | None:
+    usual = start.startswith(_BEFORE_NAME) and start.endswith(_AFTER_NAME)
+    names = start[len(_BEFORE_NAME) : -len(_AFTER_NAME)].split(b"\n")
+    if not usual or len(names) != 3 or not end.endswith(_CALLED):
         return None
     function, (_, *others) = pickle.loads(
         b"".join((start, bytes(HANDLE_AFTER), end[: -len(_CALLED)], _NOT_CALLED))
     )
     arguments = tuple(others)
-    return (function, arguments) if says_all(arguments) else None
+    if not says_all(arguments):
+        return None
+    module, name, _ = (each.decode() for each in names)
+    named = _Named(module, name, (function, arguments))
+    return named if named.is_current() else None

@@ -189,10 +189,14 @@ class Packet:
         That is what was given out for this message. Others whose pickles are
         in it, as bytes, may be loaded from elsewhere.
         """
-        for lease in self._leases:
-            # In a forked child it is the parent's.
-            if lease.segment.lock_fd != -1:
-                lease.undo()
+        _take_back(self._leases)
+
+
+def _take_back(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        # In a forked child it is the parent's.
+        if lease.segment.lock_fd != -1:
+            lease.undo()
 
 
 def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
@@ -243,24 +247,30 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     claim = None if type(obj) in UNASKED else reducer_claim(type(obj))
     if claim is None or get_spawning_popen() is not None:
         return None
-    found = claim.reducer.buffer_of(obj, get_settings().inline_limit)
-    around = None if found is None else around_handle(*found[1:])
-    if found is None or around is None:
+    at_least = get_settings().inline_limit
+    found = claim.reducer.buffer_of(obj, at_least)
+    if found is None:
+        return None
+    view = memoryview(found[0])
+    if view.nbytes < at_least or not view.c_contiguous:
+        # What is small the reducer says; the other is an error, of which Message.carry() tells.
+        return None
+    around = around_handle(*found[1:])
+    if around is None:
         return None
     beside = None if place is None else pickles_beside(held[0], place)
     leases: list[Lease] = []
     try:
-        given = give_out(memoryview(found[0]), leases, copies=not born.started)
+        given = give_out(view, leases, copies=not born.started)
         if given is None:
             return None
         # So that the caller's may be the last reference.
-        del obj, found
+        del obj, found, view
         held.clear()
         given.settle(leases)
         return _of_one_call(given, around, beside, leases)
     except BaseException:
-        for lease in leases:
-            lease.undo()
+        _take_back(leases)
         raise
 
 

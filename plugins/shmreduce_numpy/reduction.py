@@ -155,7 +155,7 @@ def _whole_memory(base: Any, array: np.ndarray[Any, Any]) -> Any:
         type(bottom) is memoryview
         and bottom.nbytes == array.nbytes
         and bottom.c_contiguous
-        # It may lie in a block itself.
+        # Which may be a view of a block itself, see find_block_of().
         and not isinstance(bottom.obj, np.ndarray)
     ):
         return bottom

@@ -74,7 +74,7 @@ class GivenBuffer:
         OutOfSharedMemoryError, BudgetExceededError
             If there is no room for the copy.
         """
-        if self._reference is None:
+        if self._reference is None or not self.is_ours:
             return
         # While there is a reference here the hold does not end, see make_private().
         root = self._reference()
@@ -130,6 +130,9 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
         nothing was done.
     """
     runtime = current()
+    if runtime.has_left:
+        # What is unread has to get into the mailbox, of which a Message takes care.
+        return None
     live = runtime.live
     exporter: Any = view.obj
     reference = live._roots.get(id(exporter))

@@ -163,3 +163,26 @@ def test_what_is_sent_late_takes_one_letter() -> None:
         )
 
     assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.usefixtures("strategy")
+def test_a_shared_array_that_is_sent_late_is_in_the_mailbox() -> None:
+    """Also one that is a message by itself: its reader may have no descriptor free."""
+
+    def is_there() -> bool:
+        own = {segment.token for segment in runtime.current().directory.values()}
+        return any(letter.token in own for letter in letters())
+
+    def child() -> bool:
+        here, there = shmreduce.Pipe()
+        shared = shmreduce.ones(LENGTH)
+        here.send([shared])
+        there.recv()
+        runtime.current().leave()
+        before = is_there()
+        here.send(shared)
+        between = is_there()
+        there.recv()
+        return (before, between, is_there()) == (False, True, False)
+
+    assert wait_for_exit(in_forked_child(child)) == 0
