@@ -13,6 +13,7 @@ either would be a guess.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["PluginReport", "Plugins"]
 
 Status = Literal["loaded", "blocked", "not loaded", "broken", "conflict"]
+
+_Wanted = tuple[bool, tuple[str, ...], tuple[str, ...]]
+"""What the settings say of plugins: autoload, those that are named, those that are blocked."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,10 @@ class _Plugin:
     warned: bool = False
     conflict: Exception | None = None
     instance: Any = None
+    failure: str = ""
+    """Why it could not be imported, the last time."""
+    failed_with: _Wanted | None = None
+    """For which settings that was: for others it is tried again."""
     reducers: list[Reducer] = field(default_factory=list)
     strategies: list[SharingStrategy] = field(default_factory=list)
     array_factory: ArrayFactory | None = None
@@ -128,6 +136,19 @@ class _Plugin:
             return str(file)
         distribution = self.entry_point.dist
         return "unknown" if distribution is None else str(distribution.locate_file(""))
+
+    def outcome(self, wanted: _Wanted) -> Literal["imported", "failed"] | None:
+        """Say what came of its import, None if that is not known for these settings."""
+        if self.instance is not None:
+            return "imported"
+        return "failed" if self.failed_with == wanted else None
+
+    @property
+    def is_half_imported(self) -> bool:
+        """Whether its module is being executed: it may have no hooks yet."""
+        module = sys.modules.get(self.entry_point.value.partition(":")[0].strip())
+        # As the import system itself marks a module that others have to wait for.
+        return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
     @property
     def origin(self) -> str:
@@ -164,8 +185,32 @@ class _Plugin:
                 yield f"{type(reducer).__qualname__}: {reason}"
 
 
+@dataclass(frozen=True)
+class Imported:
+    """What came of the attempt to import a plugin: what it is, or why there is nothing."""
+
+    plugin: _Plugin
+    wanted: _Wanted
+    instance: Any = None
+    failure: str = ""
+
+
+class _Thread(threading.local):
+    """What one thread is about. A forked child has none of that of other threads."""
+
+    def __init__(self) -> None:
+        self.importing: list[tuple[_Plugin, Settings]] = []
+        """Whose modules are being executed, and for which settings."""
+        self.asking: list[tuple[_Plugin, str]] = []
+        """Whose hook is being executed, and which."""
+
+
 class Plugins:
     """The plugins of one registry.
+
+    Loading has two steps. Modules are imported without a lock: the import of a module takes
+    the module's own lock, and another thread may hold that and use shmreduce. What they
+    bring is registered by one thread at a time, for which the caller sees to it.
 
     Parameters
     ----------
@@ -194,24 +239,64 @@ class Plugins:
         self._plugins = [_Plugin(each.name, each) for each in sorted_and_unique(entries)]
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        self._synchronised_with: tuple[object, ...] | None = None
-        self._importing: list[_Plugin] = []
-        """Those whose modules are being executed."""
-        self._asked: list[tuple[_Plugin, str]] = []
-        """Whose hook is being executed, and which."""
+        self._registered: tuple[object, ...] | None = None
+        """What the registered plugins were when that was done, see :meth:`_state`."""
+        self._thread = _Thread()
         self.settled_with: Settings | None = None
         """The settings with which everything is done, and nothing is left to be said."""
 
     def synchronise(self, settings: Settings) -> None:
         """Load the plugins that the settings ask for; drop the others.
 
-        Does nothing if that was done for the same settings before. A plugin
-        is imported once; what it gave is kept for when it is unblocked again.
+        Both steps, for who has the plugins alone: :meth:`import_wanted` and
+        :meth:`register_wanted`.
+        """
+        for imported in self.import_wanted(settings):
+            self.take(imported)
+        self.register_wanted(settings)
+
+    def import_wanted(self, settings: Settings) -> Iterator[Imported]:
+        """Import the plugins that the settings ask for; yield each for :meth:`take`.
+
+        To be called without a lock that is also taken by who uses shmreduce. Changes
+        nothing here, so several threads may do it at the same time. The import system
+        executes a module once for all of them, but one that fails again for each thread
+        that waited for it. A plugin that was taken before is not imported again, nor one
+        that failed for the same settings.
 
         Raises
         ------
         PluginError
             If ``settings.plugins`` names one that is not installed.
+        """
+        wanted = _wanted(settings)
+        if self._registered == self._state(wanted) and not self._missing(settings):
+            return
+        self._refuse_hooks()
+        self._check_names(settings)
+        for plugin in self._missing(settings):
+            imported = self._import(plugin, settings)
+            if imported is not None:
+                yield imported
+
+    def take(self, imported: Imported) -> None:
+        """Take what :meth:`import_wanted` has yielded: of several threads what came first."""
+        plugin = imported.plugin
+        if plugin.instance is not None:
+            return
+        if imported.failure:
+            plugin.failure, plugin.failed_with = imported.failure, imported.wanted
+        else:
+            plugin.instance = imported.instance
+
+    def register_wanted(self, settings: Settings) -> None:
+        """Register the plugins that the settings ask for, and are imported; drop the others.
+
+        Does nothing if that was done for the same settings and plugins before. What a
+        plugin gave is kept for when it is unblocked again.
+
+        Raises
+        ------
         ReducerConflictError, StrategyConflictError
             If two plugins claim the same. Everything else is loaded then.
 
@@ -221,36 +306,46 @@ class Plugins:
             Once for each broken plugin.
         """
         self.settled_with = None
-        wanted = (settings.autoload, settings.plugins, settings.blocked)
-        if wanted != self._synchronised_with:
+        state = self._state(_wanted(settings))
+        if state != self._registered:
             self._refuse_hooks()
-            self._check_names(settings)
             # Whatever comes into it, Ctrl-C say: it is done anew then.
-            self._synchronised_with = None
-            self._import_all(settings)
+            self._registered = None
+            self._judge_all(settings)
             self._register_all()
-            if self._importing:
-                # One of them makes an array as it is imported, say. It is registered, and
-                # everything done again, when that is over.
-                self._report_faults()
-                return
-            self._synchronised_with = wanted
+            self._registered = state
         self._report_faults()
-        self.settled_with = settings
+        if not self._missing(settings):
+            self.settled_with = settings
 
-    def _import_all(self, settings: Settings) -> None:
-        """Import those that are wanted. Their modules may use shmreduce: that comes back here."""
+    def _state(self, wanted: _Wanted) -> tuple[object, ...]:
+        """Return what decides which plugins are registered."""
+        return (wanted, *(each.outcome(wanted) for each in self._plugins))
+
+    def _missing(self, settings: Settings) -> list[_Plugin]:
+        """List the wanted plugins of which nobody knows yet whether they can be imported.
+
+        While one is imported, its module may use shmreduce, which comes back here: it is
+        missing then, the others are registered, and all is done again when it is over.
+        """
+        wanted = _wanted(settings)
+        return [
+            plugin
+            for plugin in self._plugins
+            if plugin.outcome(wanted) is None and _verdict(plugin.name, settings)[0] == "loaded"
+        ]
+
+    def _judge_all(self, settings: Settings) -> None:
+        """Say of each plugin whether it is to be registered, as far as that is known."""
+        wanted = _wanted(settings)
         for plugin in self._plugins:
             self._withdraw(plugin)
             plugin.status, plugin.reason = _verdict(plugin.name, settings)
-        for plugin in self._plugins:
-            if plugin.status == "loaded" and plugin not in self._importing:
-                self._attempt(plugin, self._import)
+            if plugin.status == "loaded" and plugin.outcome(wanted) == "failed":
+                plugin.status, plugin.reason = "broken", plugin.failure
 
     def _register_all(self) -> None:
         """Register those that have been imported, and what they bring."""
-        for plugin in self._plugins:
-            self._withdraw(plugin)
         imported = [each for each in self._plugins if each.instance is not None]
         # pluggy asks the plugin registered last first.
         for plugin in reversed(imported):
@@ -318,18 +413,43 @@ class Plugins:
                     reason="not installed",
                 )
 
-    def _import(self, plugin: _Plugin) -> None:
-        if plugin.instance is not None:
-            return
-        self._importing.append(plugin)
+    def settings_of_import(self) -> Settings | None:
+        """Return for which settings this thread is importing a plugin at the moment, if any.
+
+        These need not be in force yet. If the plugin's module uses shmreduce, plugins that
+        they block must not be loaded for that.
+        """
+        importing = self._thread.importing
+        return importing[-1][1] if importing else None
+
+    def _import(self, plugin: _Plugin, settings: Settings) -> Imported | None:
+        """Import a plugin; None if there is nothing to be taken, or not yet."""
+        wanted = _wanted(settings)
+        if plugin.outcome(wanted) is not None:
+            # The module of the one before it has used shmreduce, or another thread was faster.
+            return None
+        if any(plugin is each for each, _ in self._thread.importing):
+            return None
+        self._thread.importing.append((plugin, settings))
         try:
-            plugin.instance = plugin.entry_point.load()
+            instance = plugin.entry_point.load()
+        except BaseException as error:
+            # Compiled code has errors of its own that are no Exception (PanicException
+            # of PyO3), and a script that was named by mistake calls sys.exit().
+            if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
+                # Not the plugin's fault: it is imported anew the next time.
+                raise
+            if _is_deadlock(error) or plugin.is_half_imported:
+                return None
+            return Imported(plugin, wanted, failure=f"{type(error).__name__}: {error}")
         finally:
-            self._importing.remove(plugin)
+            self._thread.importing.pop()
+        # The program may be importing it, and the module use shmreduce before its hooks are there.
+        return None if plugin.is_half_imported else Imported(plugin, wanted, instance)
 
     def _refuse_hooks(self) -> None:
         """Raise for a hook that needs what it is itself asked for."""
-        for plugin, hook in self._asked:
+        for plugin, hook in self._thread.asking:
             raise PluginError(
                 f"{hook}() of {plugin.origin} uses shmreduce, which is still calling the hooks of "
                 "its plugins: use it when the plugin's module is imported, or when the object "
@@ -369,8 +489,7 @@ class Plugins:
             self._withdraw(plugin)
             plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error
         except BaseException as error:
-            # Compiled code has errors of its own that are no Exception (PanicException
-            # of PyO3), and a script that was named by mistake calls sys.exit().
+            # Of compiled code, say, as in _import().
             if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
                 # Not the plugin's fault: all are asked anew the next time.
                 raise
@@ -420,11 +539,11 @@ class Plugins:
     def _call(self, plugin: _Plugin, hook: str) -> Any:
         """Call a hook of the plugin alone, and return what the hook does."""
         others = [each for each in self._manager.get_plugins() if each is not plugin.instance]
-        self._asked.append((plugin, hook))
+        self._thread.asking.append((plugin, hook))
         try:
             return self._manager.subset_hook_caller(hook, remove_plugins=others)()
         finally:
-            self._asked.pop()
+            self._thread.asking.pop()
 
     def _withdraw(self, plugin: _Plugin) -> None:
         plugin.conflict = None
@@ -452,6 +571,15 @@ class Plugins:
         for plugin in self._plugins:
             if plugin.conflict is not None:
                 raise plugin.conflict
+
+
+def _wanted(settings: Settings) -> _Wanted:
+    return settings.autoload, settings.plugins, settings.blocked
+
+
+def _is_deadlock(error: BaseException) -> bool:
+    """Whether two threads import modules of each other, and this one was told not to wait."""
+    return type(error).__name__ == "_DeadlockError"
 
 
 def _verdict(name: str, settings: Settings) -> tuple[Status, str]:

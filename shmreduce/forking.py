@@ -50,7 +50,7 @@ from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
 from shmreduce.pickling import ask_reducer, dump_message, load_message
 from shmreduce.plain_objects import PASSES_ON
-from shmreduce.process_registry import get_registry
+from shmreduce.process_registry import get_registry, import_plugins
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
 from shmreduce.short_waits import make_methods
@@ -195,6 +195,7 @@ def install(
     """
     if strategy is not None:
         settings["strategy"] = strategy
+    import_plugins(get_settings().changed(**settings))
     with _state.lock:
         return _install(get_settings().changed(**settings), override=override)
 
@@ -467,5 +468,6 @@ def as_child(process: object) -> PreparedProcess:
 
 
 def _install_in_child(override: bool) -> None:
+    import_plugins(get_settings())
     with _state.lock:
         _install(get_settings(), override=override)

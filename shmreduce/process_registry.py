@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer
     from shmreduce.discovery import PluginReport, Plugins
     from shmreduce.entry_points import Told
+    from shmreduce.settings import Settings
 
 __all__ = [
     "get_array_factory",
     "get_memory_handlers",
     "get_plugins",
     "get_registry",
+    "import_plugins",
     "mark_plugins_as_warned",
     "plugin_report",
     "register_reducer",
@@ -86,16 +88,39 @@ def get_plugins() -> Plugins:
     # Asked for each message.
     if plugins is not None and plugins.settled_with is settings:
         return plugins
+    if plugins is not None:
+        settings = plugins.settings_of_import() or settings
+    plugins = import_plugins(settings)
+    with _process.lock:
+        plugins.mark_as_warned(_process.warned_by_parent)
+        plugins.register_wanted(settings)
+    return plugins
+
+
+def import_plugins(settings: Settings) -> Plugins:
+    """Import the plugins that settings ask for, and do not register them yet.
+
+    To be called before a lock is taken under which plugins are needed. No plugin's module
+    is imported under a lock: another thread that imports it may be waiting for that lock,
+    while this one waits until the module is imported.
+
+    Raises
+    ------
+    PluginError
+        If ``settings.plugins`` names one that is not installed.
+    """
+    # Not above: importlib.metadata and pluggy take as long to import as all else
+    # that a child needs which is sent no arrays.
+    from shmreduce.discovery import Plugins
+
     with _process.lock:
         if _process.plugins is None:
-            # Not above: importlib.metadata and pluggy take as long to import as all else
-            # that a child needs which is sent no arrays.
-            from shmreduce.discovery import Plugins
-
             _process.plugins = Plugins(_process.registry, told=_process.found_by_parent)
-        _process.plugins.mark_as_warned(_process.warned_by_parent)
-        _process.plugins.synchronise(settings)
-        return _process.plugins
+        plugins = _process.plugins
+    for imported in plugins.import_wanted(settings):
+        with _process.lock:
+            plugins.take(imported)
+    return plugins
 
 
 def get_registry() -> Registry:
@@ -110,8 +135,9 @@ def get_array_factory() -> ArrayFactory | None:
 
 def get_memory_handlers() -> MemoryHandlers | None:
     """Return what makes an array library allocate by ``shared_allocations``, or None."""
+    plugins = get_plugins()
     with _process.lock:
-        return get_plugins().memory_handlers()
+        return plugins.memory_handlers()
 
 
 def plugin_report(*, ask: bool = False) -> list[PluginReport]:

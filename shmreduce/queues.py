@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from multiprocessing import synchronize
+from multiprocessing import context, synchronize
 from multiprocessing.util import Finalize, debug, info, is_exiting, register_after_fork
 from queue import Empty, Full
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -58,7 +58,72 @@ _CLOSE_PRIORITY = 10
 """As in multiprocessing.queues: at exit queues are closed before they are flushed."""
 
 
-class SimpleQueue(_StandardSimpleQueue, Generic[_T]):
+class _LockOnDemand:
+    """One of the locks of a standard queue, which nothing here takes, made when it is asked for.
+
+    Other code may ask for it: the standard library's pool takes ``_rlock`` of its queue of
+    tasks. But most queues would have semaphores for nothing, whose names stay in /dev/shm
+    if everybody who knows them is killed.
+
+    A queue has one such lock in all processes, or no lock. The process that made the queue
+    can make it at any time, and passes it on with the queue. Another process has it if it
+    was made before the queue was passed on; if not, that process could only make a second
+    one, which would keep nobody out, so there is no such attribute there. Queues of a class
+    that somebody derives have their locks from the beginning: its methods may take them in
+    any process.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, queue: Any, owner: type | None = None) -> Any:
+        """Make the lock; not asked again then, since the queue's own attribute goes first."""
+        if queue is None:
+            return self
+        if queue._maker is None or queue._maker.pid != os.getpid():
+            raise AttributeError(
+                f"{type(queue).__name__}.{self._name} does not exist in this process: it is "
+                "made when the process that made the queue asks for it, and is passed on with "
+                "the queue from then on; let that process ask for it first"
+            )
+        # Of two threads that ask at the same time, both get the first one's.
+        return vars(queue).setdefault(self._name, queue._maker.context.Lock())
+
+
+class _Maker(NamedTuple):
+    """Who made a queue: only there are its locks made."""
+
+    pid: int
+    context: Any
+
+
+class _LocksOnDemand:
+    """What the queues have in the place of the locks of the standard library's."""
+
+    _maker: _Maker | None = None
+    """None in processes that got the queue with its state; see :class:`_LockOnDemand`."""
+    _rlock: Any = _LockOnDemand()
+    _wlock: Any = _LockOnDemand()
+
+    def _promise_locks(self, ctx: Any) -> None:
+        """Let the locks be made, by this process alone."""
+        self._maker = _Maker(os.getpid(), ctx)
+        if type(self).__module__ != __name__:
+            # As soon as it is asked for, the lock is there.
+            _ = self._rlock, self._wlock
+
+    def _made_locks(self) -> tuple[Any, Any]:
+        """Return the locks for a queue's state, each None if it has not been made."""
+        return vars(self).get("_rlock"), vars(self).get("_wlock")
+
+    def _take_over_locks(self, rlock: Any, wlock: Any) -> None:
+        """Have the locks that came with a queue's state, and no others."""
+        for name, lock in (("_rlock", rlock), ("_wlock", wlock)):
+            if lock is not None:
+                setattr(self, name, lock)
+
+
+class SimpleQueue(_LocksOnDemand, _StandardSimpleQueue, Generic[_T]):
     """A queue that is a pipe and nothing else; see :class:`multiprocessing.SimpleQueue`.
 
     ``put`` waits when the pipe is full, which is after thousands of small
@@ -90,8 +155,16 @@ class SimpleQueue(_StandardSimpleQueue, Generic[_T]):
     def __init__(self, *, ctx: Any) -> None:
         self._reader, self._writer = Pipe(duplex=False)
         self._poll = self._reader.poll
-        # Not needed here, but part of what subclasses find.
-        self._rlock, self._wlock = ctx.Lock(), ctx.Lock()
+        self._promise_locks(ctx)
+
+    def __getstate__(self) -> Any:
+        context.assert_spawning(self)
+        return (self._reader, self._writer, *self._made_locks())
+
+    def __setstate__(self, state: Any) -> None:
+        self._reader, self._writer, *locks = state
+        self._take_over_locks(*locks)
+        self._poll = self._reader.poll
 
     def get(self) -> _T:
         """Take the next object out; wait for it.
@@ -198,7 +271,7 @@ class _Feeder(NamedTuple):
         return True
 
 
-class Queue(_StandardQueue, Generic[_T]):
+class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
     """A queue of any length or a bounded one; see :class:`multiprocessing.Queue`.
 
     ``put`` pickles, and writes to the pipe as well if that is possible at once;
@@ -238,13 +311,23 @@ class Queue(_StandardQueue, Generic[_T]):
     def __init__(self, maxsize: int = 0, *, ctx: Any) -> None:
         self._maxsize = maxsize if maxsize > 0 else _ANY_NUMBER
         self._reader, self._writer = Pipe(duplex=False)
-        # Not needed here, but part of what subclasses find.
-        self._rlock, self._wlock = ctx.Lock(), ctx.Lock()
+        self._promise_locks(ctx)
         self._opid = os.getpid()
         self._sem = ctx.BoundedSemaphore(self._maxsize)
         self._ignore_epipe = False
         self._reset()
         register_after_fork(self, _reset_after_fork)
+
+    def __getstate__(self) -> Any:
+        context.assert_spawning(self)
+        channel = (self._ignore_epipe, self._maxsize, self._reader, self._writer)
+        return (*channel, *self._made_locks(), self._sem, self._opid)
+
+    def __setstate__(self, state: Any) -> None:
+        self._ignore_epipe, self._maxsize, self._reader, self._writer, *locks = state[:6]
+        self._take_over_locks(*locks)
+        self._sem, self._opid = state[6:]
+        self._reset()
 
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
@@ -464,6 +547,13 @@ class JoinableQueue(Queue[_T], _StandardJoinableQueue):
         Queue.__init__(self, maxsize, ctx=ctx)
         self._unfinished_tasks = ctx.Semaphore(0)
         self._cond = ctx.Condition()
+
+    def __getstate__(self) -> Any:
+        return (*super().__getstate__(), self._cond, self._unfinished_tasks)
+
+    def __setstate__(self, state: Any) -> None:
+        *of_queue, self._cond, self._unfinished_tasks = state
+        super().__setstate__(tuple(of_queue))
 
     def put(self, obj: _T, block: bool = True, timeout: float | None = None) -> None:
         """Put an object in, as it is now, and count it; see :meth:`Queue.put`."""

@@ -198,7 +198,7 @@ def test_an_alarm_while_plugins_are_loaded_breaks_none(monkeypatch: pytest.Monke
         signal.raise_signal(signal.SIGALRM)
 
     monkeypatch.setattr(discovery.Plugins, "_register", struck)
-    monkeypatch.setattr(plugins, "_synchronised_with", None)
+    monkeypatch.setattr(plugins, "_registered", None)
     monkeypatch.setattr(plugins, "settled_with", None)
     with pytest.raises(TimeoutError, match="too long"):
         process_registry.get_plugins()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from multiprocessing import resource_sharer
+from multiprocessing.pool import Pool as StandardPool
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,7 +21,7 @@ import pytest
 
 import shmreduce
 from shmreduce.packet_socket import PacketSocket
-from shmreduce.queues import Queue
+from shmreduce.queues import Queue, SimpleQueue
 from tests.channels.channels import PATIENCE, context_of, within
 
 if TYPE_CHECKING:
@@ -495,3 +496,124 @@ def test_without_a_thread_nothing_is_put_in(kind: str, monkeypatch: pytest.Monke
         queue.task_done()
         within(queue.join)
     close(queue)
+
+
+# The locks of the standard library's queues
+
+LOCKS = ("_rlock", "_wlock")
+
+
+def locks_of(queue: Any) -> list[str]:
+    """Return which of the locks have been made."""
+    return [name for name in LOCKS if name in vars(queue)]
+
+
+def use(queue: Any) -> list[str]:
+    """Pass something on by a queue, and return which locks there are then."""
+    queue.put(within(queue.get))
+    return locks_of(queue)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_queue_has_no_locks(children: Children, kind: str) -> None:
+    """Neither where it was made nor where it was passed on to, used or not."""
+    queue = getattr(context_of(children), kind)()
+    assert locks_of(queue) == []
+    queue.put("hello")
+    assert children.call(use, queue) == []
+    assert within(queue.get) == "hello"
+    assert locks_of(queue) == []
+    close(queue)
+
+
+def test_who_asks_for_a_lock_gets_the_same(queue: Any) -> None:
+    """Each of many threads that ask at the same time gets one and the same lock, and a lock
+    for reading is not that for writing.
+    """
+    together = threading.Barrier(8)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        together.wait(PATIENCE)
+        answers.append((queue._rlock, queue._wlock))
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(answers) == 8
+    assert {tuple(map(id, locks)) for locks in answers} == {(id(queue._rlock), id(queue._wlock))}
+    assert queue._rlock is not queue._wlock
+
+
+def free_locks(queue: Any) -> list[str]:
+    """Return which of a queue's locks nobody has taken."""
+    return [name for name in LOCKS if getattr(queue, name).acquire(timeout=0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lock_that_is_made_is_passed_on(children: Children, kind: str) -> None:
+    """Who gets the queue later has the lock, and finds it taken where it is taken."""
+    queue = getattr(context_of(children), kind)()
+    with queue._rlock:
+        assert queue._wlock.acquire(timeout=0)
+        assert children.call(free_locks, queue) == []
+        queue._wlock.release()
+        assert children.call(free_locks, queue) == ["_wlock"]
+    close(queue)
+
+
+def ask_for_locks(queue: Any, commands: Any, answers: Any) -> None:
+    """Say which locks a queue has, before and after a command comes."""
+    answers.send([name for name in LOCKS if hasattr(queue, name)])
+    commands.recv()
+    try:
+        answers.send(str(queue._rlock))
+    except AttributeError as error:
+        answers.send(str(error))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_makes_a_second_lock(children: Children, kind: str) -> None:
+    """A process that got the queue without a lock has none, also after the maker of the queue
+    has made it; the error says what to do.
+    """
+    context = context_of(children)
+    queue = getattr(context, kind)()
+    for_child, commands = context.Pipe(duplex=False)
+    answers, of_child = context.Pipe(duplex=False)
+    children.start(ask_for_locks, queue, for_child, of_child)
+    assert within(answers.recv) == []
+    with queue._rlock:
+        commands.send("the lock is made")
+        assert "let that process ask for it first" in within(answers.recv)
+    children.join()
+    for each in (for_child, commands, answers, of_child):
+        each.close()
+    close(queue)
+
+
+class TakingTurns(SimpleQueue[Any]):
+    """Whose readers take the lock, as the standard library's do."""
+
+    def get(self) -> Any:
+        with self._rlock:
+            return super().get()
+
+
+def test_derived_queues_have_their_locks(children: Children) -> None:
+    """From the beginning, so that their methods can take them in every process."""
+    queue = TakingTurns(ctx=context_of(children))
+    queue.put("hello")
+    assert children.call(use, queue) == list(LOCKS)
+    assert within(queue.get) == "hello"
+    close(queue)
+
+
+def test_the_standard_pool_takes_a_lock(children: Children) -> None:
+    """When it is terminated: one with a context of shmreduce gets the lock it asks for."""
+    pool = StandardPool(1, context=context_of(children))
+    assert pool.apply_async(abs, (-3,)).get(PATIENCE) == 3
+    within(pool.terminate)
+    within(pool.join)

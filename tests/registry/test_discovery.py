@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import signal
+import subprocess
 import sys
 import textwrap
+import threading
 from importlib import metadata
 from importlib.metadata import EntryPoint, distributions
 from typing import TYPE_CHECKING, Any
@@ -41,6 +45,8 @@ from shmreduce.process_registry import (
     take_over_reducers,
 )
 from shmreduce.registry import Registry
+from shmreduce.settings import get_settings, set_settings
+from tests.conftest import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -649,6 +655,179 @@ def test_a_plugin_that_uses_shmreduce_as_it_is_imported(
     )
     assert {"file_descriptor", "file_system"} <= modes
     assert {"numpy", "memoryview"} <= others
+
+
+def test_a_plugin_that_the_program_imports_uses_shmreduce(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hooks are asked for when its module has been executed, though the plugins were
+    needed before that.
+    """
+    installer.install("user", USER + REDUCER.format(claimed="example.A"))
+    plugins = follow_up(installer, monkeypatch)
+    module = importlib.import_module("plugin_module_user")
+    assert {"numpy", "memoryview"} <= module.OTHERS
+    assert get_plugins() is plugins
+    assert report_of(plugins, "user").reducers == ("example.A",)
+
+
+def test_what_install_blocks_is_not_imported_for_another_plugin(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a plugin uses shmreduce as ``install`` imports it, it sees those that are not blocked."""
+    installer.install("a_user", USER)
+    installer.install("z_blocked", REDUCER.format(claimed="example.Z"))
+    follow_up(installer, monkeypatch)
+    with shmreduce.install(blocked=("z_blocked",)):
+        assert "numpy" in sys.modules["plugin_module_a_user"].OTHERS
+        assert report_of(get_plugins(), "z_blocked").status == "blocked"
+        assert "plugin_module_z_blocked" not in sys.modules
+
+
+def noting(log: Path, what: str) -> str:
+    """Return a line of a plugin that notes in a file that it has been executed."""
+    return f"with open({str(log)!r}, 'a') as log: log.write('{what} ')\n"
+
+
+def test_a_broken_plugin_is_executed_once(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if plugins before and after it use shmreduce as they are imported; and again for
+    other settings.
+    """
+    log = installer.folder / "log"
+    for name in ("a_user", "z_user"):
+        installer.install(name, USER)
+    installer.install("broken", noting(log, "executed") + "1 / 0")
+    plugins = follow_up(installer, monkeypatch)
+    with pytest.warns(ShmreduceWarning, match="division by zero"):
+        get_plugins()
+    get_plugins()
+    assert log.read_text() == "executed "
+    plugins.synchronise(Settings(blocked=("nobody",)))
+    assert log.read_text() == "executed executed "
+
+
+def test_a_plugin_that_fails_again_is_broken_again(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again for other settings, and uses shmreduce each time before it fails."""
+    installer.install("user", textwrap.dedent(USER) + "1 / 0")
+    plugins = follow_up(installer, monkeypatch)
+    with pytest.warns(ShmreduceWarning, match="division by zero"):
+        get_plugins()
+    assert report_of(plugins, "user").status == "broken"
+    before = get_settings()
+    set_settings(before.changed(blocked=("nobody",)))
+    try:
+        assert report_of(get_plugins(), "user").status == "broken"
+    finally:
+        set_settings(before)
+
+
+def test_threads_that_load_at_the_same_time(
+    installer: Installer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin is executed once, its hook asked once, and each thread has what it brings."""
+    log = installer.folder / "log"
+    source = textwrap.dedent(REDUCER.format(claimed="example.A"))
+    hook = "def shmreduce_reducers():\n"
+    asked = source.replace(hook, f"{hook}    {noting(log, 'asked')}")
+    installer.install("one", noting(log, "executed") + asked)
+    follow_up(installer, monkeypatch)
+    together = threading.Barrier(8)
+    answers: list[tuple[str, ...]] = []
+
+    def load() -> None:
+        together.wait(PATIENCE)
+        answers.append(report_of(get_plugins(), "one").reducers)
+
+    threads = [threading.Thread(target=load, daemon=True) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert answers == [("example.A",)] * 8
+    assert log.read_text() == "executed asked "
+
+
+PACKAGE = """
+    import events
+
+    events.package_begins.set()
+    assert events.plugin_begins.wait({patience})
+
+    import shmreduce
+    {use}
+"""
+PLUGIN_OF_PACKAGE = """
+    import events
+
+    events.plugin_begins.set()
+
+    import package
+"""
+BOTH_THREADS = """
+    import os
+    import sys
+    import threading
+
+    import events
+    import shmreduce
+
+    def load():
+        {use}
+
+    importing = threading.Thread(target=__import__, args=("package",), daemon=True)
+    importing.start()
+    assert events.package_begins.wait({patience})
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    for thread in (importing, loading):
+        thread.join({patience})
+        if thread.is_alive():
+            print("a thread waits for ever", flush=True)
+            # An orderly end would wait for the same locks.
+            os._exit(1)
+    {use}
+    [report] = [each for each in get_plugins().reports() if each.name == "one"]
+    print(report.status, *report.reducers)
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "get_plugins()",
+        "shmreduce.install()",
+        "get_memory_handlers()",
+    ],
+)
+def test_a_package_uses_shmreduce_while_its_plugin_is_loaded(
+    installer: Installer, use: str
+) -> None:
+    """One thread imports a package, which uses shmreduce as it is imported; another loads the
+    package's plugin, which imports the package. Neither waits for ever, and the plugin is
+    loaded.
+    """
+    use = f"from shmreduce.process_registry import get_memory_handlers, get_plugins; {use}"
+    bound = {"patience": PATIENCE / 3, "use": use}
+    events = "import threading\npackage_begins, plugin_begins = (threading.Event() for _ in 'ab')"
+    (installer.folder / "events.py").write_text(events)
+    (installer.folder / "package.py").write_text(textwrap.dedent(PACKAGE.format(**bound)))
+    source = textwrap.dedent(PLUGIN_OF_PACKAGE) + textwrap.dedent(REDUCER)
+    installer.install("one", source.format(claimed="example.A"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installer.folder), *sys.path])}
+    script = textwrap.dedent(BOTH_THREADS.format(**bound))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+    )
+    assert (done.stdout, done.stderr) == ("loaded example.A\n", "")
 
 
 @pytest.mark.parametrize(
