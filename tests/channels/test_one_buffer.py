@@ -500,17 +500,18 @@ def test_a_reducer_that_offers_a_buffer_with_gaps_is_told_so(
                 ends[0].send(sent)
 
 
+@pytest.mark.parametrize(("nbytes", "limit"), [(9, 10), (0, 0)])
 def test_a_small_buffer_that_a_reducer_offers_all_the_same_takes_the_long_way(
-    ends: tuple[Any, Any],
+    ends: tuple[Any, Any], nbytes: int, limit: int
 ) -> None:
     """Its answer does not matter: reduce() is asked, which says that it is better pickled."""
     sent = Named("a")
-    sent.memory = sent.memory[:9]
+    sent.memory = sent.memory[:nbytes]
     # Makes a warm block of the size.
     message = shmreduce.Message()
-    message.allocate(9)
+    message.allocate(nbytes)
     message.rollback()
-    with registered(NamedReducer()):
+    with registered(NamedReducer()), shmreduce.install(inline_limit=limit):
         ends[0].send(sent)
         assert within(ends[1].recv).memory == sent.memory
 
@@ -530,7 +531,7 @@ def test_a_long_argument_arrives(ends: tuple[Any, Any], length: int) -> None:
     with registered(NamedReducer()):
         ends[0].send(Named("a" * length))
         assert within(ends[1].recv) == "a" * length
-    assert max(len(key[1]) for key in handle_calls._around) < 10_000
+    assert all(len(arguments) < 10_000 for _, arguments in handle_calls._around)
 
 
 def test_a_function_that_was_replaced_is_not_called_any_more(
