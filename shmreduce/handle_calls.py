@@ -49,6 +49,7 @@ _BEGINNING = pickle.PROTO + b"\5"
 _BEFORE_NAME = _BEGINNING + pickle.GLOBAL
 _AFTER_NAME = pickle.MARK + pickle.BINBYTES
 _ABSENT: Any = object()
+_modules = sys.modules
 
 
 class _Named(NamedTuple):
@@ -57,10 +58,6 @@ class _Named(NamedTuple):
     module: str
     name: str
     call: tuple[Callable[..., Any], tuple[Any, ...]]
-
-    def is_current(self) -> bool:
-        """Return whether the name leads there still: the module may have been loaded again."""
-        return getattr(sys.modules.get(self.module), self.name, None) is self.call[0]
 
 
 _around: dict[tuple[Callable[..., Any], bytes], tuple[bytes, bytes] | None] = {}
@@ -183,10 +180,16 @@ def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ..
     """
     key = start + end
     found = _calls.get(key, _ABSENT)
-    if found is _ABSENT or not (found is None or found.is_current()):
-        if len(_calls) >= _MOST:
-            _calls.clear()
-        found = _calls[key] = _read_call(start, end)
+    if found is None:
+        return None
+    if found is not _ABSENT:
+        module, name, call = found
+        # The module may have been loaded again: pickle would find what it has now.
+        if getattr(_modules.get(module), name, None) is call[0]:
+            return call  # type: ignore[no-any-return]
+    elif len(_calls) >= _MOST:
+        _calls.clear()
+    found = _calls[key] = _read_call(start, end)
     return None if found is None else found.call
 
 
@@ -203,4 +206,5 @@ def _read_call(start: bytes, end: bytes) -> _Named | None:
         return None
     module, name, _ = (each.decode() for each in names)
     named = _Named(module, name, (function, arguments))
-    return named if named.is_current() else None
+    # By a name with dots it would not be found again.
+    return named if getattr(_modules.get(module), name, None) is function else None

@@ -252,7 +252,7 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     if found is None:
         return None
     view = memoryview(found[0])
-    if view.nbytes < max(at_least, 1) or not view.c_contiguous:
+    if view.nbytes < (at_least or 1) or not view.c_contiguous:
         # Of what is small, or empty, the answer does not matter. Of gaps Message.carry() tells.
         return None
     around = around_handle(*found[1:])
