@@ -87,9 +87,13 @@ class Settings:
     """
 
     strategy: str | None = None
-    # Up to there pickling is as quick as a block, or quicker. A pipe of the standard library
-    # holds 64 KiB (pipe(7)), and what is longer waits for its reader: three times as long.
-    inline_limit: int = 60 * KIBIBYTE
+    # Up to there pickling is as quick as a block, or quicker. From 85 KiB on it takes four times
+    # as long: the pickler makes its buffer half as large again, and one of 128 KiB malloc(3) gets
+    # from mmap(2) each time (M_MMAP_THRESHOLD), and gives what lies beside it back. With warm
+    # memory a block would be quicker from 48 KiB on, and three times as quick from 64 KiB on
+    # where the pipe is the standard library's, which holds no more (pipe(7)). But the first
+    # block of a process takes as long as a dozen such messages.
+    inline_limit: int = 80 * KIBIBYTE
     budget: int | None = None
     idle_seconds: float = 5.0
     idle_keep: int = 128 * MEBIBYTE

@@ -19,9 +19,9 @@ REASONS: dict[str, str] = {
         "Here each message is a new array, and its memory comes back."
     ),
     "fresh 8 MiB: shmreduce / one copy": (
-        "Beside the copy stand the work for two messages, 0.1 ms with full caches, which the copy "
-        "has emptied; and what caches hold of 8 MiB is copied quicker when nothing else is done. "
-        "One thread copies: the reader, who looks for the message, has the other processor. "
+        "Beside the copy stand the work for two messages, 0.05 ms with full caches, which the "
+        "copy has emptied; and what caches hold of 8 MiB is copied quicker when nothing else is "
+        "done. One thread copies: the reader, who looks for the message, has the other processor. "
         "Needed: all of that work in C."
     ),
     "born *: shmreduce born shared / ten bytes": (
@@ -32,13 +32,14 @@ REASONS: dict[str, str] = {
         "Needed: all the work of a message compiled, so that it touches less code and data."
     ),
     "fresh 1 MiB: *torch*": (
-        "Two messages are 0.1 ms of work, more where the copy has emptied the caches. What "
-        "concerns blocks, leases and packets is compiled, which took two fifths off. Needed: the "
-        "reducer and the pickling in C as well, and fewer objects for each block."
+        "A copy and the round trip of a shared array alone take an eighth of torch's time. The "
+        "rest is the interpreter's work with caches that the copy has emptied. What concerns "
+        "blocks, leases and packets is compiled, and an array alone is sent without a pickler. "
+        "Needed: all the work of a message in C."
     ),
     "fresh *: *torch*": (
         "Where one copy alone takes more than a tenth of torch's whole time it cannot be met; "
-        "else see the spread. From 64 MiB on ours takes 0.6 to 1.25 times one copy by one thread."
+        "else see the spread. From 64 MiB on ours takes 0.5 to 1.25 times one copy by one thread."
     ),
     "exchange *: a message among 16 / among 2": (
         "Two processes on two processors answer without sleeping, sixteen cannot. Until readers "
@@ -86,6 +87,10 @@ REASONS: dict[str, str] = {
     "shared *: best of torch / shmreduce": "Within the spread of ours.",
     "results 64 MiB filled: multiprocessing*": (
         "The workers write 64 MiB each, which takes as long for both; `bare` is without that."
+    ),
+    "results 256 MiB filled: multiprocessing*": (
+        "The workers write 256 MiB each, and their pages come from the system first: that takes "
+        "as long for both."
     ),
     "results 64 MiB filled: best of torch*": (
         "The workers write 64 MiB each before anything is sent, which takes as long for both. "

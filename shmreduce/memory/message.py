@@ -153,8 +153,10 @@ class Message:
 
         Raises
         ------
-        OutOfSharedMemoryError, BudgetExceededError, SegmentError, OutOfLeasesError
-            As :meth:`allocate` and :meth:`refer`.
+        OutOfSharedMemoryError, BudgetExceededError, SegmentError
+            As :meth:`allocate`.
+        OutOfLeasesError, LeaseTimeoutError
+            As :meth:`refer`.
         ConfigurationError
             If ``memory`` is not such a buffer.
 

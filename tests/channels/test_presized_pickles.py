@@ -108,7 +108,7 @@ class Buffers:
         self.parts: list[Any] = [
             bytes([number]) * 90_000,
             bytearray([number]) * 91_000,
-            np.full(7_000, number),
+            np.full(9_000, number),
             "text" * 30_000,
         ]
 
