@@ -225,7 +225,10 @@ class Plugins:
     --------
     >>> from shmreduce import Settings
     >>> plugins = Plugins(Registry())
-    >>> plugins.synchronise(Settings(blocked=("numpy",)))
+    >>> settings = Settings(blocked=("numpy",))
+    >>> for imported in plugins.import_wanted(settings):
+    ...     plugins.take(imported)
+    >>> plugins.register_wanted(settings)
     >>> [report.status for report in plugins.reports() if report.name == "numpy"]
     ['blocked']
     """
@@ -244,16 +247,6 @@ class Plugins:
         self._thread = _Thread()
         self.settled_with: Settings | None = None
         """The settings with which everything is done, and nothing is left to be said."""
-
-    def synchronise(self, settings: Settings) -> None:
-        """Load the plugins that the settings ask for; drop the others.
-
-        Both steps, for who has the plugins alone: :meth:`import_wanted` and
-        :meth:`register_wanted`.
-        """
-        for imported in self.import_wanted(settings):
-            self.take(imported)
-        self.register_wanted(settings)
 
     def import_wanted(self, settings: Settings) -> Iterator[Imported]:
         """Import the plugins that the settings ask for; yield each for :meth:`take`.

@@ -48,8 +48,6 @@ _TEXTS = (str, bytes)
 _BEGINNING = pickle.PROTO + b"\5"
 _BEFORE_NAME = _BEGINNING + pickle.GLOBAL
 _AFTER_NAME = pickle.MARK + pickle.BINBYTES
-_ABSENT: Any = object()
-_modules = sys.modules
 
 
 class _Named(NamedTuple):
@@ -90,12 +88,13 @@ def around_handle(
         return None
     if len(key[1]) > _LONGEST:
         return None
-    found = _around.get(key, _ABSENT)
-    if found is _ABSENT:
+    try:
+        return _around[key]
+    except KeyError:
         if len(_around) >= _MOST:
             _around.clear()
-        found = _around[key] = _make_around(function, arguments)
-    return found  # type: ignore[no-any-return]
+        made = _around[key] = _make_around(function, arguments)
+        return made
 
 
 def _make_around(
@@ -179,18 +178,22 @@ def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ..
         by anybody.
     """
     key = start + end
-    found = _calls.get(key, _ABSENT)
-    if found is None:
-        return None
-    if found is not _ABSENT:
-        module, name, call = found
+    try:
+        found = _calls[key]
+    except KeyError:
+        if len(_calls) >= _MOST:
+            _calls.clear()
+    else:
         # The module may have been loaded again: pickle would find what it has now.
-        if getattr(_modules.get(module), name, None) is call[0]:
-            return call  # type: ignore[no-any-return]
-    elif len(_calls) >= _MOST:
-        _calls.clear()
+        if found is None or _is_current(found):
+            return None if found is None else found.call
     found = _calls[key] = _read_call(start, end)
     return None if found is None else found.call
+
+
+def _is_current(found: _Named) -> bool:
+    """Return whether the name leads to the function, and not one with dots."""
+    return getattr(sys.modules.get(found.module), found.name, None) is found.call[0]
 
 
 def _read_call(start: bytes, end: bytes) -> _Named | None:
@@ -206,5 +209,4 @@ def _read_call(start: bytes, end: bytes) -> _Named | None:
         return None
     module, name, _ = (each.decode() for each in names)
     named = _Named(module, name, (function, arguments))
-    # By a name with dots it would not be found again.
-    return named if getattr(_modules.get(module), name, None) is function else None
+    return named if _is_current(named) else None

@@ -8,6 +8,9 @@ A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
 the block that has it. Descriptors of the segments travel beside it, in the same
 order. As many may be missing at the end as did not get through.
+
+In front of a pickle that is one call with a handle stands where the handle is; see
+``handle_calls``.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from shmreduce.handle_calls import (
     pickles_beside,
     place_among_atoms,
 )
+from shmreduce.memory import quick_blocks
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
@@ -155,6 +159,7 @@ class Packet:
 
         Or this one, where there is no room for a block.
         """
+        # That of one call is small, and begins in another way.
         if self._body is not None or self.data[0] == _ONE_CALL:
             return self
         body = memoryview(self.data)[_HEAD.size + _TOKEN_SIZE * self.data[1] :]
@@ -212,7 +217,7 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
         If it is large and there is no room. Nothing is held then, as after any error of
         pickling; the object may have gone.
     """
-    if not lent:
+    if quick_blocks.COMPILED and not lent:
         packet = _pack_one_buffer(held)
         if packet is not None:
             return packet
@@ -341,10 +346,6 @@ def _make(body: memoryview, message: Message | None) -> Packet:
     if message is None:
         message = Message()
     try:
-        if body.nbytes <= INLINE_BODY:
-            lease = message.only_lease()
-            if lease is not None:
-                return _of_one_block(body, message, lease)
         kind, written = _IN_PACKET, body
         if body.nbytes > INLINE_BODY:
             handle = message.handle_of(body) or _move_to_block(body, message)
@@ -354,14 +355,6 @@ def _make(body: memoryview, message: Message | None) -> Packet:
     except BaseException:
         message.rollback()
         raise
-
-
-def _of_one_block(body: memoryview, message: Message, lease: Lease) -> Packet:
-    """Do as :func:`_in_packet` for a message that has one block, as most have."""
-    segment = lease.segment
-    packet = Packet(b"".join((_OF_ONE, segment.token, body)), (segment,), (lease,))
-    message.commit(carried=True)
-    return packet
 
 
 def _in_packet(

@@ -81,7 +81,7 @@ def get_plugins() -> Plugins:
     Raises
     ------
     PluginError, ReducerConflictError, StrategyConflictError
-        As :meth:`Plugins.synchronise`.
+        As :meth:`Plugins.import_wanted` and :meth:`Plugins.register_wanted`.
     """
     settings = get_settings()
     plugins = _process.plugins

@@ -92,7 +92,7 @@ class Settings:
     # from mmap(2) each time (M_MMAP_THRESHOLD), and gives what lies beside it back. With warm
     # memory a block would be quicker from 48 KiB on, and three times as quick from 64 KiB on
     # where the pipe is the standard library's, which holds no more (pipe(7)). But the first
-    # block of a process takes as long as a dozen such messages.
+    # block of a process takes as long as some 25 such messages.
     inline_limit: int = 80 * KIBIBYTE
     budget: int | None = None
     idle_seconds: float = 5.0

@@ -14,6 +14,7 @@ from shmreduce import Block, InvalidHandleError, import_block
 from shmreduce_numpy.blocks import array_over
 
 __all__ = [
+    "DTYPES",
     "rebuild_bytes",
     "rebuild_copy",
     "rebuild_inline",
@@ -25,9 +26,8 @@ __all__ = [
     "take_attributes",
 ]
 
-_BYTE = np.dtype(np.uint8)
-_bytes_of, _new = np.frombuffer, np.ndarray.__new__
-_DTYPES: dict[Any, Any] = {kind: np.dtype(kind) for kind in "?bhilqBHILQefdgFDG"}
+DTYPES: dict[Any, Any] = {kind: np.dtype(kind) for kind in "?bhilqBHILQefdgFDG"}
+"""NumPy's own dtype objects, which live as long as NumPy, by their characters."""
 
 
 def rebuild_view(
@@ -54,7 +54,7 @@ def rebuild_view(
 def rebuild_copy(
     handle: bytes,
     shape: tuple[int, ...],
-    order: Any,
+    order: str,
     dtype: Any,
     writeable: bool,
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
@@ -67,15 +67,7 @@ def rebuild_copy(
         As :func:`rebuild_view`.
     """
     memory = import_block(handle).buffer
-    try:
-        # As array_over() does it.
-        whole = _bytes_of(memory, _BYTE)
-        array = _new(cls, shape, _DTYPES.get(dtype, dtype), whole, 0, None, order)
-    except (TypeError, ValueError):
-        return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
-    if not writeable:
-        np.ndarray.setflags(array, write=False)
-    return array
+    return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
 
 
 def rebuild_part(
@@ -119,7 +111,7 @@ def rebuild_small(kind: str, shape: tuple[int, ...], fortran: bool, data: bytes)
     directly: the fewest steps there are.
     """
     array: Any = np.ndarray.__new__(np.ndarray, (0,), "b")
-    array.__setstate__((1, shape, _DTYPES[kind], fortran, data))
+    array.__setstate__((1, shape, DTYPES[kind], fortran, data))
     return array
 
 

@@ -37,10 +37,8 @@ __all__ = ["buffer_of_array", "reduce_array"]
 
 _PLAIN = frozenset("biufc")
 """Kinds whose dtype is said by one character."""
-_KINDS = {id(np.dtype(kind)): kind for kind in "?bhilqBHILQefdgFDG"}
-"""Characters of NumPy's own dtype objects, which live as long as NumPy, by identity."""
-_SHARES_UP_TO = 256 << 10
-"""Bytes up to which it is worth while to ask whether an array shares its block with others."""
+_KINDS = {id(dtype): kind for kind, dtype in rebuild.DTYPES.items()}
+"""Characters of NumPy's own dtype objects, by identity."""
 _PARTS_FROM = 8 << 10
 """Bytes from which one of many arrays goes into a block with others; else pickling is as quick."""
 
@@ -132,7 +130,7 @@ def _reduce_whole(
     arguments: tuple[Any, ...],
 ) -> Any:
     """Reduce an array that :func:`buffer_of_array` knows."""
-    if memory is array and array.nbytes <= _SHARES_UP_TO:
+    if memory is array:
         part = _reduce_to_part(array, array.nbytes, array.flags, message)
         if part is not None:
             return part

@@ -104,6 +104,7 @@ class Block:
     @property
     def buffer(self) -> memoryview:
         """The bytes, format ``B``; read-only at receivers of a ``ro`` block."""
+        # Most are the whole root, which has the format: each step takes as long as the view.
         view = memoryview(self._root)
         if view.format != "B":
             view = view.cast("B")

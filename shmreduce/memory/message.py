@@ -527,10 +527,6 @@ class Message:
             return [self._taken[0].segment]
         return list(dict.fromkeys([taken.segment for taken in self._taken]))
 
-    def only_lease(self) -> Lease | None:
-        """Return what was given out if that is one lease, on memory that was not lent."""
-        return self._taken[0] if len(self._taken) == 1 and not self._borrowed else None
-
     def leases(self) -> list[Lease]:
         """Return what was given out and neither kept nor taken back so far."""
         return list(self._taken)
@@ -543,7 +539,7 @@ class Message:
         carried : bool
             Whether a descriptor of each segment travels with it. For the core only.
         """
-        if not self._taken or not self._is_ours():
+        if not self._is_ours():
             return
         self._let_go_of_parts()
         while self._borrowed:
@@ -652,7 +648,7 @@ def _contiguous(memory: Any) -> memoryview:
 
 def keep_leases(leases: list[Lease], child: weakref.ref[Any] | None = None) -> None:
     """Let leases be those of a message that is complete; of ``child``, where that is starting."""
-    kept = quick_blocks.commit(leases, child) or 0
+    kept = quick_blocks.commit(leases, child)
     for each in leases[kept:]:
         now = time.monotonic()
         each.segment.sent(Sent(each.slot, each.nonce, each.block, each.generation, now, child))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.segment import Segment
 
 __all__ = [
+    "COMPILED",
     "block_tables",
     "commit",
     "configure",
@@ -35,6 +36,8 @@ def _decline(*_: object) -> Any:
 
 
 _module: Any = find_module(BLOCKS)[0]
+COMPILED = _module is not None
+"""Whether any of these does anything."""
 
 configure: Any = getattr(_module, "configure", _decline)
 """``(Block, Filling, Lease, Record, RootReference, Sent, page_size, few)``: what they make.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LENGTH = 1 << 17
 """Elements of eight bytes."""
 COMPILED = pytest.mark.skipif(
-    quick_blocks.root_died is None, reason="the short way needs the compiled modules"
+    not quick_blocks.COMPILED, reason="the short way needs the compiled modules"
 )
 
 

@@ -152,6 +152,13 @@ def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Insta
         sys.modules.pop(module, None)
 
 
+def synchronise(plugins: Plugins, settings: Settings) -> None:
+    """Load the plugins that the settings ask for, and drop the others, in one thread."""
+    for imported in plugins.import_wanted(settings):
+        plugins.take(imported)
+    plugins.register_wanted(settings)
+
+
 def report_of(plugins: Plugins, name: str) -> PluginReport:
     """Return the report on one plugin."""
     [report] = [each for each in plugins.reports() if each.name == name]
@@ -175,7 +182,7 @@ def test_report_tells_where_a_plugin_came_from(installer: Installer) -> None:
     """The report names distribution, version, file and what is provided."""
     installer.install("one", REDUCER.format(claimed="decimal.Decimal"))
     plugins = installer.plugins()
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     report = report_of(plugins, "one")
     assert (report.distribution, report.version) == ("dist-of-one", "1.5")
     assert report.path == str(installer.folder / "plugin_module_one.py")
@@ -193,7 +200,7 @@ def test_report_tells_which_reducers_do_not_work_here(installer: Installer) -> N
         claimed = source.replace("return NotImplemented\n", f"return NotImplemented\n{method}")
         installer.install(name, claimed.replace("decimal.Decimal", f"decimal.Decimal{name}"))
     plugins = installer.plugins()
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     assert all(not report.unusable for report in plugins.reports())
     one, two = plugins.reports(ask=True)
     assert one.unusable == ("TheReducer: there is no decimal point",)
@@ -206,7 +213,7 @@ def test_plugins_come_sorted_and_once(installer: Installer) -> None:
     for name in ("zulu", "alpha", "mike"):
         installer.install(name, REDUCER.format(claimed=f"package.{name}"))
     plugins = installer.plugins(twice=True)
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     assert [report.name for report in plugins.reports()] == ["alpha", "mike", "zulu"]
     assert {report.status for report in plugins.reports()} == {"loaded"}
 
@@ -255,7 +262,7 @@ def test_broken_plugin_takes_nobody_down(installer: Installer, source: str, reas
     installer.install("zulu", REDUCER.format(claimed="package.zulu"))
     plugins = installer.plugins()
     with pytest.warns(ShmreduceWarning, match="'broken' of distribution dist-of-broken 1.5"):
-        plugins.synchronise(Settings())
+        synchronise(plugins, Settings())
     report = report_of(plugins, "broken")
     assert report.status == "broken"
     assert reason in report.reason
@@ -267,9 +274,9 @@ def test_broken_plugin_is_warned_about_once(installer: Installer) -> None:
     installer.install("broken", "raise RuntimeError('no luck')")
     plugins = installer.plugins()
     with pytest.warns(ShmreduceWarning):
-        plugins.synchronise(Settings())
-    plugins.synchronise(Settings())
-    plugins.synchronise(Settings(blocked=("other",)))
+        synchronise(plugins, Settings())
+    synchronise(plugins, Settings())
+    synchronise(plugins, Settings(blocked=("other",)))
     assert plugins.warned() == ("broken",)
 
 
@@ -287,11 +294,11 @@ def test_damaged_entry_points_take_nobody_down(installer: Installer, content: by
     installer.install("fine", REDUCER.format(claimed="example.Z"))
     plugins = Plugins(Registry())
     with pytest.warns(ShmreduceWarning, match="goes without plugin 'damaged' of distribution"):
-        plugins.synchronise(Settings())
+        synchronise(plugins, Settings())
     report = report_of(plugins, "damaged")
     assert (report.status, report.distribution) == ("broken", "damaged")
     assert {report_of(plugins, name).status for name in ("fine", "numpy")} == {"loaded"}
-    plugins.synchronise(Settings(blocked=("damaged",)))
+    synchronise(plugins, Settings(blocked=("damaged",)))
     assert report_of(plugins, "damaged").status == "blocked"
 
 
@@ -299,7 +306,7 @@ def test_damaged_entry_points_of_others_are_nobodys_business(installer: Installe
     """What has no plugins is not looked at, damaged or not."""
     installer.install_damaged("damaged", "entry_points.txt", b"[console_scripts]\ndamaged\n")
     plugins = Plugins(Registry())
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     assert "damaged" not in [report.name for report in plugins.reports()]
 
 
@@ -308,7 +315,7 @@ def test_damaged_metadata(installer: Installer, content: bytes) -> None:
     """A plugin of a distribution without a readable name is used like any other."""
     installer.install_damaged("damaged", "METADATA", content)
     plugins = installer.plugins()
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     report = report_of(plugins, "damaged")
     assert (report.status, report.distribution, report.version) == ("loaded", "unknown", "unknown")
 
@@ -320,10 +327,10 @@ def test_one_module_by_two_names(installer: Installer) -> None:
     installer.install("aa", source, module="plugin_module_zz")
     plugins = installer.plugins()
     with pytest.warns(ShmreduceWarning, match="it is the same object as plugin 'zz'"):
-        plugins.synchronise(Settings())
+        synchronise(plugins, Settings())
     assert [report.status for report in plugins.reports()] == ["broken", "loaded"]
     assert made_by(plugins) == "the array"
-    plugins.synchronise(Settings(blocked=("zz",)))
+    synchronise(plugins, Settings(blocked=("zz",)))
     assert [report.status for report in plugins.reports()] == ["loaded", "blocked"]
     assert made_by(plugins) == "the array"
 
@@ -355,7 +362,7 @@ def test_broken_memory_handlers_take_nobody_down(
     installer.install("broken", hook.format(answer=answer))
     installer.install("other", hook.format(answer="Handlers()"))
     plugins = installer.plugins()
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     with pytest.warns(ShmreduceWarning, match="'broken' of distribution dist-of-broken 1.5"):
         handlers = plugins.memory_handlers()
     assert handlers is not None
@@ -373,7 +380,7 @@ def test_half_broken_plugin_leaves_nothing(installer: Installer) -> None:
     installer.install("half", source.replace("[TheReducer()]", "[TheReducer(), 3]"))
     plugins = installer.plugins()
     with pytest.warns(ShmreduceWarning):
-        plugins.synchronise(Settings())
+        synchronise(plugins, Settings())
     assert plugins.registry.reducers() == []
 
 
@@ -382,14 +389,14 @@ def test_blocking_takes_out_and_brings_back(installer: Installer) -> None:
     installer.install("one", REDUCER.format(claimed="decimal.Decimal"))
     installer.install("two", STRATEGY.format(name="two"))
     plugins = installer.plugins()
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     [claim] = plugins.registry.reducers()
-    plugins.synchronise(Settings(blocked=("one", "two")))
+    synchronise(plugins, Settings(blocked=("one", "two")))
     assert plugins.registry.reducers() == []
     assert not plugins.registry.strategies()
     assert report_of(plugins, "one").status == "blocked"
     assert "SHMREDUCE_BLOCK" in report_of(plugins, "one").reason
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     assert plugins.registry.reducers()[0].reducer is claim.reducer
 
 
@@ -397,7 +404,7 @@ def test_blocked_plugin_is_not_imported(installer: Installer) -> None:
     """Blocking keeps a plugin's code from running at all."""
     installer.install("one", "raise RuntimeError('it ran')")
     plugins = installer.plugins()
-    plugins.synchronise(Settings(blocked=("one",)))
+    synchronise(plugins, Settings(blocked=("one",)))
     assert "plugin_module_one" not in sys.modules
 
 
@@ -406,7 +413,7 @@ def test_autoload_can_be_switched_off(installer: Installer) -> None:
     installer.install("one", REDUCER.format(claimed="package.One"))
     installer.install("two", REDUCER.format(claimed="package.Two"))
     plugins = installer.plugins()
-    plugins.synchronise(Settings(autoload=False, plugins=("two",)))
+    synchronise(plugins, Settings(autoload=False, plugins=("two",)))
     assert report_of(plugins, "one").status == "not loaded"
     assert report_of(plugins, "two").status == "loaded"
     assert "plugin_module_one" not in sys.modules
@@ -416,7 +423,7 @@ def test_naming_a_plugin_that_is_not_there_is_an_error(installer: Installer) -> 
     """A misspelt plugin name is an error that lists the installed ones."""
     installer.install("one", REDUCER.format(claimed="package.One"))
     with pytest.raises(PluginError, match=r"no plugin 'oen'; installed are \['one'\]"):
-        installer.plugins().synchronise(Settings(plugins=("oen",)))
+        synchronise(installer.plugins(), Settings(plugins=("oen",)))
 
 
 def test_conflict_names_both_plugins(installer: Installer) -> None:
@@ -427,13 +434,13 @@ def test_conflict_names_both_plugins(installer: Installer) -> None:
     plugins = installer.plugins()
     for _ in range(2):
         with pytest.raises(ReducerConflictError, match=r"package\.Same") as caught:
-            plugins.synchronise(Settings())
+            synchronise(plugins, Settings())
         assert "dist-of-one 1.5" in str(caught.value)
         assert "dist-of-two 1.5" in str(caught.value)
     # The first by name has it.
     found = [report_of(plugins, name).status for name in ("one", "third", "two")]
     assert found == ["loaded", "loaded", "conflict"]
-    plugins.synchronise(Settings(blocked=("one",)))
+    synchronise(plugins, Settings(blocked=("one",)))
     assert report_of(plugins, "two").status == "loaded"
 
 
@@ -442,7 +449,7 @@ def test_strategy_conflict_names_both_plugins(installer: Installer) -> None:
     installer.install("one", STRATEGY.format(name="same"))
     installer.install("two", STRATEGY.format(name="same"))
     with pytest.raises(StrategyConflictError, match="'same'") as caught:
-        installer.plugins().synchronise(Settings())
+        synchronise(installer.plugins(), Settings())
     assert "dist-of-one 1.5" in str(caught.value)
     assert "dist-of-two 1.5" in str(caught.value)
 
@@ -455,7 +462,7 @@ def test_one_plugin_name_for_two_distributions(installer: Installer) -> None:
     )
     plugins = installer.plugins()
     with pytest.warns(ShmreduceWarning, match="its name is taken by plugin 'same'"):
-        plugins.synchronise(Settings())
+        synchronise(plugins, Settings())
     assert sorted(report.status for report in plugins.reports()) == ["broken", "loaded"]
 
 
@@ -464,7 +471,7 @@ def test_array_factory_of_the_first_name(installer: Installer) -> None:
     for name in ("beta", "alpha"):
         installer.install(name, FACTORY.format(made=name))
     plugins = installer.plugins()
-    plugins.synchronise(Settings())
+    synchronise(plugins, Settings())
     assert made_by(plugins) == "alpha"
     assert report_of(plugins, "beta").array_factory
 
@@ -704,7 +711,7 @@ def test_a_broken_plugin_is_executed_once(
         get_plugins()
     get_plugins()
     assert log.read_text() == "executed "
-    plugins.synchronise(Settings(blocked=("nobody",)))
+    synchronise(plugins, Settings(blocked=("nobody",)))
     assert log.read_text() == "executed executed "
 
 
@@ -890,7 +897,7 @@ def test_an_interrupted_load_is_done_anew(
     installer.install("first", REDUCER.format(claimed="example.A"))
     plugins = installer.plugins()
     usual, other = Settings(), Settings(blocked=("nobody",))
-    plugins.synchronise(usual)
+    synchronise(plugins, usual)
 
     def struck(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -898,6 +905,6 @@ def test_an_interrupted_load_is_done_anew(
     with monkeypatch.context() as patch:
         patch.setattr(Plugins, "_register", struck)
         with pytest.raises(KeyboardInterrupt):
-            plugins.synchronise(other)
-    plugins.synchronise(usual)
+            synchronise(plugins, other)
+    synchronise(plugins, usual)
     assert len(plugins.registry.reducers()) == 1
