@@ -233,8 +233,20 @@ class Segment(LeaseSlots):
         return tuple(fd for fd in every if fd != -1)
 
     def owner_alive(self) -> bool:
-        """Return whether the process that made the segment, or a fork of it, lives."""
-        return self.owner or locks.first_locked(self.fd, LOCK_OWNER) is not None
+        """Return whether the process that made the segment, or a fork of it, lives.
+
+        Not of one that was closed here: of that nobody needs to know.
+        """
+        if self.owner:
+            return True
+        try:
+            return locks.first_locked(self.fd, LOCK_OWNER) is not None
+        except (OSError, ValueError):
+            # Who asks has found it unused. So may another thread, which closes it, while this
+            # one waits for the interpreter: by now the number is -1, or no descriptor's.
+            if self.is_open:
+                raise
+            return False
 
     @property
     def handed_over(self) -> bool:

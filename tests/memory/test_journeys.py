@@ -17,7 +17,7 @@ import pytest
 
 import shmreduce
 from shmreduce import AttachError
-from shmreduce.memory import runtime
+from shmreduce.memory import locks, runtime
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.testing.processes import OtherProcess
@@ -253,6 +253,53 @@ def test_a_segment_that_is_opened_twice_is_closed_twice(children: Children) -> N
     assert segment.fd == again.fd == -1
     writer.send("end")
     children.join(process)
+    reader.close()
+    writer.close()
+    queue.close()
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+@pytest.mark.parametrize("rest", ["asked for", "next in the list"])
+def test_a_segment_that_another_thread_closes_meanwhile(
+    children: Children, monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    """Two threads find the segments of dead owners unused: one closes them while the other asks
+    the kernel about the owner, or before it comes to ask.
+    """
+    attachments = runtime.current().attachments
+    attachments.close_idle(0)
+    before = set(attachments.directory.values())
+    queue = children.context.SimpleQueue()
+    reader, writer = children.context.Pipe(duplex=False)
+    for _ in range(2):
+        children.start(put_two_and_wait, queue, reader)
+        for _ in range(2):
+            queue.get()
+    for _ in range(2):
+        writer.send("end")
+    children.join()
+    unused = [one for one in attachments.directory.values() if one not in before]
+    assert [one.idle for one in unused] == [True, True]
+    asked = []
+
+    def others_close(fd: int, offset: int) -> int | None:
+        asked.append(fd)
+        if len(asked) == 1:
+            monkeypatch.setattr(locks, "first_locked", first_locked)
+            theirs = unused if rest == "asked for" else unused[1:]
+            thread = threading.Thread(target=lambda: list(map(attachments.close_ownerless, theirs)))
+            thread.start()
+            thread.join(PATIENCE)
+            assert [one.fd for one in theirs] == [-1] * len(theirs)
+        return first_locked(fd, offset)
+
+    first_locked = locks.first_locked
+    monkeypatch.setattr(locks, "first_locked", others_close)
+    closed = attachments.close_idle(len(unused))
+    assert closed == (0 if rest == "asked for" else 1)
+    assert len(asked) == 1
+    assert [one.fd for one in unused] == [-1, -1]
+    assert set(attachments.directory.values()) == before
     reader.close()
     writer.close()
     queue.close()
