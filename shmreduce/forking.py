@@ -406,6 +406,7 @@ class _Patch:
                 claim,
                 outranked=self.outranked,
                 shared_memory=remote.shared_memory_allowed,
+                in_pipe=True,
             )
         if result is NotImplemented and self._next_override is not None:
             return self._next_override(pickler, obj)

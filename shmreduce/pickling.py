@@ -96,6 +96,7 @@ def ask_reducer(
     *,
     outranked: Mapping[type, object],
     shared_memory: Callable[[], bool],
+    in_pipe: bool,
 ) -> Any:
     """Return what a reducer makes of an object, for ``reducer_override``.
 
@@ -112,6 +113,8 @@ def ask_reducer(
         that is registered for this very class wins.
     shared_memory : callable
         Whether a message that is begun now may use shared memory.
+    in_pipe : bool
+        As for :class:`Message`.
 
     Returns
     -------
@@ -128,7 +131,7 @@ def ask_reducer(
         return NotImplemented
     message = state[_MESSAGE]
     if message is None:
-        message = state[_MESSAGE] = Message(shared_memory=shared_memory(), mover=state[_MOVER])
+        message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], in_pipe=in_pipe)
     result = claim.reducer.reduce(obj, message)
     if not isinstance(result, _REDUCED) and result is not NotImplemented:
         _reject_result(claim, obj, result)
@@ -371,7 +374,9 @@ class Pickler(ForkingPickler):
         claim = self._find(type(obj))
         result = NotImplemented
         if claim is not None:
-            result = ask_reducer(self, obj, claim, outranked=_NOBODY, shared_memory=_always)
+            result = ask_reducer(
+                self, obj, claim, outranked=_NOBODY, shared_memory=_always, in_pipe=False
+            )
         if result is NotImplemented:
             if self._mover is not None and not isinstance(obj, _NAMED):
                 # Its own methods are called now, and may write to arrays.

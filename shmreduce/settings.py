@@ -37,7 +37,7 @@ class Settings:
         ``file_descriptor`` and ``file_system``. ``SHMREDUCE_STRATEGY``.
     inline_limit : int
         By-value buffers of fewer bytes are pickled in the ordinary way, unless a message
-        has very many of 8 KiB and more. ``SHMREDUCE_INLINE_LIMIT``.
+        has many of 4 KiB and more. ``SHMREDUCE_INLINE_LIMIT``.
     budget : int or None
         Bytes of shared memory that the whole family of processes may use. None means
         80 % of what is available when the family begins. ``SHMREDUCE_BUDGET``.

@@ -39,8 +39,6 @@ _PLAIN = frozenset("biufc")
 """Kinds whose dtype is said by one character."""
 _KINDS = {id(dtype): kind for kind, dtype in rebuild.DTYPES.items()}
 """Characters of NumPy's own dtype objects, by identity."""
-_PARTS_FROM = 8 << 10
-"""Bytes from which one of many arrays goes into a block with others; else pickling is as quick."""
 
 
 def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
@@ -267,7 +265,7 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     flags = flags_of(array)
     dtype = dtype_of(array)
     nbytes = nbytes_of(array)
-    if nbytes >= _PARTS_FROM and not dtype.hasobject:
+    if nbytes >= message.smallest_part and not dtype.hasobject:
         part = _reduce_to_part(array, nbytes, flags, message)
         if part is not None:
             return part

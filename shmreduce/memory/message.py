@@ -37,7 +37,14 @@ from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.lease import Lease
 from shmreduce.memory.lease_slots import NONCE_MASK
 from shmreduce.memory.mapping import PAGE_SIZE
-from shmreduce.memory.parts import BLOCK_SIZE, LARGEST_PART, PARTS_FROM, PartedBlock
+from shmreduce.memory.parts import (
+    IN_BLOCK,
+    IN_PIPE,
+    LARGEST_PART,
+    PARTS_FROM,
+    PartedBlock,
+    block_size,
+)
 from shmreduce.memory.record import Record, RootReference
 from shmreduce.memory.reservation import Contents
 from shmreduce.memory.runtime import Runtime, current
@@ -94,6 +101,9 @@ class Message:
         False for a message to another host, which gives out nothing.
     mover : Mover, optional
         What lets arrays travel in the message without a copy. For the core only.
+    in_pipe : bool
+        Whether the pickle goes through a pipe however large it is, as in the channels of
+        :mod:`multiprocessing`; see :meth:`allocate_part`. For the core only.
 
     Examples
     --------
@@ -111,25 +121,32 @@ class Message:
     __slots__ = (
         "_borrowed",
         "_in_parts",
+        "_most_small",
         "_mover",
         "_parted",
         "_runtime",
+        "_small",
         "_taken",
         "inline_limit",
         "shared_memory",
+        "smallest_part",
     )
 
-    def __init__(self, shared_memory: bool = True, mover: Mover | None = None) -> None:
+    def __init__(
+        self, shared_memory: bool = True, mover: Mover | None = None, *, in_pipe: bool = False
+    ) -> None:
         settings = get_settings()
         self.shared_memory = shared_memory
         """Whether anything can be given out: not to another host, which may lack plugins, too."""
         self.inline_limit = settings.inline_limit
         """Bytes below which a by-value buffer should be pickled in the ordinary way."""
+        self.smallest_part, self._most_small = IN_PIPE if in_pipe else IN_BLOCK
+        """Bytes of a buffer from which :meth:`allocate_part` may be worth a call."""
         self._mover = mover
         self._runtime: Runtime | None = None
         self._taken: list[Lease] = []
         self._borrowed: list[tuple[Lease, Borrowed]] = []
-        self._in_parts = 0
+        self._in_parts = self._small = 0
         self._parted: PartedBlock | None = None
 
     def carry(self, memory: Any) -> bytes | None:
@@ -323,8 +340,9 @@ class Message:
     def allocate_part(self, nbytes: int) -> tuple[memoryview, object, int] | None:
         """Give out a part of a block that also carries other buffers of the message.
 
-        This is for by-value buffers from some ten KiB on, if a message may have many. A
-        block has 4 MiB at most. At the receiver it is freed when the last of the buffers
+        This is for by-value buffers of ``smallest_part`` bytes and more, if a message may
+        have many. A block has 4 MiB at most, and at most about as much again as the message
+        had of such buffers before. At the receiver it is freed when the last of the buffers
         that share it has gone.
 
         Parameters
@@ -361,7 +379,11 @@ class Message:
         # First: in a forked child the block is its parent's.
         self._current()
         self._in_parts += nbytes
-        if self._in_parts <= PARTS_FROM:
+        # Others have blocks of their own, and leave the pickle as short as it is.
+        small = nbytes < self.inline_limit
+        if small:
+            self._small += nbytes
+        if self._in_parts <= PARTS_FROM and not (small and self._small > self._most_small):
             return None
         parted = self._parted
         taken = None if parted is None else parted.take(nbytes)
@@ -374,13 +396,13 @@ class Message:
         if self._parted is not None:
             self._parted.close()
         try:
-            given = self.allocate(BLOCK_SIZE)
+            given = self.allocate(block_size(self._in_parts))
         except ShmreduceError:
             # No memory, no descriptor, no lease: none of it is needed without.
             given = None
         if given is None:
             # Not asked for again by each buffer of this message.
-            self._in_parts = -sys.maxsize
+            self._in_parts = self._small = -sys.maxsize
             return None
         return PartedBlock(*given)
 

@@ -9,19 +9,47 @@ most of the time for a list of thousands of arrays of some ten KiB.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 from shmreduce.memory.loading import import_block
 
-__all__ = ["BLOCK_SIZE", "LARGEST_PART", "PARTS_FROM", "PartedBlock"]
+__all__ = ["IN_BLOCK", "IN_PIPE", "LARGEST_PART", "PARTS_FROM", "PartedBlock", "block_size"]
 
 PARTS_FROM = 4 << 20
 """Bytes of such buffers in one message from which they are put together: less is in caches."""
 LARGEST_PART = 256 << 10
 """Larger ones have blocks of their own, which can travel on without a copy."""
-BLOCK_SIZE = 4 << 20
+_LARGEST_BLOCK = 4 << 20
 """One part that is still in use keeps no more than this."""
+_SMALLEST_BLOCK = 256 << 10
 _ALIGNMENT = 64
+
+
+class Limits(NamedTuple):
+    """How large buffers, and how many bytes of them, are left in a pickle.
+
+    A part takes less time from ``smallest_part`` bytes on. Of buffers of less than the
+    inline limit ``most_small`` bytes are left there in one message, whatever
+    :data:`PARTS_FROM` says.
+    """
+
+    smallest_part: int
+    most_small: int
+
+
+IN_BLOCK = Limits(8 << 10, sys.maxsize)
+"""For a pickle that travels in a block itself where it is large."""
+IN_PIPE = Limits(4 << 10, 128 << 10)
+"""For one that goes through a pipe, which takes some 4 ms for a MiB there and back."""
+
+
+def block_size(so_far: int) -> int:
+    """Return how large the next block is to be in a message with so many bytes of buffers.
+
+    As much as they again: so a message takes at most twice what it needs.
+    """
+    return max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, 2 * so_far))
 
 
 class PartedBlock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from shmreduce_numpy import rebuild
 from tests.memory.forks import Forks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.conftest import Children
 
 LENGTH = 20_000
@@ -42,6 +45,17 @@ def transfer(obj: Any) -> Any:
     if message is not None:
         message.commit()
     return pickling.loads(bytes(data))
+
+
+def transfer_by_pipe(obj: Any) -> Any:
+    """Send to this very process, as the channels of multiprocessing do once it is installed."""
+    with shmreduce.install():
+        return ForkingPickler.loads(bytes(ForkingPickler.dumps(obj)))
+
+
+WAYS = pytest.mark.parametrize(
+    "way", [transfer, transfer_by_pipe], ids=["shmreduce's", "multiprocessing's"]
+)
 
 
 def sizes_out() -> list[int]:
@@ -91,11 +105,12 @@ def each_layout() -> list[Any]:
     ]
 
 
+@WAYS
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_layouts_types_and_flags_are_kept() -> None:
+def test_layouts_types_and_flags_are_kept(way: Callable[[Any], Any]) -> None:
     """As they are for an array that travels alone."""
-    alone = [transfer(array) for array in each_layout()]
-    *_, found = transfer([*many(), each_layout()])
+    alone = [way(array) for array in each_layout()]
+    *_, found = way([*many(), each_layout()])
     for array, other, original in zip(found, alone, each_layout(), strict=True):
         np.testing.assert_array_equal(array, original)
         assert (type(array), array.dtype, array.shape) == (type(other), other.dtype, other.shape)
@@ -103,11 +118,12 @@ def test_layouts_types_and_flags_are_kept() -> None:
         assert array.flags.writeable == other.flags.writeable
 
 
+@WAYS
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_each_is_independent() -> None:
+def test_each_is_independent(way: Callable[[Any], Any]) -> None:
     """Of its neighbours, and of what the sender does later; it sees nothing of theirs."""
     sent = many()
-    found = transfer(sent)
+    found = way(sent)
     for array in sent:
         array[:] = 255
     for each, array in enumerate(found):
@@ -136,6 +152,38 @@ def test_few_arrays_get_no_block() -> None:
     data, message = pickling.dumps(many(count=10))
     assert message is None or message.is_empty
     assert all(len(pickling.loads(bytes(data))) == 10 for _ in range(2))
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_a_pipe_takes_few_of_them() -> None:
+    """Of those without a block of their own, 128 KiB; the others are in blocks, of twice what
+    there was before.
+    """
+    before = sizes_out()
+    with shmreduce.install():
+        data = bytes(ForkingPickler.dumps(many(count=6)))
+        assert sizes_out() == before
+        assert all(len(ForkingPickler.loads(data)) == 6 for _ in range(2))
+        sent = many(count=30)
+        data = bytes(ForkingPickler.dumps(sent))
+        assert 6 * LENGTH < len(data) < 7 * LENGTH
+        taken = sorted(set(sizes_out()).difference(before))
+        assert 7 * LENGTH * 2 <= taken[0] < taken[-1] < 2 * sum(array.nbytes for array in sent)
+        found = ForkingPickler.loads(data)
+    np.testing.assert_array_equal(found, sent)
+    del found
+    assert sizes_out() == before
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_what_has_a_block_of_its_own_does_not_count_for_a_pipe() -> None:
+    """It leaves the pickle as short as it is: the mask of an image is pickled."""
+    image, mask = np.ones(100_000, np.uint8), np.ones(LENGTH, np.uint8)
+    with shmreduce.install():
+        data = bytes(ForkingPickler.dumps([image, image[1:], image[2:], mask, mask[1:]]))
+        assert 2 * LENGTH < len(data) < 3 * LENGTH
+        *_, first, second = ForkingPickler.loads(data)
+    assert [shmreduce.find_block(each) for each in (first, second)] == [None, None]
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
