@@ -351,6 +351,8 @@ class Pickler(ForkingPickler):
         What the object is a part of; ``begun`` has the same.
     mover : Mover, optional
         Who moves the arrays of the object.
+    in_pipe : bool
+        As for :class:`Message`, where none is given.
     """
 
     def __init__(
@@ -360,12 +362,15 @@ class Pickler(ForkingPickler):
         begun: Begun | None = None,
         message: Message | None = None,
         mover: Mover | None = None,
+        *,
+        in_pipe: bool = False,
     ) -> None:
         super().__init__(file, _PROTOCOL, True, keep_buffer)
         self._find = get_registry().find
         self._begun = begun
         self._message = message
         self._mover = mover
+        self._in_pipe = in_pipe
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle an object, or NotImplemented for the ordinary way."""
@@ -375,7 +380,12 @@ class Pickler(ForkingPickler):
         result = NotImplemented
         if claim is not None:
             result = ask_reducer(
-                self, obj, claim, outranked=_NOBODY, shared_memory=_always, in_pipe=False
+                self,
+                obj,
+                claim,
+                outranked=_NOBODY,
+                shared_memory=_always,
+                in_pipe=self._in_pipe,
             )
         if result is NotImplemented:
             if self._mover is not None and not isinstance(obj, _NAMED):
@@ -449,7 +459,8 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
         What to pickle.
     block_from : int, optional
         Bytes from which the pickle may be in a block of the message, for which
-        see :meth:`Message.handle_of`.
+        see :meth:`Message.handle_of`. If not given it never is, and is kept short, as one
+        for a pipe.
     mover : Mover, optional
         Who moves the arrays of the object; else whom :func:`take_mover` names.
 
@@ -479,7 +490,7 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     claim = reducer_claim(kind)
     if claim is None:
         return _dump_whole(obj, mover, block_from=block_from)
-    message = Message(mover=mover)
+    message = Message(mover=mover, in_pipe=block_from is None)
     try:
         reduced = claim.reducer.reduce(obj, message)
         if type(reduced) is tuple and len(reduced) == 2 and says_all(reduced[1]):
@@ -513,7 +524,8 @@ def _dump_whole(
         message = message or Message(mover=mover)
         file = PresizedBuffer(message, expected, block_from)
     buffers = _Buffers()
-    message = Pickler(file, buffers.keep, begun, message, mover).dump(obj)
+    in_pipe = block_from is None
+    message = Pickler(file, buffers.keep, begun, message, mover, in_pipe=in_pipe).dump(obj)
     try:
         if buffers.kept:
             message = message or Message(mover=mover)

@@ -22,6 +22,8 @@ from shmreduce import (
 from shmreduce.memory import parts, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE
+from shmreduce.packets import INLINE_BODY
+from shmreduce.pool_channel import channel_class
 from shmreduce_numpy import rebuild
 from tests.memory.forks import Forks
 
@@ -39,22 +41,39 @@ def many(number: int = 0, count: int = COUNT) -> list[Any]:
     return [np.full(LENGTH, (number + each) % 251, np.uint8) for each in range(count)]
 
 
+def dumps(obj: Any) -> pickling.Pickled:
+    """Pickle as the channels of shmreduce do."""
+    return pickling.dumps(obj, INLINE_BODY)
+
+
 def transfer(obj: Any) -> Any:
     """Send to this very process."""
-    data, message = pickling.dumps(obj)
+    data, message = dumps(obj)
     if message is not None:
         message.commit()
     return pickling.loads(bytes(data))
 
 
-def transfer_by_pipe(obj: Any) -> Any:
-    """Send to this very process, as the channels of multiprocessing do once it is installed."""
+def standard_pickle(obj: Any) -> bytes:
+    """Pickle as the channels of multiprocessing do once shmreduce is installed."""
     with shmreduce.install():
-        return ForkingPickler.loads(bytes(ForkingPickler.dumps(obj)))
+        return bytes(ForkingPickler.dumps(obj))
 
 
+def pickled_task(obj: Any) -> bytes:
+    """Pickle as the pools of shmreduce do."""
+    return bytes(channel_class(shmreduce.get_context()).dumps(obj))
+
+
+PICKLES = pytest.mark.parametrize("dumps_short", [standard_pickle, pickled_task])
 WAYS = pytest.mark.parametrize(
-    "way", [transfer, transfer_by_pipe], ids=["shmreduce's", "multiprocessing's"]
+    "way",
+    [
+        transfer,
+        lambda obj: pickling.loads(standard_pickle(obj)),
+        lambda obj: pickling.loads(pickled_task(obj)),
+    ],
+    ids=["channel", "pipe", "pool"],
 )
 
 
@@ -149,47 +168,47 @@ def test_one_that_is_kept_keeps_one_block() -> None:
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_few_arrays_get_no_block() -> None:
     """They are pickled, and can be loaded often."""
-    data, message = pickling.dumps(many(count=10))
+    data, message = dumps(many(count=10))
     assert message is None or message.is_empty
     assert all(len(pickling.loads(bytes(data))) == 10 for _ in range(2))
 
 
+@PICKLES
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_a_pipe_takes_few_of_them() -> None:
+def test_few_are_in_a_pickle_that_no_block_takes(dumps_short: Callable[[Any], bytes]) -> None:
     """Of those without a block of their own, 128 KiB; the others are in blocks, of twice what
     there was before.
     """
     before = sizes_out()
-    with shmreduce.install():
-        data = bytes(ForkingPickler.dumps(many(count=6)))
-        assert sizes_out() == before
-        assert all(len(ForkingPickler.loads(data)) == 6 for _ in range(2))
-        sent = many(count=30)
-        data = bytes(ForkingPickler.dumps(sent))
-        assert 6 * LENGTH < len(data) < 7 * LENGTH
-        taken = sorted(set(sizes_out()).difference(before))
-        assert 7 * LENGTH * 2 <= taken[0] < taken[-1] < 2 * sum(array.nbytes for array in sent)
-        found = ForkingPickler.loads(data)
+    data = dumps_short(many(count=6))
+    assert sizes_out() == before
+    assert all(len(pickling.loads(data)) == 6 for _ in range(2))
+    sent = many(count=30)
+    data = dumps_short(sent)
+    assert 6 * LENGTH < len(data) < 7 * LENGTH
+    taken = sorted(set(sizes_out()).difference(before))
+    assert 7 * LENGTH * 2 <= taken[0] < taken[-1] < 2 * sum(array.nbytes for array in sent)
+    found = pickling.loads(data)
     np.testing.assert_array_equal(found, sent)
     del found
     assert sizes_out() == before
 
 
+@PICKLES
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_what_has_a_block_of_its_own_does_not_count_for_a_pipe() -> None:
+def test_what_has_a_block_of_its_own_does_not_count(dumps_short: Callable[[Any], bytes]) -> None:
     """It leaves the pickle as short as it is: the mask of an image is pickled."""
     image, mask = np.ones(100_000, np.uint8), np.ones(LENGTH, np.uint8)
-    with shmreduce.install():
-        data = bytes(ForkingPickler.dumps([image, image[1:], image[2:], mask, mask[1:]]))
-        assert 2 * LENGTH < len(data) < 3 * LENGTH
-        *_, first, second = ForkingPickler.loads(data)
+    data = dumps_short([image, image[1:], image[2:], mask, mask[1:]])
+    assert 2 * LENGTH < len(data) < 3 * LENGTH
+    *_, first, second = pickling.loads(data)
     assert [shmreduce.find_block(each) for each in (first, second)] == [None, None]
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_many_are_loaded_once() -> None:
     """As any array that travels in a block by value."""
-    data, message = pickling.dumps(many())
+    data, message = dumps(many())
     assert message is not None
     message.commit()
     first = pickling.loads(bytes(data))
@@ -242,7 +261,7 @@ def test_a_message_that_fails_leaves_nothing() -> None:
     """None of the blocks stays."""
     before = sizes_out()
     with pytest.raises(ZeroDivisionError):
-        pickling.dumps([*many(), Unpicklable()])
+        dumps([*many(), Unpicklable()])
     assert sizes_out() == before
 
 
@@ -250,7 +269,7 @@ def test_a_message_that_fails_leaves_nothing() -> None:
 def test_a_complete_message_holds_its_blocks_by_leases_alone() -> None:
     """Nothing of the sender's keeps them."""
     before = sizes_out()
-    data, message = pickling.dumps(many())
+    data, message = dumps(many())
     assert message is not None
     message.commit()
     assert not any(
@@ -273,7 +292,7 @@ def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_block() -> Non
     forks = Forks(change)
     parent = os.getpid()
     try:
-        data, message = pickling.dumps([many(), forks, rest])
+        data, message = dumps([many(), forks, rest])
     finally:
         if os.getpid() != parent:
             os._exit(0)
