@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["buffer_of_array", "reduce_array"]
 
-_PLAIN = frozenset("biufc")
-"""Kinds whose dtype is said by one character."""
 _KINDS = {id(dtype): kind for kind, dtype in rebuild.DTYPES.items()}
 """Characters of NumPy's own dtype objects, by identity."""
 
@@ -62,12 +60,13 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     cls = type(array)
     if cls is np.ndarray:
         # Most arrays by far, so first of all.
-        base = array.base
-        if array.nbytes < message.inline_limit and (
-            base is None or (type(base) is np.ndarray and base.base is None)
-        ):
-            # In memory of NumPy's own, that is.
-            return _reduce_inline(array, message)
+        if array.nbytes < message.inline_limit:
+            bottom: Any = array.base
+            while type(bottom) is np.ndarray:
+                bottom = bottom.base
+            if bottom is None or type(bottom) is bytes:
+                # In memory of NumPy's own, that is, or in what came with a pickle.
+                return _reduce_inline(array, message)
         whole = None if message.moves else buffer_of_array(array, 0)
         if whole is not None:
             reduced = _reduce_whole(array, message, *whole)
@@ -269,14 +268,16 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
         part = _reduce_to_part(array, nbytes, flags, message)
         if part is not None:
             return part
-    if flags.writeable and dtype.isnative:
-        if dtype.isbuiltin != 1 or dtype.kind not in _PLAIN or type(array) is not np.ndarray:
+    if flags.writeable:
+        kind = _KINDS.get(id(dtype))
+        if kind is not None and type(array) is np.ndarray:
+            # Fewer objects than NumPy's own reduction has, each of which the
+            # pickler would ask about.
+            fortran = flags.fnc
+            data = array.tobytes("F" if fortran else "C")
+            return rebuild.rebuild_small, (kind, array.shape, fortran, data)
+        if dtype.isnative:
             return NotImplemented
-        # Fewer objects than NumPy's own reduction has, each of which the
-        # pickler would ask about.
-        fortran = flags.fnc
-        data = array.tobytes("F" if fortran else "C")
-        return rebuild.rebuild_small, (dtype.char, shape_of(array), fortran, data)
     if dtype.hasobject:
         return NotImplemented
     # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
