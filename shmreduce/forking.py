@@ -2,8 +2,8 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``fork_hooks``, ``pickling``, ``plain_objects``, ``remote``, ``short_waits``,
-``standard_pools`` and ``thread_locks``.
+``children``, ``fork_hooks``, ``pickled_calls``, ``pickling``, ``plain_objects``, ``remote``,
+``short_waits``, ``standard_pools`` and ``thread_locks``.
 
 What is installed
 -----------------
@@ -43,11 +43,12 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce import remote
-from shmreduce.children import CallOnLoad, PreparedProcess
+from shmreduce.children import PreparedProcess
 from shmreduce.errors import ReducerConflictError, ShmreduceError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
+from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickling import ask_reducer, dump_message, load_message
 from shmreduce.plain_objects import PASSES_ON
 from shmreduce.process_registry import get_registry, import_plugins

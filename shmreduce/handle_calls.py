@@ -1,6 +1,6 @@
 """Pickles of one call of a rebuild function: its first argument a handle, the others small.
 
-May import ``children`` and ``plain_objects``.
+May import ``pickled_calls`` and ``plain_objects``.
 
 Message after message has the same function and the same other arguments: the shape and
 dtype of an array, say. So what stands before and after the handle is pickled, and
@@ -15,7 +15,7 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shmreduce.children import start_of_call
+from shmreduce.pickled_calls import BEFORE_NAME, BEGINNING, start_of_call
 from shmreduce.plain_objects import ATOMS, says_all
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ _LONGEST = 1 << 10
 _MOST_ITEMS, _LONGEST_TEXT = 8, 256
 """Of a tuple, and of the text or bytes in it: what is longer may be better off in a block."""
 _TEXTS = (str, bytes)
-_BEGINNING = pickle.PROTO + b"\5"
-_BEFORE_NAME = _BEGINNING + pickle.GLOBAL
 _AFTER_NAME = pickle.MARK + pickle.BINBYTES
 
 
@@ -159,7 +157,7 @@ def pickles_beside(obj: tuple[Any, ...], place: int) -> tuple[bytes, bytes]:
         b"" if number == place else pickle.dumps(each, _WITHOUT_FRAMES)[2:-1]
         for number, each in enumerate(obj)
     ]
-    before = b"".join((_BEGINNING, pickle.MARK, *pickles[:place]))
+    before = b"".join((BEGINNING, pickle.MARK, *pickles[:place]))
     return before, b"".join((*pickles[place + 1 :], pickle.TUPLE, pickle.STOP))
 
 
@@ -197,8 +195,8 @@ def _is_current(found: _Named) -> bool:
 
 
 def _read_call(start: bytes, end: bytes) -> _Named | None:
-    usual = start.startswith(_BEFORE_NAME) and start.endswith(_AFTER_NAME)
-    names = start[len(_BEFORE_NAME) : -len(_AFTER_NAME)].split(b"\n")
+    usual = start.startswith(BEFORE_NAME) and start.endswith(_AFTER_NAME)
+    names = start[len(BEFORE_NAME) : -len(_AFTER_NAME)].split(b"\n")
     if not usual or len(names) != 3 or not end.endswith(_CALLED):
         return None
     function, (_, *others) = pickle.loads(

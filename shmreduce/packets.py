@@ -1,8 +1,8 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
 May import errors, signals, settings, :mod:`shmreduce.memory`, ``born.moving``, ``moving``,
-``children``, ``copying``, ``handle_calls``, ``pickling``, ``plain_objects`` and, for a number,
-``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
+``copying``, ``handle_calls``, ``pickled_calls``, ``pickling``, ``plain_objects`` and, for a
+number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
 
 A packet begins with what it is and how many segments it refers to, then their
 tokens, then the message: the pickle itself, or, for a large one, the handle of
@@ -22,7 +22,6 @@ from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from shmreduce.born import moving as born
-from shmreduce.children import CallOnLoad
 from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
     AttachError,
@@ -49,6 +48,7 @@ from shmreduce.memory.one_buffer import give_out
 from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves
 from shmreduce.packet_socket import MOST_DESCRIPTORS
+from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickling import (
     dumps,
     is_exhausted,

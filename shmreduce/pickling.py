@@ -1,7 +1,7 @@
 """One run of a pickler: reducers by type, and what becomes of the message.
 
 May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
-``children``, ``copying``, ``plain_objects`` and ``presized_pickle``.
+``copying``, ``pickled_calls``, ``plain_objects`` and ``presized_pickle``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
 
@@ -25,7 +25,6 @@ from multiprocessing.reduction import ForkingPickler
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from shmreduce.children import CallOnLoad, pickle_of_call
 from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
     AlreadyLoadedError,
@@ -45,6 +44,7 @@ from shmreduce.memory.loading import Loading, discard_message, here, import_bloc
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
+from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
 from shmreduce.plain_objects import is_plain, override_of_others, says_all
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry

@@ -1,6 +1,6 @@
 """How the exception of a task travels from a worker to the parent of its pool.
 
-May import :mod:`shmreduce.errors`, ``children`` and ``tracebacks``.
+May import :mod:`shmreduce.errors`, ``pickled_calls`` and ``tracebacks``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from contextlib import suppress
 from multiprocessing.pool import MaybeEncodingError, RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any
 
-from shmreduce.children import CallOnLoad
 from shmreduce.errors import ShmreduceError
+from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.tracebacks import formatted
 
 __all__ = ["WithTraceback", "expect_answer", "explained", "in_words"]

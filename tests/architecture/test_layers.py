@@ -32,6 +32,7 @@ LAYERS = [
         "compiled",
         "fork_hooks",
         "interpreter",
+        "pickled_calls",
         "processors",
         "signals",
         "standard_names",

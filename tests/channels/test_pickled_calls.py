@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shmreduce
-from shmreduce import children
-from shmreduce.children import CallOnLoad, pickle_of_call
+from shmreduce import pickled_calls
+from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
 from tests.conftest import registered
 
 IN_PYTHON: Any = vars(pickle)["_loads"]
@@ -53,11 +53,11 @@ def test_an_object_that_comes_twice_is_one() -> None:
 @pytest.mark.parametrize("function", [int, divmod, Holder, "".join], ids=repr)
 def test_what_is_no_function_of_a_module_is_pickled_as_ever(function: Any) -> None:
     """Classes, functions in C, bound methods."""
-    before = dict(children._calls)
+    before = dict(pickled_calls._calls)
     pickle.loads(pickle_of_call(together, ()))
     data = pickle_of_call(function, ())
     assert data == pickle.dumps(CallOnLoad(function), 5)
-    assert children._calls.keys() - before.keys() <= {together}
+    assert pickled_calls._calls.keys() - before.keys() <= {together}
 
 
 def test_a_function_that_nobody_finds_is_an_error() -> None:
@@ -69,7 +69,7 @@ def test_a_function_that_nobody_finds_is_an_error() -> None:
     for unknown in (inner, lambda: None):
         with pytest.raises((AttributeError, pickle.PicklingError)):
             pickle_of_call(unknown, ())
-        assert unknown not in children._calls
+        assert unknown not in pickled_calls._calls
 
 
 @pytest.mark.parametrize("name", ["no\nname", "no name", "nö"])
@@ -91,16 +91,16 @@ def test_not_more_are_remembered_than_there_is_room_for() -> None:
     module = types.ModuleType("shmreduce_many_names")
     sys.modules[module.__name__] = module
     try:
-        for number in range(3 * children._MOST_CALLS):
+        for number in range(3 * pickled_calls._MOST_CALLS):
             name = f"function_{number}"
             made = types.FunctionType(together.__code__, vars(module), name)
             made.__qualname__, made.__module__ = name, module.__name__
             setattr(module, name, made)
             assert pickle.loads(pickle_of_call(made, (number,))) == (number,)
-            assert len(children._calls) <= children._MOST_CALLS
+            assert len(pickled_calls._calls) <= pickled_calls._MOST_CALLS
     finally:
         del sys.modules[module.__name__]
-        children._calls.clear()
+        pickled_calls._calls.clear()
 
 
 class Wrapped:
