@@ -19,13 +19,14 @@ import pytest
 
 import shmreduce
 from shmreduce import AttachError, LeaseTimeoutError
-from shmreduce.memory import runtime
+from shmreduce.memory import message, one_buffer, runtime
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.message import can_travel
 from shmreduce.memory.segment import Segment
 from shmreduce_numpy.blocks import find_block_of
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
@@ -475,8 +476,8 @@ def test_who_looks_for_unread_messages_can_be_interrupted_by_who_sends() -> None
         gc.set_threshold(*before)
     assert len(unread) >= len(messages)
     assert unread <= {each.nonce for each in found}
-    for message in messages + sent:
-        ForkingPickler.loads(message)
+    for data in messages + sent:
+        ForkingPickler.loads(data)
 
 
 def received(value: int) -> Any:
@@ -564,6 +565,53 @@ def test_a_fork_leaves_alone_what_another_thread_is_giving_back(
     del block
     assert record.segment.try_release(record.block, record.slot)
     assert_what_arrives_there_is_what_was_sent(address)
+
+
+@pytest.mark.parametrize("kind", ["own", "standard"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_was_written_before_it_was_sent_arrives_while_another_thread_forks(
+    monkeypatch: pytest.MonkeyPatch, kind: str, wrapped: bool
+) -> None:
+    """The pages of a received array are private already, and the thread that has made them so
+    has not noted it yet: what was written since is not in the block, and arrives all the same.
+    """
+    array = received(1)
+    block = find_block_of(array)
+    assert block is not None
+    record = block._record
+    del block
+    covered, looked_at = threading.Event(), threading.Event()
+    cover = Mapping.cover
+
+    def cover_slowly(mapping: Mapping, *where: int, private: bool) -> None:
+        cover(mapping, *where, private=private)
+        if threading.current_thread() is forking:
+            covered.set()
+            looked_at.wait(PATIENCE)
+
+    def look(*arguments: Any) -> bool:
+        found = can_travel(*arguments)
+        looked_at.set()
+        forking.join(PATIENCE)
+        return found
+
+    # As the hook of a fork does.
+    forking = threading.Thread(target=record.live.make_private, args=(record,))
+    context: Any = shmreduce.get_context() if kind == "own" else multiprocessing.get_context()
+    reader, writer = context.Pipe(duplex=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "cover", cover_slowly)
+        for module in (message, one_buffer):
+            patch.setattr(module, "can_travel", look)
+        forking.start()
+        assert covered.wait(PATIENCE)
+        array[:] = 2
+        writer.send([array] if wrapped else array)
+    assert record.private
+    arrived = reader.recv()
+    assert ((arrived[0] if wrapped else arrived) == 2).all()
+    reader.close()
+    writer.close()
 
 
 def test_a_hold_that_two_threads_end_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
