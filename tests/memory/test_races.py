@@ -6,6 +6,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import sys
 import threading
 import warnings
 from collections import deque
@@ -19,7 +20,7 @@ import pytest
 
 import shmreduce
 from shmreduce import AttachError, LeaseTimeoutError
-from shmreduce.memory import message, one_buffer, runtime
+from shmreduce.memory import inspection, message, one_buffer, runtime
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.inspection import process_state
@@ -33,6 +34,7 @@ from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from shmreduce.memory.owned_segment import OwnedSegment
     from shmreduce.memory.record import Record
@@ -343,6 +345,26 @@ def test_who_looks_for_unread_messages_hides_none_from_others(
     assert seen == [1]
     ForkingPickler.loads(data)
     assert segment.unread() == []
+
+
+def test_what_there_is_can_be_asked_while_another_thread_takes_blocks() -> None:
+    """Whenever that comes."""
+    arrays = [shmreduce.ones(LENGTH, np.uint8) for _ in range(3)]
+
+    def take_one(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != inspection.__file__:
+            return None
+        if event == "line" and len(arrays) < 30:
+            in_another_thread(lambda: arrays.append(shmreduce.ones(LENGTH, np.uint8)))()
+        return take_one
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(take_one)
+        state = inspection.process_state()
+    finally:
+        sys.settrace(before)
+    assert 3 <= state.out <= len(arrays)
 
 
 def test_the_first_forks_of_two_threads_are_of_one_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
