@@ -178,6 +178,10 @@ class Attachments:
         self._inherited = dict(inherited or {})
         self._replaced: dict[Segment, None] = {}
 
+    def segments(self) -> list[Segment]:
+        """Return all open segments, also those of which the directory has another one."""
+        return list(self.directory.values()) + list(self._replaced)
+
     def lineage(self) -> dict[bytes, Segment]:
         """Return what a forked child can reach through inherited descriptors."""
         return {**self._inherited, **self.directory}

@@ -140,7 +140,7 @@ def process_state() -> ProcessState:
     for heap in heaps:
         heap.collect()
         heap.reap()
-    segments = list(runtime.attachments.directory.values())
+    segments = runtime.attachments.segments()
     # Lists, since other threads take and free blocks meanwhile.
     out = [
         (segment, block)
