@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import AttachError, LeaseTimeoutError
-from shmreduce.memory import inspection, message, one_buffer, runtime
+from shmreduce import AttachError, LeaseTimeoutError, Message
+from shmreduce.memory import inspection, locks, message, one_buffer, runtime
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.inspection import process_state
@@ -29,6 +29,7 @@ from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.message import can_travel
 from shmreduce.memory.segment import Segment
+from shmreduce.testing.processes import OtherProcess
 from shmreduce_numpy.blocks import find_block_of
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
@@ -365,6 +366,48 @@ def test_what_there_is_can_be_asked_while_another_thread_takes_blocks() -> None:
     finally:
         sys.settrace(before)
     assert 3 <= state.out <= len(arrays)
+
+
+def dump_value() -> bytes:
+    return bytes(ForkingPickler.dumps(np.ones(LENGTH, np.uint8)))
+
+
+@pytest.mark.usefixtures("long_way")
+def test_a_message_that_is_taken_back_late_may_have_ended_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One thread finds that a packet cannot be sent, another that nobody has read it for long,
+    and that its segment, of another process, is not in use any more.
+    """
+    state = runtime.current()
+    with OtherProcess("fork") as other:
+        block = find_block_of(ForkingPickler.loads(other.ask(dump_value)))
+        assert block is not None
+        sent = Message()
+        assert sent.refer(block, block.nbytes) is not None
+        [lease] = sent.leases()
+        sent.commit()
+        del block
+        segment = lease.segment
+        request = locks.unlock_request
+
+        def give_up_and_close() -> None:
+            segment.give_up(-1.0)
+            state.attachments.close_idle(0)
+
+        happens = in_another_thread(give_up_and_close)
+
+        def before_it_is_locked(offset: int) -> bytes:
+            happens()
+            return request(offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(locks, "unlock_request", before_it_is_locked)
+            lease.undo()
+        assert segment.unread() == []
+        assert segment.idle
+        state.attachments.close_idle(0)
+        assert segment.fd == -1
 
 
 def test_the_first_forks_of_two_threads_are_of_one_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
