@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from multiprocessing import Pipe
@@ -434,6 +435,30 @@ def test_the_first_forks_of_two_threads_are_of_one_ledger(monkeypatch: pytest.Mo
         ledger.withdraw(fork)
     assert not ledger.visible(0, 2)
     ledger.after_fork_in_child()
+
+
+def test_forks_that_nobody_notes_may_become_fewer_while_they_are_looked_at() -> None:
+    """The garbage collector may run then, and with it a destructor, which looks at them, too."""
+    ledger = ForkLedger()
+    # More pairs than CPython keeps the memory of.
+    numbers = range(1 << 40, (1 << 40) + 5000)
+    now = time.monotonic()
+    ledger._unsure = dict.fromkeys(numbers, now)
+    last = list(numbers)
+
+    def note_one(phase: str, _: object) -> None:
+        if phase == "start":
+            ledger._unsure.pop(last.pop(), None)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(note_one)
+    try:
+        gc.set_threshold(1)
+        ledger._give_up_waiting()
+    finally:
+        gc.callbacks.remove(note_one)
+        gc.set_threshold(*before)
+    assert list(ledger._unsure) == last
 
 
 def test_memory_is_had_where_no_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
