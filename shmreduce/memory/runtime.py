@@ -178,6 +178,10 @@ class Runtime:
         """Open segments by token."""
         return self.attachments.directory
 
+    def list_again(self, segment: Segment) -> None:
+        """List a segment of this process that was taken out for a moment."""
+        self.attachments.list_again(segment)
+
     def budget(self) -> int:
         """Return the family's budget in bytes."""
         budget = get_settings().budget

@@ -121,6 +121,51 @@ def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> N
     assert wait_for_exit(in_forked_child(is_closed)) == 0
 
 
+class TakenOut(dict[Any, Any]):
+    """A directory from which a segment is taken out, and something else happens then."""
+
+    happens: Callable[[Any], None] | None = None
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        found = super().pop(key, *default)
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            happens(found)
+        return found
+
+
+def test_an_empty_segment_that_two_threads_come_to_is_open_once() -> None:
+    """One is about to close it, another looks at it, and a third opens it for a message about
+    a block of the past: what that has opened is closed again.
+    """
+
+    def is_closed_again() -> bool:
+        state = runtime.current()
+        attachments, heap = state.attachments, state.heap(SHARED)
+        array = shmreduce.full(LENGTH, 1, np.uint8)
+        segment = own_segment_of(array)
+        data = bytes(ForkingPickler.dumps(array))
+        ForkingPickler.loads(data)
+        del array
+
+        def others_come(found: Segment) -> None:
+            found.pins["a look"] = None
+            with pytest.raises(shmreduce.StaleHandleError):
+                ForkingPickler.loads(data)
+
+        attachments.directory = TakenOut(attachments.directory)
+        attachments.directory.happens = others_come
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with heap.exclusive():
+            heap.cool(0)
+        segment.unpin("a look")
+        attachments.close_idle(0)
+        assert attachments.directory[segment.token] is segment
+        return len(list(Path("/proc/self/fd").iterdir())) == before
+
+    assert wait_for_exit(in_forked_child(is_closed_again)) == 0
+
+
 def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
     """A thread that is done forking closes its own token, not that of a thread that is
     about to fork.
