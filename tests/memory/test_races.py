@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import multiprocessing
@@ -21,11 +22,11 @@ import pytest
 
 import shmreduce
 from shmreduce import AttachError, LeaseTimeoutError, Message
-from shmreduce.memory import inspection, locks, message, one_buffer, runtime
+from shmreduce.memory import inspection, lease_slots, locks, message, one_buffer, runtime
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.inspection import process_state
-from shmreduce.memory.layout import SHARED
+from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS, LOCK_CHUNK, SHARED
 from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.message import can_travel
@@ -119,6 +120,46 @@ def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> N
 
     # See above; an interrupt may have lost some for good.
     assert wait_for_exit(in_forked_child(is_closed)) == 0
+
+
+def test_a_chunk_of_slots_that_has_no_room_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that needs a slot while another is about to take a chunk, in vain, has one
+    from a chunk that no other process can take.
+    """
+    taken: list[int] = []
+    waits = threading.Event()
+    keep_trying = locks.keep_trying
+
+    def wait(attempt: Callable[[], bool], patience: float) -> float | None:
+        waits.set()
+        return keep_trying(attempt, patience)
+
+    def is_its_own() -> bool:
+        heap = runtime.current().heap(BY_VALUE)
+        segment, block = heap.allocate(LENGTH)
+        other = threading.Thread(target=lambda: taken.append(segment._take_slot()))
+
+        def refuse(*_: int) -> NoReturn:
+            monkeypatch.undo()
+            monkeypatch.setattr(locks, "keep_trying", wait)
+            other.start()
+            eventually(lambda: waits.is_set() or taken, "the other has a slot, or waits for one")
+            raise OSError(errno.ENOSPC, "no room")
+
+        # Else the other takes the next chunk, and needs not wait.
+        segment.layout = dataclasses.replace(segment.layout, slots=CHUNK_SLOTS)
+        monkeypatch.setattr(lease_slots, "reserve_pages", refuse)
+        with pytest.raises(shmreduce.OutOfSharedMemoryError):
+            segment._take_slot()
+        other.join(PATIENCE)
+        fd = locks.reopen(segment.fd)
+        locked = locks.first_locked(fd, LOCK_CHUNK + taken[0] // CHUNK_SLOTS)
+        os.close(fd)
+        heap.untake(segment, block)
+        return locked is not None
+
+    # A child begins with an empty heap: nobody has taken a slot there.
+    assert wait_for_exit(in_forked_child(is_its_own)) == 0
 
 
 class TakenOut(dict[Any, Any]):
