@@ -218,13 +218,19 @@ class Stress:
 
 
 class Trouble:
-    """Stands in a message behind its array, which has arrived when loading fails here."""
+    """Stands in a message behind its array, which has arrived when loading fails here.
 
-    def __init__(self, tries: list[int]) -> None:
+    Parameters
+    ----------
+    tries : int
+        How many it takes; 0 if the message cannot be loaded at all.
+    """
+
+    def __init__(self, tries: int) -> None:
         self.tries = tries
 
     def __reduce__(self) -> Any:
-        return _fail, (self.tries[0],)
+        return _fail, (self.tries,)
 
 
 class NeverMindError(Exception):
@@ -384,7 +390,7 @@ class Worker:
         if item is None:
             return
         item = item._replace(own=item.own and not shmreduce.is_shared(item.array))
-        trouble = Trouble([self._random.randrange(4)])
+        trouble = Trouble(self._random.randrange(4))
         data: Any = bytes(ForkingPickler.dumps((item, trouble)))
         del item
         while data is not None:
