@@ -248,12 +248,12 @@ class Runtime:
         posted = bool(self._posted)
         troubles = []
         mark = object()
-        for segments in self._with_unread(mark):
-            try:
+        try:
+            for segments in self._with_unread(mark):
                 troubles += self._post(segments)
-            finally:
-                for segment in segments:
-                    segment.unpin(mark)
+        finally:
+            for segment in self.attachments.segments():
+                segment.unpin(mark)
         if self._posted and not posted:
             # What those before have left, and nobody can receive.
             self.attachments.tidy_mailbox()
@@ -274,8 +274,6 @@ class Runtime:
             segment.pins[mark] = None
             if segment.unread():
                 found.setdefault(segment.token, []).append(segment)
-            else:
-                segment.unpin(mark)
         return list(found.values())
 
     def _post(self, segments: list[Segment]) -> list[str]:
