@@ -28,7 +28,12 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import shmreduce
-from shmreduce.errors import AlreadyLoadedError, AttachError, ProducerDied
+from shmreduce.errors import (
+    AlreadyLoadedError,
+    AttachError,
+    ProducerDied,
+    StaleHandleError,
+)
 from shmreduce.memory import runtime
 from shmreduce.memory.inspection import process_state
 from tests.stress.actor import end_by_alarm
@@ -399,8 +404,9 @@ class Worker:
             except AttachError as error:
                 self._stress.counts["failed"] += 1
                 data = error.message_bytes
-            except (NeverMindError, AlreadyLoadedError):
-                # What a child had that was forked meanwhile is not loaded again.
+            except (NeverMindError, AlreadyLoadedError, StaleHandleError):
+                # What a child has that was forked meanwhile is not loaded again, nor is it
+                # there when the child has gone.
                 return
             else:
                 self._take(item, "after a failure")
