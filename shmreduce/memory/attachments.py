@@ -178,6 +178,18 @@ class Attachments:
         self._inherited = dict(inherited or {})
         self._replaced: dict[Segment, None] = {}
 
+    def segments(self) -> list[Segment]:
+        """Return all open segments, also those of which the directory has another one."""
+        return list(self.directory.values()) + list(self._replaced)
+
+    def list_again(self, segment: Segment) -> None:
+        """List a segment of this process that was taken out of the directory for a moment."""
+        found = self.directory.setdefault(segment.token, segment)
+        if found is not segment:
+            # Another thread has opened it meanwhile, for a message about a block of the past, say.
+            self.directory[segment.token] = segment
+            self._replaced[found] = None
+
     def lineage(self) -> dict[bytes, Segment]:
         """Return what a forked child can reach through inherited descriptors."""
         return {**self._inherited, **self.directory}

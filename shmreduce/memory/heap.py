@@ -73,6 +73,9 @@ class HeapHost(SegmentHost, Protocol):
     def directory(self) -> dict[bytes, Segment]:
         """Where segments are listed by token while they exist."""
 
+    def list_again(self, segment: Segment) -> None:
+        """List a segment that was taken out for a moment, whoever is there by now."""
+
     def cool_others(self, asking: Heap) -> int:
         """Give back what the other heaps have free; return how many bytes."""
 
@@ -411,7 +414,7 @@ class Heap:
             # by the second look.
             self._host.directory.pop(segment.token, None)
             if segment.holds or segment.pins:
-                self._host.directory[segment.token] = segment
+                self._host.list_again(segment)
             else:
                 self.segments.remove(segment)
                 self._host.family.reserve(-segment.reserved, self._host.budget())

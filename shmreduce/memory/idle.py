@@ -98,11 +98,15 @@ class IdleReturn:
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             _wait_for(leaving)
-        thread, self._thread = self._thread, None
-        if thread is None or not thread.is_alive():
+        # Both of one moment, and no call in between: another thread may start one anew.
+        stop, thread, self._thread = self._stop, self._thread, None
+        if thread is None:
             return False
-        if self._stop.locked():
-            self._stop.release()
+        # Also if it is just being started, by another thread: then it ends at once.
+        if stop.locked():
+            stop.release()
+        if not thread.is_alive():
+            return False
         _wait_for(thread)
         return True
 

@@ -140,9 +140,13 @@ def process_state() -> ProcessState:
     for heap in heaps:
         heap.collect()
         heap.reap()
-    segments = list(runtime.attachments.directory.values())
+    segments = runtime.attachments.segments()
+    # Lists, since other threads take and free blocks meanwhile.
     out = [
-        (segment, block) for heap in heaps for segment in heap.segments for block in segment.out
+        (segment, block)
+        for heap in heaps
+        for segment in list(heap.segments)
+        for block in list(segment.out)
     ]
     viewed = set(runtime.live.places())
     return ProcessState(

@@ -42,6 +42,9 @@ class Lease:
     def undo(self) -> None:
         """Take it back, unless somebody has loaded the message by now."""
         self.ended = True
+        # Again, where the message was complete already: another thread may end it first, since
+        # nobody has read it for long, and then nothing else would keep the segment open.
+        self.segment.pins[self] = None
         self.segment.consume(self.block, self.generation, self.slot, self.nonce)
         self.drop()
 

@@ -13,11 +13,12 @@ forward links are trusted.
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from shmreduce.errors import OutOfLeasesError, OutOfSharedMemoryError
 from shmreduce.memory import locks
-from shmreduce.memory.block_locks import BlockLocks, closed_by_somebody
+from shmreduce.memory.block_locks import LOCK_PATIENCE, BlockLocks, closed_by_somebody
 from shmreduce.memory.layout import (
     CHUNK_SLOTS,
     HAD_AS_BYTES,
@@ -34,6 +35,7 @@ from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from shmreduce.contracts import SharingStrategy
+    from shmreduce.memory.block_locks import Mark
 
 __all__ = ["MESSAGE", "NONCE_MASK", "LeaseSlots"]
 
@@ -83,6 +85,8 @@ class LeaseSlots(BlockLocks):
         self._free_slots: list[int] = []
         self._listed: dict[int, object] = {}
         self._chunks: dict[int, object] = {}
+        self._coming: dict[int, Mark] = {}
+        """Chunks that a thread is about to take, and which."""
         # For the blocks' locks alone: a description that forked children close
         # at once. Otherwise a parent that is killed in the middle of a
         # transition would leave its lock to a child that knows nothing of it.
@@ -213,28 +217,51 @@ class LeaseSlots(BlockLocks):
         self._free_slots.append(slot)
 
     def _find_slots(self) -> None:
-        mark = object()
+        mark = (get_ident(),)
         found = sum(self._list_chunk(chunk, mark) for chunk in list(self._chunks))
         if found >= _WORTH_A_RESCAN:
             return
         # Of another file the locks of all chunks could be had, those of others, too.
         fd = self.checked_fd
         for chunk in range(self.layout.slots // CHUNK_SLOTS):
-            if chunk in self._chunks:
-                continue
-            if not locks.try_lock(fd, LOCK_CHUNK + chunk, later=True):
-                continue
-            if self._chunks.setdefault(chunk, mark) is mark:
-                self._reserve_chunk(chunk)
+            if self._take_chunk(chunk, fd, mark):
                 self._list_chunk(chunk, mark)
                 return
-        if not found and not self._free_slots:
+        if not (found or self._free_slots or self._others_have_taken(mark)):
             raise OutOfLeasesError(
                 f"all {self.layout.slots} lease slots of segment {self.token.hex()} are in use "
                 "by messages that nobody has read and by arrays in use; read or drop some",
                 segment=self.token.hex(),
                 slots=self.layout.slots,
             )
+
+    def _take_chunk(self, chunk: int, fd: int, mark: Mark) -> bool:
+        """Take a chunk that is nobody's; return whether that was possible."""
+        try:
+            if chunk in self._chunks or self._coming.setdefault(chunk, mark) is not mark:
+                return False
+            # Once more: another thread may have taken it between the two looks.
+            if chunk in self._chunks or not locks.try_lock(fd, LOCK_CHUNK + chunk, later=True):
+                return False
+            self._reserve_chunk(chunk)
+            # Only now may other threads take slots from there: if there were no room for its
+            # pages the chunk would be given up, and its slots be those of another process.
+            self._chunks[chunk] = mark
+            return True
+        finally:
+            if self._coming.get(chunk) is mark:
+                self._coming.pop(chunk, None)
+
+    def _others_have_taken(self, mark: Mark) -> bool:
+        """Wait until no other thread is about to take a chunk; return False if none was."""
+        if self._is_taken_alone(mark):
+            return False
+        return locks.keep_trying(lambda: self._is_taken_alone(mark), LOCK_PATIENCE) is None
+
+    def _is_taken_alone(self, mark: Mark) -> bool:
+        # What this thread is about to take, where a destructor or a signal handler has come in
+        # between, is not waited for.
+        return all(each[0] == mark[0] for each in list(self._coming.values()))
 
     def _list_chunk(self, chunk: int, mark: object) -> int:
         start = chunk * CHUNK_SLOTS
@@ -254,7 +281,6 @@ class LeaseSlots(BlockLocks):
             reserve_pages(self.fd, layout.slot_next + 4 * start, 4 * CHUNK_SLOTS)
             reserve_pages(self.fd, layout.slot_previous + 4 * start, 4 * CHUNK_SLOTS)
         except OSError as error:
-            self._chunks.pop(chunk, None)
             locks.unlock(self.fd, LOCK_CHUNK + chunk)
             if not is_from_system(error):
                 raise

@@ -269,7 +269,10 @@ class ForkLedger:
             self._unnoted_since = now
         elif now - self._unnoted_since > _LONGEST_HOOK:
             self.leave_unguarded(Fork())
-        for number, since in list(self._unsure.items()):
+        # Numbers alone: before CPython 3.12 each pair that is made may set off the garbage
+        # collector, and that a destructor or another thread, which forks or comes here, too.
+        for number in list(self._unsure):
+            since = self._unsure.get(number, now)
             if now - since > _LONGEST_HOOK and self._unsure.pop(number, None) is not None:
                 self._unguarded_until = max(self._unguarded_until, self.forks)
                 self.pending.pop(number, None)

@@ -138,17 +138,24 @@ class Loading:
         live = current().live
         for block, handle in self._claims:
             record = block._record
+            segment = record.segment
             # From which the message is going to be loaded again.
-            record.segment.note_bytes()
+            segment.note_bytes()
             slot = record.slot
             if record.live is not live or slot is None:
                 # A child that was forked in the middle: it is the parent's.
                 continue
             what = Handle.unpack_checked(handle)
-            if live.take_back(block):
-                record.segment.unclaim(record.block, slot, what.nonce, what.slot)
-            elif record.shared and record.slot == what.slot:
-                _hold_elsewhere(record, what)
+            # When the hold is taken back nothing here uses the segment, and a thread that has
+            # no descriptor free either closes it.
+            segment.pins[block] = None
+            try:
+                if live.take_back(block):
+                    segment.unclaim(record.block, slot, what.nonce, what.slot)
+                elif record.shared and record.slot == what.slot:
+                    _hold_elsewhere(record, what)
+            finally:
+                segment.unpin(block)
         self._claims.clear()
         self._known.clear()
         self._private = None

@@ -686,6 +686,9 @@ def can_travel(record: Record, used: int, inherited: bool) -> bool:
     return not (
         record.slot is None
         or record.private
+        # Another thread is about to fork, say. As soon as the pages are private, and before
+        # the record says so, what is written here does not reach the block any more.
+        or record.cutting
         or inherited
         or record.segment.capacities[record.block] < _PRIVATE_FROM
         or 2 * used < record.nbytes

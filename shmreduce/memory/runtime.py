@@ -86,7 +86,8 @@ class Runtime:
         self._family: Family | None = None
         if self._parent_family is not None:
             self._parent_family.give_up_locks()
-        for segment in lineage.values():
+        opened = [] if parent is None else parent.attachments.segments()
+        for segment in (*lineage.values(), *opened):
             segment.give_up_locks()
         for heap in [] if parent is None else parent.heaps:
             heap.keep_apart_in_child()
@@ -177,6 +178,10 @@ class Runtime:
         """Open segments by token."""
         return self.attachments.directory
 
+    def list_again(self, segment: Segment) -> None:
+        """List a segment of this process that was taken out for a moment."""
+        self.attachments.list_again(segment)
+
     def budget(self) -> int:
         """Return the family's budget in bytes."""
         budget = get_settings().budget
@@ -201,7 +206,7 @@ class Runtime:
     def give_up(self) -> None:
         """End messages that nobody is going to read."""
         timeout = get_settings().message_timeout
-        for segment in list(self.directory.values()):
+        for segment in self.attachments.segments():
             segment.give_up(timeout)
 
     def on_growth(self) -> None:
@@ -242,10 +247,13 @@ class Runtime:
         self.live.settle()
         posted = bool(self._posted)
         troubles = []
-        for segment in list(self.attachments.directory.values()):
-            unread = [(sent.slot, sent.nonce) for sent in segment.unread()]
-            if not self._posted.get(segment.token, frozenset()).issuperset(unread):
-                troubles += self._post(segment, unread)
+        mark = object()
+        try:
+            for segments in self._with_unread(mark):
+                troubles += self._post(segments)
+        finally:
+            for segment in self.attachments.segments():
+                segment.unpin(mark)
         if self._posted and not posted:
             # What those before have left, and nobody can receive.
             self.attachments.tidy_mailbox()
@@ -258,33 +266,47 @@ class Runtime:
         if troubles:
             warnings.warn("; ".join(troubles), ShmreduceWarning, stacklevel=2)
 
-    def _post(self, segment: Segment, unread: list[tuple[int, int]]) -> list[str]:
-        """Leave a segment in the mailbox; return what to warn of."""
+    def _with_unread(self, mark: object) -> list[list[Segment]]:
+        """Return what has unread messages, pinned; together what is one segment, open twice."""
+        found: dict[bytes, list[Segment]] = {}
+        for segment in self.attachments.segments():
+            # First: threads that nobody waits for go on, and close what is not in use any more.
+            segment.pins[mark] = None
+            if segment.unread():
+                found.setdefault(segment.token, []).append(segment)
+        return list(found.values())
+
+    def _post(self, segments: list[Segment]) -> list[str]:
+        """Leave a segment in the mailbox, unless it is there; return what to warn of."""
+        first = segments[0]
+        unread = [(sent.slot, sent.nonce) for each in segments for sent in each.unread()]
+        before, now = self._posted.get(first.token), frozenset(unread)
+        if now <= (before or frozenset()):
+            return []
         # Also if no other member is known: a forked child, or one that is just
         # starting, may not have joined yet. The last to go takes it along.
-        carried = segment.are_carried([nonce for _, nonce in unread])
-        letter = Letter(segment.token, unread, complete=True, carried=carried)
+        carried = all(each.are_carried([nonce for _, nonce in unread]) for each in segments)
+        letter = Letter(first.token, unread, complete=True, carried=carried)
         try:
             # Another description: the mailbox keeps it, and this one has our locks.
-            fd = locks.reopen(segment.checked_fd)
+            fd = locks.reopen(first.checked_fd)
             try:
                 # First: who reads the last of them from now on takes the letter out.
-                segment.hand_over()
+                first.hand_over()
                 self._post_or_make_room(letter, fd)
             finally:
                 os.close(fd)
-            before, now = self._posted.get(segment.token), frozenset(unread)
-            self._posted[segment.token] = now
+            self._posted[first.token] = now
             if before is not None:
                 # This one says what is left of those of then, and something new: so it stays.
                 self.family.tidy(
                     lambda other, _: (
-                        other.token == segment.token
+                        other.token == first.token
                         and other.complete
                         and before.issuperset(other.unread)
                     )
                 )
-            if not segment.unread():
+            if not any(each.unread() for each in segments):
                 # Read meanwhile, when there was no letter yet.
                 self.attachments.tidy_mailbox()
         except (OSError, LeaseTimeoutError, SegmentError) as error:

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,9 @@ from shmreduce.strategies import current_strategy
 from shmreduce.testing.processes import OtherProcess
 from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MEBIBYTE = 1 << 20
 
@@ -169,6 +172,54 @@ def test_threads_that_ask_at_once_get_one_thread(monkeypatch: pytest.MonkeyPatch
     assert len(set(threading.enumerate()) - before) == 1
     assert idle.stop()
     assert set(threading.enumerate()) == before
+
+
+def test_a_thread_that_is_asked_for_while_one_is_ended_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that is ended is that which was there before."""
+    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+    idle.start()
+    first = idle._thread
+    is_alive = threading.Thread.is_alive
+
+    def slow(thread: threading.Thread) -> bool:
+        monkeypatch.undo()
+        in_another_thread(idle.start)
+        return is_alive(thread)
+
+    monkeypatch.setattr(threading.Thread, "is_alive", slow)
+    idle.stop()
+    second = idle._thread
+    assert first is not None
+    assert second is not None
+    assert (first.is_alive(), second.is_alive()) == (False, True)
+    assert idle.stop()
+    assert not second.is_alive()
+
+
+def test_a_thread_that_is_ended_while_it_is_started_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows of it any more who could end it later."""
+    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+    before = set(threading.enumerate())
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        in_another_thread(idle.stop)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    idle.start()
+    eventually(lambda: set(threading.enumerate()) == before, "the thread ends")
+
+
+def in_another_thread(function: Callable[[], object]) -> None:
+    """Call a function in another thread, and wait for that."""
+    other = threading.Thread(target=function)
+    other.start()
+    other.join(PATIENCE)
+    assert not other.is_alive()
 
 
 def test_an_interrupted_fork_leaves_the_thread_running(monkeypatch: pytest.MonkeyPatch) -> None:

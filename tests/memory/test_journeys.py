@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import AttachError
-from shmreduce.memory import locks, runtime
+from shmreduce import AttachError, Message, import_block
+from shmreduce.memory import loading, locks, runtime
 from shmreduce.memory.family import Family
+from shmreduce.memory.handle import Handle
 from shmreduce.memory.inspection import process_state
 from shmreduce.testing.processes import OtherProcess
 from tests.conftest import STRATEGIES, letters
@@ -256,6 +257,62 @@ def test_a_segment_that_is_opened_twice_is_closed_twice(children: Children) -> N
     reader.close()
     writer.close()
     queue.close()
+
+
+def send_handles_and_wait(count: int, writer: Any, reader: Any) -> None:
+    """Send blocks, each full of its number, by their handles alone."""
+    for number in range(count):
+        message = Message()
+        given = message.allocate(LENGTH)
+        assert given is not None
+        given[0][:] = bytes([number]) * LENGTH
+        message.commit()
+        writer.send(given[1])
+    receive(reader)
+
+
+def pass_on_from_one_that_is_open_twice(reader: Any, queue: Any) -> None:
+    """Send on what came in two segments, which are one: see what the test below says."""
+    handles = [receive(reader) for _ in range(3)]
+    state = runtime.current()
+    attachments = state.attachments
+    import_block(handles[0])
+    [segment] = [one for one in attachments.directory.values() if one.idle]
+    blocks = []
+
+    def others_use_it(found: Segment) -> None:
+        found.pins["a call under way"] = None
+        blocks.append(import_block(handles[1]))
+
+    attachments.directory = ReplacedWhenClosed(attachments.directory)
+    attachments.directory.others = others_use_it
+    attachments.close_idle(0)
+    blocks.append(loading._claim(state, segment, handles[2], Handle.unpack(handles[2])))
+    segment.unpin("a call under way")
+    assert blocks[0]._record.segment is not blocks[1]._record.segment
+    for block in blocks:
+        queue.put(np.frombuffer(block.buffer, np.uint8))
+
+
+@pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)
+def test_what_is_sent_on_from_a_segment_that_is_open_twice_outlives_its_sender(
+    children: Children, new_letters: Callable[[], list[Letter]]
+) -> None:
+    """One thread begins to use a segment that another is about to close, and a third opens it
+    anew: the messages of both go into the mailbox, as those of one segment.
+    """
+    queue = children.context.SimpleQueue()
+    reader, writer = children.context.Pipe(duplex=False)
+    ear, mouth = children.context.Pipe(duplex=False)
+    maker = children.start(send_handles_and_wait, 3, writer, ear)
+    children.join(children.start(pass_on_from_one_that_is_open_twice, reader, queue))
+    mouth.send("end")
+    children.join(maker)
+    assert len(new_letters()) == 1
+    assert [set(queue.get().tobytes()) for _ in range(2)] == [{1}, {2}]
+    assert new_letters() == []
+    for each in (reader, writer, ear, mouth, queue):
+        each.close()
 
 
 @pytest.mark.parametrize("children", [("fork", "file_descriptor")], indirect=True)

@@ -6,8 +6,10 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +19,9 @@ import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import all_names
+from shmreduce.memory.segment import Segment
 from shmreduce.memory.size_classes import FIRST_SEGMENT
+from shmreduce.testing.processes import OtherProcess
 from tests.conftest import letters
 from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
 
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
     from shmreduce import SharingStrategy
     from shmreduce.memory.family import Letter
+    from shmreduce.memory.segment import Sent
 
 LENGTH = 300_000
 PROGRAM = """
@@ -135,6 +140,48 @@ def test_a_warning_at_the_end_comes_when_all_is_done(
     heap_strategy = shmreduce.strategies.current_strategy()
     unlink = type(heap_strategy).unlink
     assert wait_for_exit(in_forked_child(child)) == 0
+
+
+def dump_ones() -> bytes:
+    return bytes(ForkingPickler.dumps(np.ones(LENGTH)))
+
+
+@pytest.mark.usefixtures("installed")
+def test_nobody_is_warned_of_what_is_read_while_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread reads what was sent on to it, and closes its segment, of another process,
+    when that was found to have an unread message.
+    """
+    unread = Segment.unread
+
+    def child() -> bool:
+        here, there = Pipe()
+        here.send(ForkingPickler.loads(data))
+        state = runtime.current()
+
+        def read_and_close() -> None:
+            there.recv()
+            state.attachments.close_idle(0)
+
+        def unread_before(segment: Segment) -> list[Sent]:
+            found = unread(segment)
+            if found and not segment.owner:
+                monkeypatch.setattr(Segment, "unread", unread)
+                thread = threading.Thread(target=read_and_close)
+                thread.start()
+                thread.join(PATIENCE)
+            return found
+
+        monkeypatch.setattr(Segment, "unread", unread_before)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state.leave()
+        return Segment.unread is unread
+
+    with OtherProcess("fork") as owner:
+        data = owner.ask(dump_ones)
+        assert wait_for_exit(in_forked_child(child)) == 0
 
 
 @pytest.mark.usefixtures("strategy")

@@ -18,6 +18,7 @@ from shmreduce import AlreadyLoadedError, AttachError
 from shmreduce.descriptor import Descriptor
 from shmreduce.memory import block_locks, locks, runtime
 from shmreduce.memory.attachments import Attachments
+from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import LOCK_BLOCK
 from shmreduce.testing.processes import OtherProcess
@@ -26,6 +27,8 @@ from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from shmreduce.memory.blocks import Block
 
 pytestmark = pytest.mark.usefixtures("installed", "nothing_happens")
 
@@ -205,6 +208,38 @@ def test_a_shared_array_that_another_thread_has_stays_its() -> None:
         assert (array == 1).all()
         del array
         owner.ask(_kept.clear)
+
+
+def test_what_is_given_back_stays_open_until_it_is_a_message_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread that is out of descriptors, too, closes what nobody uses meanwhile."""
+    attachments = runtime.current().attachments
+    take_back = LiveBlocks.take_back
+    closed: list[int] = []
+
+    def take_back_while_others_close(live: LiveBlocks, block: Block) -> bool:
+        taken = take_back(live, block)
+        thread = threading.Thread(target=lambda: closed.append(attachments.close_idle(0)))
+        thread.start()
+        thread.join(PATIENCE)
+        return taken
+
+    with OtherProcess("fork") as owner:
+        data = owner.ask(dump_by_value)
+        attachments.close_idle(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(LiveBlocks, "take_back", take_back_while_others_close)
+            again = fail_to_load(data)
+        assert closed == [0]
+        attachments.close_idle(0)
+        array, _ = ForkingPickler.loads(again)
+        assert (array == 1).all()
+        del array
+
+
+def dump_by_value() -> bytes:
+    return dumped(np.full(LENGTH, 1.0))
 
 
 def test_an_array_that_a_forked_child_has_is_not_given_out_again() -> None:

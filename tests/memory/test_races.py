@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import multiprocessing
 import os
+import sys
 import threading
+import time
 import warnings
 from collections import deque
 from multiprocessing import Pipe
@@ -18,20 +21,23 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import AttachError, LeaseTimeoutError
-from shmreduce.memory import runtime
+from shmreduce import AttachError, LeaseTimeoutError, Message
+from shmreduce.memory import inspection, lease_slots, locks, message, one_buffer, runtime
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.inspection import process_state
-from shmreduce.memory.layout import SHARED
+from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS, LOCK_CHUNK, SHARED
 from shmreduce.memory.ledger import Fork, ForkLedger
 from shmreduce.memory.mapping import Mapping
+from shmreduce.memory.message import can_travel
 from shmreduce.memory.segment import Segment
+from shmreduce.testing.processes import OtherProcess
 from shmreduce_numpy.blocks import find_block_of
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from shmreduce.memory.owned_segment import OwnedSegment
     from shmreduce.memory.record import Record
@@ -114,6 +120,91 @@ def test_a_segment_may_be_closed_under_a_thread_that_frees_its_last_block() -> N
 
     # See above; an interrupt may have lost some for good.
     assert wait_for_exit(in_forked_child(is_closed)) == 0
+
+
+def test_a_chunk_of_slots_that_has_no_room_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that needs a slot while another is about to take a chunk, in vain, has one
+    from a chunk that no other process can take.
+    """
+    taken: list[int] = []
+    waits = threading.Event()
+    keep_trying = locks.keep_trying
+
+    def wait(attempt: Callable[[], bool], patience: float) -> float | None:
+        waits.set()
+        return keep_trying(attempt, patience)
+
+    def is_its_own() -> bool:
+        heap = runtime.current().heap(BY_VALUE)
+        segment, block = heap.allocate(LENGTH)
+        other = threading.Thread(target=lambda: taken.append(segment._take_slot()))
+
+        def refuse(*_: int) -> NoReturn:
+            monkeypatch.undo()
+            monkeypatch.setattr(locks, "keep_trying", wait)
+            other.start()
+            eventually(lambda: waits.is_set() or taken, "the other has a slot, or waits for one")
+            raise OSError(errno.ENOSPC, "no room")
+
+        # Else the other takes the next chunk, and needs not wait.
+        segment.layout = dataclasses.replace(segment.layout, slots=CHUNK_SLOTS)
+        monkeypatch.setattr(lease_slots, "reserve_pages", refuse)
+        with pytest.raises(shmreduce.OutOfSharedMemoryError):
+            segment._take_slot()
+        other.join(PATIENCE)
+        fd = locks.reopen(segment.fd)
+        locked = locks.first_locked(fd, LOCK_CHUNK + taken[0] // CHUNK_SLOTS)
+        os.close(fd)
+        heap.untake(segment, block)
+        return locked is not None
+
+    # A child begins with an empty heap: nobody has taken a slot there.
+    assert wait_for_exit(in_forked_child(is_its_own)) == 0
+
+
+class TakenOut(dict[Any, Any]):
+    """A directory from which a segment is taken out, and something else happens then."""
+
+    happens: Callable[[Any], None] | None = None
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        found = super().pop(key, *default)
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            happens(found)
+        return found
+
+
+def test_an_empty_segment_that_two_threads_come_to_is_open_once() -> None:
+    """One is about to close it, another looks at it, and a third opens it for a message about
+    a block of the past: what that has opened is closed again.
+    """
+
+    def is_closed_again() -> bool:
+        state = runtime.current()
+        attachments, heap = state.attachments, state.heap(SHARED)
+        array = shmreduce.full(LENGTH, 1, np.uint8)
+        segment = own_segment_of(array)
+        data = bytes(ForkingPickler.dumps(array))
+        ForkingPickler.loads(data)
+        del array
+
+        def others_come(found: Segment) -> None:
+            found.pins["a look"] = None
+            with pytest.raises(shmreduce.StaleHandleError):
+                ForkingPickler.loads(data)
+
+        attachments.directory = TakenOut(attachments.directory)
+        attachments.directory.happens = others_come
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with heap.exclusive():
+            heap.cool(0)
+        segment.unpin("a look")
+        attachments.close_idle(0)
+        assert attachments.directory[segment.token] is segment
+        return len(list(Path("/proc/self/fd").iterdir())) == before
+
+    assert wait_for_exit(in_forked_child(is_closed_again)) == 0
 
 
 def test_tokens_of_forks_in_several_threads_are_not_mixed_up() -> None:
@@ -344,6 +435,68 @@ def test_who_looks_for_unread_messages_hides_none_from_others(
     assert segment.unread() == []
 
 
+def test_what_there_is_can_be_asked_while_another_thread_takes_blocks() -> None:
+    """Whenever that comes."""
+    arrays = [shmreduce.ones(LENGTH, np.uint8) for _ in range(3)]
+
+    def take_one(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != inspection.__file__:
+            return None
+        if event == "line" and len(arrays) < 30:
+            in_another_thread(lambda: arrays.append(shmreduce.ones(LENGTH, np.uint8)))()
+        return take_one
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(take_one)
+        state = inspection.process_state()
+    finally:
+        sys.settrace(before)
+    assert 3 <= state.out <= len(arrays)
+
+
+def dump_value() -> bytes:
+    return bytes(ForkingPickler.dumps(np.ones(LENGTH, np.uint8)))
+
+
+@pytest.mark.usefixtures("long_way")
+def test_a_message_that_is_taken_back_late_may_have_ended_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One thread finds that a packet cannot be sent, another that nobody has read it for long,
+    and that its segment, of another process, is not in use any more.
+    """
+    state = runtime.current()
+    with OtherProcess("fork") as other:
+        block = find_block_of(ForkingPickler.loads(other.ask(dump_value)))
+        assert block is not None
+        sent = Message()
+        assert sent.refer(block, block.nbytes) is not None
+        [lease] = sent.leases()
+        sent.commit()
+        del block
+        segment = lease.segment
+        request = locks.unlock_request
+
+        def give_up_and_close() -> None:
+            segment.give_up(-1.0)
+            state.attachments.close_idle(0)
+
+        happens = in_another_thread(give_up_and_close)
+
+        def before_it_is_locked(offset: int) -> bytes:
+            happens()
+            return request(offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(locks, "unlock_request", before_it_is_locked)
+            lease.undo()
+        assert segment.unread() == []
+        assert segment.idle
+        state.attachments.close_idle(0)
+        assert segment.fd == -1
+
+
 def test_the_first_forks_of_two_threads_are_of_one_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each child counts for what was alive when it was forked."""
     ledger = ForkLedger()
@@ -368,6 +521,30 @@ def test_the_first_forks_of_two_threads_are_of_one_ledger(monkeypatch: pytest.Mo
         ledger.withdraw(fork)
     assert not ledger.visible(0, 2)
     ledger.after_fork_in_child()
+
+
+def test_forks_that_nobody_notes_may_become_fewer_while_they_are_looked_at() -> None:
+    """The garbage collector may run then, and with it a destructor, which looks at them, too."""
+    ledger = ForkLedger()
+    # More pairs than CPython keeps the memory of.
+    numbers = range(1 << 40, (1 << 40) + 5000)
+    now = time.monotonic()
+    ledger._unsure = dict.fromkeys(numbers, now)
+    last = list(numbers)
+
+    def note_one(phase: str, _: object) -> None:
+        if phase == "start":
+            ledger._unsure.pop(last.pop(), None)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(note_one)
+    try:
+        gc.set_threshold(1)
+        ledger._give_up_waiting()
+    finally:
+        gc.callbacks.remove(note_one)
+        gc.set_threshold(*before)
+    assert list(ledger._unsure) == last
 
 
 def test_memory_is_had_where_no_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,8 +652,8 @@ def test_who_looks_for_unread_messages_can_be_interrupted_by_who_sends() -> None
         gc.set_threshold(*before)
     assert len(unread) >= len(messages)
     assert unread <= {each.nonce for each in found}
-    for message in messages + sent:
-        ForkingPickler.loads(message)
+    for data in messages + sent:
+        ForkingPickler.loads(data)
 
 
 def received(value: int) -> Any:
@@ -564,6 +741,53 @@ def test_a_fork_leaves_alone_what_another_thread_is_giving_back(
     del block
     assert record.segment.try_release(record.block, record.slot)
     assert_what_arrives_there_is_what_was_sent(address)
+
+
+@pytest.mark.parametrize("kind", ["own", "standard"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_was_written_before_it_was_sent_arrives_while_another_thread_forks(
+    monkeypatch: pytest.MonkeyPatch, kind: str, wrapped: bool
+) -> None:
+    """The pages of a received array are private already, and the thread that has made them so
+    has not noted it yet: what was written since is not in the block, and arrives all the same.
+    """
+    array = received(1)
+    block = find_block_of(array)
+    assert block is not None
+    record = block._record
+    del block
+    covered, looked_at = threading.Event(), threading.Event()
+    cover = Mapping.cover
+
+    def cover_slowly(mapping: Mapping, *where: int, private: bool) -> None:
+        cover(mapping, *where, private=private)
+        if threading.current_thread() is forking:
+            covered.set()
+            looked_at.wait(PATIENCE)
+
+    def look(*arguments: Any) -> bool:
+        found = can_travel(*arguments)
+        looked_at.set()
+        forking.join(PATIENCE)
+        return found
+
+    # As the hook of a fork does.
+    forking = threading.Thread(target=record.live.make_private, args=(record,))
+    context: Any = shmreduce.get_context() if kind == "own" else multiprocessing.get_context()
+    reader, writer = context.Pipe(duplex=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "cover", cover_slowly)
+        for module in (message, one_buffer):
+            patch.setattr(module, "can_travel", look)
+        forking.start()
+        assert covered.wait(PATIENCE)
+        array[:] = 2
+        writer.send([array] if wrapped else array)
+    assert record.private
+    arrived = reader.recv()
+    assert ((arrived[0] if wrapped else arrived) == 2).all()
+    reader.close()
+    writer.close()
 
 
 def test_a_hold_that_two_threads_end_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
