@@ -287,7 +287,9 @@ def test_a_segment_that_another_thread_closes_meanwhile(
         if len(asked) == 1:
             monkeypatch.setattr(locks, "first_locked", first_locked)
             theirs = unused if rest == "asked for" else unused[1:]
-            thread = threading.Thread(target=lambda: list(map(attachments.close_ownerless, theirs)))
+            thread = threading.Thread(
+                target=lambda: list(map(attachments.close_ownerless, theirs))
+            )
             thread.start()
             thread.join(PATIENCE)
             assert [one.fd for one in theirs] == [-1] * len(theirs)
