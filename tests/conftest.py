@@ -139,10 +139,11 @@ class Children:
             if process.is_alive():
                 process.join(1.0)
         for process in descendants():
-            if process.pid in self._before or not process.is_running():
-                continue
-            survivors.append(f"{process.pid}: {' '.join(process.cmdline())}")
-            process.kill()
+            # One may end by itself between any two of these lines.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.pid not in self._before and process.is_running():
+                    survivors.append(f"{process.pid}: {' '.join(process.cmdline())}")
+                    process.kill()
         for process in self.started:
             process.join(PATIENCE)
             process.close()
@@ -156,12 +157,20 @@ def descendants() -> list[psutil.Process]:
         try:
             command = " ".join(process.cmdline())
             ended = process.status() == psutil.STATUS_ZOMBIE
+            is_server = "multiprocessing.forkserver" in command and _is_child_of_this(process)
         except psutil.NoSuchProcess:
             continue
-        is_server = "multiprocessing.forkserver" in command and _is_child_of_this(process)
         if not ended and not is_server and "resource_tracker" not in command:
             found.append(process)
     return found
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended; one that was not waited for may have."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_child_of_this(process: psutil.Process) -> bool:

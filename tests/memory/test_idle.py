@@ -168,7 +168,8 @@ def test_threads_that_ask_at_once_get_one_thread(monkeypatch: pytest.MonkeyPatch
     idle.start()
     assert len(set(threading.enumerate()) - before) == 1
     assert idle.stop()
-    assert set(threading.enumerate()) == before
+    # One that looks after what tests before have left may have ended meanwhile.
+    assert not set(threading.enumerate()) - before
 
 
 def test_an_interrupted_fork_leaves_the_thread_running(monkeypatch: pytest.MonkeyPatch) -> None:
