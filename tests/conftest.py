@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -228,6 +229,12 @@ def children(request: pytest.FixtureRequest, shmreduce_no_leaks: None) -> Iterat
             yield helper
         finally:
             helper.close()
+
+
+def pytest_configure() -> None:
+    """Let SIGINT interrupt, which programs that a shell starts in the background ignore."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
