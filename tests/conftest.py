@@ -195,6 +195,8 @@ def _no_idle_memory_goes_back_meanwhile() -> None:
     for state in runtime._current:
         if state.idle_return.stop():
             for heap in state.heaps:
+                # What nobody has any more may not have been noticed yet.
+                heap.collect()
                 with heap.exclusive():
                     heap.cool(0)
 
