@@ -84,7 +84,7 @@ class _PassedOn:
         # off after its end would be another block's.
         root = self._root()
         record = self._record
-        return root is None or record.private or record.live.make_private(record)
+        return root is None or record.private or bool(record.live.make_private(record))
 
     def memory(self) -> tuple[int, int]:
         return self._record.address, self._record.nbytes

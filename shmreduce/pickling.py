@@ -16,6 +16,7 @@ import copyreg
 import io
 import os
 import pickle
+from _thread import allocate_lock, start_new_thread
 from contextlib import suppress
 
 # The reducers of the standard library import it when they need it; a child that
@@ -40,7 +41,13 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.memory.attachments import EXHAUSTED
-from shmreduce.memory.loading import Loading, discard_message, here, import_block
+from shmreduce.memory.loading import (
+    Loading,
+    discard_message,
+    here,
+    import_block,
+    with_arrived,
+)
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
@@ -212,6 +219,13 @@ def load_message(
             # Unless this is another try already.
             if error.message_bytes != data:
                 error.message_bytes = loads_again(bytes(data))
+        elif isinstance(error, RecursionError):
+            # There may be too little stack left to discard it. Another thread has its own,
+            # and no function of Python is needed to start that.
+            done = allocate_lock()
+            done.acquire()
+            start_new_thread(_discard_apart, (arrived or {}, bytes(data), done.release))
+            done.acquire()
         elif not isinstance(error, AlreadyLoadedError):
             # What another loader has begun is that loader's, whole.
             discard_message(data)
@@ -232,6 +246,13 @@ def load_message(
         # be collected together with it, and CPython 3.13 complains of a BytesIO
         # that dies with views.
         del data
+
+
+def _discard_apart(arrived: Mapping[bytes, int], data: bytes, tell: Callable[[], object]) -> None:
+    try:
+        with_arrived(arrived, discard_message, data)
+    finally:
+        tell()
 
 
 def loads_again(data: bytes) -> bytes:

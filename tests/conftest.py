@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -139,10 +140,11 @@ class Children:
             if process.is_alive():
                 process.join(1.0)
         for process in descendants():
-            if process.pid in self._before or not process.is_running():
-                continue
-            survivors.append(f"{process.pid}: {' '.join(process.cmdline())}")
-            process.kill()
+            # One may end by itself between any two of these lines.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.pid not in self._before and process.is_running():
+                    survivors.append(f"{process.pid}: {' '.join(process.cmdline())}")
+                    process.kill()
         for process in self.started:
             process.join(PATIENCE)
             process.close()
@@ -156,12 +158,20 @@ def descendants() -> list[psutil.Process]:
         try:
             command = " ".join(process.cmdline())
             ended = process.status() == psutil.STATUS_ZOMBIE
+            is_server = "multiprocessing.forkserver" in command and _is_child_of_this(process)
         except psutil.NoSuchProcess:
             continue
-        is_server = "multiprocessing.forkserver" in command and _is_child_of_this(process)
         if not ended and not is_server and "resource_tracker" not in command:
             found.append(process)
     return found
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process has not ended; one that was not waited for may have."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_child_of_this(process: psutil.Process) -> bool:
@@ -174,6 +184,21 @@ def _uninstalled_afterwards() -> Iterator[None]:
     """Leave no installation to the next test."""
     yield
     shmreduce.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def _no_idle_memory_goes_back_meanwhile() -> None:
+    """Give back now what tests before this one have left so much of that a thread looks after it.
+
+    It would take blocks back, close segments and lower what is booked at any moment.
+    """
+    for state in runtime._current:
+        if state.idle_return.stop():
+            for heap in state.heaps:
+                # What nobody has any more may not have been noticed yet.
+                heap.collect()
+                with heap.exclusive():
+                    heap.cool(0)
 
 
 @pytest.fixture
@@ -206,6 +231,12 @@ def children(request: pytest.FixtureRequest, shmreduce_no_leaks: None) -> Iterat
             yield helper
         finally:
             helper.close()
+
+
+def pytest_configure() -> None:
+    """Let SIGINT interrupt, which programs that a shell starts in the background ignore."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.errors import SegmentError, ShmreduceWarning
@@ -38,8 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["UNSHARED", "Block", "Keeper", "LiveBlocks", "owner_record", "warn_of_exposed"]
 
-_CUTTING_SECONDS = 0.05
-"""How long a fork waits for a thread that makes a block's pages private, or undoes a load."""
+_CUTTING_SECONDS = 10.0
+"""How long a fork waits for another thread that makes a block's pages private.
+
+That takes microseconds, but the thread may not get a processor for long.
+"""
+_UNDOING_SECONDS = 0.05
+"""How long a fork waits for a thread that undoes a load, which may be its own."""
 _REAP_SECONDS = 0.3
 """How often at most :meth:`Block.reclaim` looks for killed processes."""
 
@@ -265,7 +271,7 @@ class LiveBlocks:
             record.key = block_key(record.segment.token, record.block, generation)
             self._shared[record.key] = reference
 
-    def make_private(self, record: Record) -> bool:
+    def make_private(self, record: Record) -> bool | None:
         """Cut this process's view of a by-value block off from the block.
 
         Afterwards writes here stay here, and the block keeps the bytes of this
@@ -273,13 +279,19 @@ class LiveBlocks:
         as the views: unwritten pages are still the block's. The caller keeps the
         root: pages that are covered after the hold's end are the next block's,
         which would show what this process writes to it, for ever.
+
+        Returns
+        -------
+        bool or None
+            Whether that was possible. None if another call has done so, or is about to, or
+            if the hold has ended.
         """
         segment, block = record.segment, record.block
-        mark = object()
+        mark = (get_ident(),)
         try:
             # Covering twice would throw away what was written in between.
             if record.private or record.ended or record.cutting.setdefault(None, mark) is not mark:
-                return False
+                return None
             # First: whatever comes now, the next block here will show the file again.
             record.in_place = True
             record.mapping.cover(
@@ -521,16 +533,23 @@ class LiveBlocks:
         self.exposed = exposed
 
     def _is_apart(self, reference: RootReference) -> bool:
-        """Cut a received by-value block off, or see another do so; return whether that is done.
-
-        Not for ever: it may be this very thread that was interrupted.
-        """
+        """Cut a received by-value block off, or see another do so; return whether that is done."""
         record = reference.record
-        deadline = time.monotonic() + _CUTTING_SECONDS
-        while not (record.private or self.make_private(record)):
-            taken_back = record.ended and self._roots.get(reference.identity) is not reference
-            busy = record.cutting or record.ended
-            if taken_back or not busy or time.monotonic() > deadline:
+        began = time.monotonic()
+        while not record.private:
+            cut = self.make_private(record)
+            if cut is not None:
+                return cut
+            if record.ended and self._roots.get(reference.identity) is not reference:
+                # Taken back.
+                return True
+            (cutter,) = record.cutting.get(None, (None,))
+            if cutter == get_ident():
+                # What this very thread was interrupted in.
+                return record.ended
+            # In a child there is no other thread.
+            elsewhere = cutter is not None and self.current
+            if time.monotonic() - began > (_CUTTING_SECONDS if elsewhere else _UNDOING_SECONDS):
                 return record.ended
             time.sleep(0)
         return True

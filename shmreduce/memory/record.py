@@ -82,8 +82,8 @@ class Record:
         self.in_place = False
         self.ended = False
         """Whether the hold was given up already, before the views died."""
-        self.cutting: dict[None, object] = {}
-        """Has the mark of the one call that makes the pages private, for good."""
+        self.cutting: dict[None, tuple[int]] = {}
+        """Has the mark of the one call that makes the pages private, for good: its thread."""
         self.birth = self.death = live.ledger.birth
         self.written: bytes | None = None
         """What is the same in all handles that this process makes for the block."""

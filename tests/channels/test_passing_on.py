@@ -64,7 +64,7 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked = []
     make_private = LiveBlocks.make_private
 
-    def note(live: LiveBlocks, record: Any) -> bool:
+    def note(live: LiveBlocks, record: Any) -> bool | None:
         asked.append(record)
         return make_private(live, record)
 

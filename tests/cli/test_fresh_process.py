@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from shmreduce import ConfigurationError
 from shmreduce.fresh_process import FreshProcess, RunFailedError, fail
+from tests.conftest import is_running
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -105,16 +105,22 @@ def test_silence_is_an_error_after_the_patience() -> None:
         process.receive()
 
 
+def wait_until_ended(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_what_the_process_started_goes_with_it() -> None:
     """Leaving the context ends the process's children, which hold its process group."""
     with FreshProcess("parent", leave_a_child, patience=PATIENCE) as process:
-        child = psutil.Process(process.receive())
+        child = process.receive()
         process.send("end")
         process.finish()
         assert process.processes_left(patience=0) == 1
     # Killed, but it may not be reaped yet by whoever adopted it.
-    psutil.wait_procs([child], timeout=PATIENCE)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    wait_until_ended([child])
 
 
 def test_processes_are_counted_though_others_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,10 +173,4 @@ def test_nothing_is_left_of_a_starter_that_is_killed(tmp_path: Path) -> None:
     finally:
         starter.kill()
         starter.wait(PATIENCE)
-    left = [psutil.Process(int(pid)) for pid in told.read_text().split() if is_there(int(pid))]
-    _, alive = psutil.wait_procs(left, PATIENCE)
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
-
-
-def is_there(pid: int) -> bool:
-    return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    wait_until_ended([int(pid) for pid in told.read_text().split()])

@@ -20,6 +20,8 @@ from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, receive
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Children
 
 LENGTH = 300_000
@@ -41,6 +43,12 @@ def make_and_keep() -> Any:
 def send_and_wait(writer: Any) -> None:
     writer.send(np.ones(LENGTH, np.uint8))
     signal.pause()
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named segments lie in a folder of the test's: any process of this user sweeps the usual."""
+    monkeypatch.setenv("SHMREDUCE_DIRECTORY", str(tmp_path))
 
 
 @pytest.mark.usefixtures("strategy")
@@ -100,7 +108,7 @@ def test_what_a_killed_process_made_lives_on_where_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.usefixtures("strategy")
+@pytest.mark.usefixtures("own_folder", "strategy")
 def test_a_producer_killed_before_it_was_read_is_named(method: str) -> None:
     """An array whose producer was killed is a ``ProducerDied`` with its pid, or is
     still there; other messages of the channel are not affected.
@@ -153,6 +161,7 @@ def test_a_producer_that_is_a_zombie_is_dead() -> None:
     theirs.close()
 
 
+@pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("children", [("fork", "file_system")], indirect=True)
 def test_files_of_killed_processes_are_swept_by_the_living(children: Children) -> None:
     """Names that a killed process left are removed without anybody asking."""
@@ -283,12 +292,13 @@ def test_what_was_idle_in_a_parent_that_has_ended_counts_no_more() -> None:
     ended: Any = context.Pipe(duplex=False)
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=fork_and_end, args=(ended, writer))
-    with shmreduce.install():
+    # What tests before this one have left must not go back in between.
+    with shmreduce.install(idle_seconds=10 * PATIENCE):
         before = sum(reserved for _, reserved in runtime.current().family.members())
         process.start()
-    ended[1].close()
-    process.join(PATIENCE)
-    assert process.exitcode == 0
-    assert LENGTH <= receive(reader) - before < 16 << 20
+        ended[1].close()
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+        assert LENGTH <= receive(reader) - before < 16 << 20
     for each in (*ended, reader, writer):
         each.close()

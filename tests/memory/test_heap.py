@@ -328,14 +328,17 @@ def test_a_heap_can_be_used_after_ctrl_c_anywhere_in_it() -> None:
     before = signal.signal(signal.SIGVTALRM, interrupt)
     try:
         for number_of_round in range(60):
-            # Processor time, so that the load of the machine makes no difference.
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.001 + 0.0001 * number_of_round)
+            # Processor time, so that the load of the machine makes no difference. Again
+            # after a while: Python ignores one that strikes in a destructor.
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.001 + 0.0001 * number_of_round, 0.05)
             with pytest.raises(KeyboardInterrupt):
                 allocate_until_interrupted()
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             segment, block = heap.allocate(700 << 10)
             del segment.records[block]
             heap.give_back(segment, block)
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
     del kept.records[number]
     heap.give_back(kept, number)

@@ -171,7 +171,8 @@ def test_threads_that_ask_at_once_get_one_thread(monkeypatch: pytest.MonkeyPatch
     idle.start()
     assert len(set(threading.enumerate()) - before) == 1
     assert idle.stop()
-    assert set(threading.enumerate()) == before
+    # One that looks after what tests before have left may have ended meanwhile.
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_thread_that_is_asked_for_while_one_is_ended_is_left_alone(

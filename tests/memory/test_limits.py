@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce import handle_calls
 from shmreduce.cli import main
 from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
@@ -543,9 +544,9 @@ def join_without_descriptors() -> bool:
     lowest = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    inherited = runtime.current().known_family
-    assert inherited is not None
-    before, members = descriptors(), len(inherited.members())
+    # That of its parent.
+    assert runtime.current().known_family is not None
+    before = descriptors()
     numbers = []
     # It needs two.
     for room in (0, 1, 1):
@@ -558,9 +559,9 @@ def join_without_descriptors() -> bool:
     if numbers != [errno.EMFILE] * 3 or descriptors() != before:
         return False
     here.send(np.ones(LENGTH, np.uint8))
-    # One more, not one for each attempt.
-    joined = len(runtime.current().family.members()) == members + 1
-    return bool(joined and there.recv().sum() == LENGTH)
+    # Once, not with each attempt; others of the family may come and go.
+    members = [pid for pid, _ in runtime.current().family.members()]
+    return bool(members.count(os.getpid()) == 1 and there.recv().sum() == LENGTH)
 
 
 def descriptors() -> int:
@@ -596,6 +597,8 @@ def test_the_recursion_limit_leaves_no_block_wherever_it_strikes(what: str) -> N
     outcomes = []
     with reader, writer:
         for depth in range(1, 60):
+            # What is found out once about such messages needs some stack itself.
+            handle_calls._calls.clear()
             arrived = None
             # 3.11 has ctypes tell a RecursionError among its arguments as an error of its own.
             with contextlib.suppress(RecursionError, ctypes.ArgumentError):

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.memory.waiting import PATIENCE
-
 if TYPE_CHECKING:
     from pathlib import Path
+
+SECONDS = 100
+"""How long a program may take that starts so many processes, one after the other."""
 
 PROGRAM = """
 import multiprocessing
@@ -79,7 +80,7 @@ def check(text: str, folder: Path, *arguments: str) -> None:
     program.write_text(text)
     done = subprocess.run(
         [sys.executable, "-W", "error", str(program), *arguments],
-        timeout=PATIENCE,
+        timeout=SECONDS,
         capture_output=True,
         text=True,
         check=False,

@@ -690,7 +690,7 @@ def test_an_array_that_dies_while_a_fork_is_prepared_leaves_no_private_pages(
     drop = in_another_thread(lambda: arrays.pop(dropped))
     make_private, cover = LiveBlocks.make_private, Mapping.cover
 
-    def look(live: LiveBlocks, record: Record) -> bool:
+    def look(live: LiveBlocks, record: Record) -> bool | None:
         drop()
         return make_private(live, record)
 
@@ -706,6 +706,110 @@ def test_an_array_that_dies_while_a_fork_is_prepared_leaves_no_private_pages(
         assert wait_for_exit(in_forked_child(lambda: True)) == 0
     assert len(arrays) == 1
     assert_what_arrives_there_is_what_was_sent(address)
+
+
+class Clock:
+    """The module ``time`` for who waits: each look at the clock takes a second.
+
+    Parameters
+    ----------
+    looks : int
+        At the clock, after which something happens.
+    happens : callable
+        Is called then.
+    """
+
+    def __init__(self, looks: int, happens: Callable[[], object]) -> None:
+        self.looks = 0
+        self._left = looks
+        self._happens = happens
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        if self.looks == self._left:
+            self._happens()
+        return float(self.looks)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_waits_for_a_thread_that_makes_pages_private(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long that thread is without a processor: the child's array is apart, and nobody
+    is warned of one that is not.
+    """
+    array = received(1)
+    block = find_block_of(array)
+    assert block is not None
+    cover, inside, go_on = Mapping.cover, threading.Event(), threading.Event()
+
+    def cover_slowly(mapping: Mapping, *where: int, private: bool) -> None:
+        inside.set()
+        assert go_on.wait(PATIENCE)
+        cover(mapping, *where, private=private)
+
+    live, record = runtime.current().live, block._record
+    thread = threading.Thread(target=live.make_private, args=(record,))
+
+    def let_go() -> None:
+        go_on.set()
+        thread.join(PATIENCE)
+
+    clock = Clock(5, let_go)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapping, "cover", cover_slowly)
+        patch.setattr("shmreduce.memory.blocks.time", clock)
+        thread.start()
+        assert inside.wait(PATIENCE)
+        pid = in_forked_child(lambda: runtime.current().live.exposed_by_parent == 0)
+    assert wait_for_exit(pid) == 0
+    assert record.private
+
+
+def test_a_fork_keeps_apart_what_another_thread_gives_back_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that undoes a load finds that somebody has the array, and leaves it as it is."""
+    array = received(1)
+    block = find_block_of(array)
+    assert block is not None
+    make_private = LiveBlocks.make_private
+
+    def look(live: LiveBlocks, record: Record) -> bool | None:
+        monkeypatch.undo()
+        record.ended = True
+        try:
+            return make_private(live, record)
+        finally:
+            record.ended = False
+
+    monkeypatch.setattr(LiveBlocks, "make_private", look)
+    pid = in_forked_child(lambda: runtime.current().live.exposed_by_parent == 0)
+    assert wait_for_exit(pid) == 0
+    assert block._record.private
+
+
+def test_a_fork_does_not_wait_for_what_it_has_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that forks while its own thread makes pages private."""
+    array = received(1)
+    block = find_block_of(array)
+    assert block is not None
+    cover, pids = Mapping.cover, list[int]()
+
+    def interrupted(mapping: Mapping, *where: int, private: bool) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr("shmreduce.memory.blocks.time", clock)
+        with pytest.warns(shmreduce.ShmreduceWarning, match="1 arrays"):
+            pids.append(in_forked_child(lambda: runtime.current().live.exposed_by_parent == 1))
+        cover(mapping, *where, private=private)
+
+    clock = Clock(2, lambda: pytest.fail("it waits"))
+    monkeypatch.setattr(Mapping, "cover", interrupted)
+    assert runtime.current().live.make_private(block._record)
+    assert wait_for_exit(pids[0]) == 0
 
 
 def test_a_fork_leaves_alone_what_another_thread_is_giving_back(

@@ -15,9 +15,9 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
+from tests.conftest import is_running
 from tests.model.actor import Seen, act
 from tests.model.world import INHERITED, MAKER, Handle, Scope, State, View, World
 
@@ -93,7 +93,7 @@ class Crew:
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE
         # One that is just ending may have its locks yet.
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while is_running(pid):
             if time.monotonic() > deadline:
                 pytest.fail(f"process {place} does not end")
             time.sleep(0.001)

@@ -44,20 +44,27 @@ def use_an_executor() -> None:
         assert executor.submit(square, 3).result(PATIENCE) == 9
 
 
+def threads() -> list[threading.Thread]:
+    """Return all threads but the one that gives idle memory back, which comes and goes."""
+    return [each for each in threading.enumerate() if each.name != "shmreduce-idle"]
+
+
 @pytest.mark.parametrize(("use", "count"), [(use_a_pool, 200), (use_an_executor, 30)])
 def test_many_pools_leave_nothing(use: Callable[[], None], count: int) -> None:
-    """Pools made and ended one after another: as many descriptors and threads as before."""
+    """Pools made and ended one after another: no more descriptors and threads than before."""
     this = psutil.Process()
     with shmreduce.install():
         for _ in range(5):
             use()
         gc.collect()
-        before = (this.num_fds(), threading.active_count(), this.memory_info().rss)
+        before = (this.num_fds(), len(threads()), this.memory_info().rss)
         for _ in range(count):
             use()
         gc.collect()
-        after = (this.num_fds(), threading.active_count(), this.memory_info().rss)
-    assert after[:2] == before[:2]
+        after = (this.num_fds(), len(threads()), this.memory_info().rss)
+    # What tests before this one have left may have gone meanwhile.
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
     assert after[2] - before[2] < 16 * MEBIBYTE
     assert not multiprocessing.active_children()
 

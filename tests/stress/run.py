@@ -81,6 +81,17 @@ class Stress:
             pool.terminate()
             pool.join()
 
+    def end_actors(self) -> None:
+        """Kill those of a round that broke off: what they still have is not left behind."""
+        actors = multiprocessing.active_children()
+        if self._pool is not None:
+            # It would start workers in the place of those that are killed.
+            self._pool.terminate()
+        for process in actors:
+            process.kill()
+        for process in actors:
+            process.join(_PATIENCE)
+
     def round(self, number: int) -> None:
         """Play one round and look at what it left."""
         chooser = random.Random(f"{self.seed}/{number}")
@@ -211,14 +222,10 @@ class Stress:
         for told in self.producers:
             if told["producer"] not in self.killed and not self._was_child(told["producer"]):
                 self.bad.append(told)
-        left = [
-            repr(state)
-            for state in list_segments()
-            if state.owner in self.pids
-            and state.owner != os.getpid()
-            and not state.owner_alive
-            and not set(state.holders) <= {os.getpid()}
-        ]
+        end = time.monotonic() + _PATIENCE
+        # Forked children of killed actors live on for a moment.
+        while (left := self._left()) and time.monotonic() < end:
+            time.sleep(0.01)
         self.bad.extend({"what": "left", "segment": each} for each in left)
         return {
             "seed": self.seed,
@@ -227,6 +234,17 @@ class Stress:
             "counts": dict(self.counts),
             "pids": sorted(self.pids),
         }
+
+    def _left(self) -> list[str]:
+        """Return the segments of dead actors that somebody else has open."""
+        return [
+            repr(state)
+            for state in list_segments()
+            if state.owner in self.pids
+            and state.owner != os.getpid()
+            and not state.owner_alive
+            and not set(state.holders) <= {os.getpid()}
+        ]
 
     def _was_child(self, pid: int) -> bool:
         # Forked children of actors kill themselves; only actors report a birth.
@@ -274,6 +292,7 @@ def main() -> int:
             stress.round(number)
         except Exception:
             stress.bad.append({"what": "error", "error": traceback.format_exc()[-2000:]})
+            stress.end_actors()
             break
         number += 1
     if not stress.bad:
