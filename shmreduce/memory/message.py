@@ -341,8 +341,8 @@ class Message:
         """Give out a part of a block that also carries other buffers of the message.
 
         This is for by-value buffers of ``smallest_part`` bytes and more, if a message may
-        have many. A block has 4 MiB at most, and at most about as much again as the message
-        had of such buffers before. At the receiver it is freed when the last of the buffers
+        have many. A block has 4 MiB at most, and at most twice what the message has of such
+        buffers so far, or 256 KiB. At the receiver it is freed when the last of the buffers
         that share it has gone.
 
         Parameters

@@ -47,7 +47,8 @@ IN_PIPE = Limits(4 << 10, 128 << 10)
 def block_size(so_far: int) -> int:
     """Return how large the next block is to be in a message with so many bytes of buffers.
 
-    As much as they again: so a message takes at most twice what it needs.
+    Twice as many: so the blocks are few, and what they take in vain is less than twice what
+    the message needs.
     """
     return max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, 2 * so_far))
 
