@@ -1,6 +1,6 @@
 """Imports what children need of shmreduce, for a fork server to do so once for all of them.
 
-May import ``context``, ``discovery``, ``pool``, ``queues`` and ``spawn_child``.
+May import ``children``, ``context``, ``discovery``, ``pool``, ``queues`` and ``spawn_child``.
 
     multiprocessing.set_forkserver_preload(["numpy", "shmreduce.preload"])
 
@@ -8,6 +8,6 @@ It imports modules and does nothing else: plugins are loaded in each child, by i
 parent's settings.
 """
 
-from shmreduce import context, discovery, pool, queues, spawn_child
+from shmreduce import children, context, discovery, pool, queues, spawn_child
 
-__all__ = ["context", "discovery", "pool", "queues", "spawn_child"]
+__all__ = ["children", "context", "discovery", "pool", "queues", "spawn_child"]

@@ -279,8 +279,11 @@ class Family:
         """Take ``nbytes`` off this member's reservation, without a lock, for when nobody waits.
 
         The entry counts as long as a forked child lives: that has the member's
-        byte, too.
+        byte, too. It is its parent's, also where the child gives back what was being
+        taken when a signal handler forked.
         """
+        if self._lock_fd == -1:
+            return
         self._reserved[self._index] = max(0, self._reserved[self._index] - nbytes)
 
     def check(self, nbytes: int, budget: int) -> None:

@@ -316,8 +316,10 @@ class Recorder:
 
     made: ClassVar[list[Recorder]] = []
 
-    def __init__(self, shared_memory: bool = True, mover: object = None) -> None:
-        del mover
+    def __init__(
+        self, shared_memory: bool = True, mover: object = None, *, in_pipe: bool = False
+    ) -> None:
+        del mover, in_pipe
         self.shared_memory = shared_memory
         self.fate: list[str] = []
         self.made.append(self)

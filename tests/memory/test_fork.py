@@ -803,4 +803,7 @@ def test_a_child_that_goes_on_making_a_block_leaves_its_parents_message_alone(
     assert given is not None
     message.commit()
     waiting.let_child_end()
+    state = runtime.current()
+    booked = [segment.reserved for each in state.heaps for segment in each.segments]
+    assert state.family.reserved == sum(booked)
     assert bytes(import_block(given[1]).buffer) == b"p" * size

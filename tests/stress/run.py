@@ -65,6 +65,7 @@ class Stress:
         self._reader, self._writer = self.context.Pipe(duplex=False)
         self._reports = Reports(self._reader.fileno())
         self._forks = method == "fork"
+        self._began = time.monotonic()
         self._pool: Pool | None = None
 
     def _get_pool(self) -> Pool:
@@ -237,10 +238,13 @@ class Stress:
 
     def _left(self) -> list[str]:
         """Return the segments of dead actors that somebody else has open."""
+        # Not those of before: another process may have had an actor's number then.
+        seconds = time.monotonic() - self._began
         return [
             repr(state)
             for state in list_segments()
             if state.owner in self.pids
+            and state.age < seconds
             and state.owner != os.getpid()
             and not state.owner_alive
             and not set(state.holders) <= {os.getpid()}
