@@ -1,15 +1,30 @@
-"""Reads what the processes of a run tell: lines of JSON in one pipe."""
+"""Reads what the processes of a run tell, lines of JSON in one pipe, and tells the outcome."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Reports"]
+__all__ = ["Reports", "leave"]
+
+
+def leave(report: dict[str, Any]) -> int:
+    """Print the report of a run as one JSON object; return 0 unless anything in it is bad."""
+    json.dump(report, sys.stdout)
+    sys.stdout.write("\n")
+    if report["bad"]:
+        # Threads and processes in disorder may never end by themselves.
+        sys.stdout.flush()
+        for process in multiprocessing.active_children():
+            process.kill()
+        os._exit(1)
+    return 0
 
 
 class Reports:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
-import json
 import multiprocessing
 import os
 import random
@@ -28,7 +27,7 @@ from tests.stress import breaking
 from tests.stress.actor import INLINE_LIMIT, Actor, Part, end_by_alarm, play
 from tests.stress.links import KINDS, WEIGHTS, make_link
 from tests.stress.pooled import LENT_FROM, PoolUser, make_pool
-from tests.stress.reports import Reports
+from tests.stress.reports import Reports, leave
 
 if TYPE_CHECKING:
     from shmreduce.pool import Pool
@@ -301,15 +300,7 @@ def main() -> int:
         number += 1
     if not stress.bad:
         stress.close()
-    json.dump(stress.result(), sys.stdout)
-    sys.stdout.write("\n")
-    if stress.bad:
-        # Processes in disorder may never end by themselves.
-        sys.stdout.flush()
-        for process in multiprocessing.active_children():
-            process.kill()
-        os._exit(1)
-    return 0
+    return leave(stress.result())
 
 
 if __name__ == "__main__":

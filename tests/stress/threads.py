@@ -13,7 +13,6 @@ import collections
 import contextlib
 import faulthandler
 import gc
-import json
 import multiprocessing
 import os
 import random
@@ -50,6 +49,7 @@ from tests.stress.partners import (
     shared,
 )
 from tests.stress.pattern import complaint, fill
+from tests.stress.reports import leave
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -496,15 +496,7 @@ def main() -> int:
     except BaseException:
         stress.complain(traceback.format_exc())
     report = {"seed": options.seed, "bad": stress.bad[:20], "counts": dict(stress.counts)}
-    json.dump(report, sys.stdout)
-    sys.stdout.write("\n")
-    if stress.bad:
-        # Threads and processes in disorder may never end by themselves.
-        sys.stdout.flush()
-        for process in multiprocessing.active_children():
-            process.kill()
-        os._exit(1)
-    return 0
+    return leave(report)
 
 
 if __name__ == "__main__":
