@@ -16,11 +16,10 @@ import pytest
 from shmreduce import ConfigurationError
 from shmreduce.fresh_process import FreshProcess, RunFailedError, fail
 from tests.conftest import is_running
+from tests.memory.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-PATIENCE = 30.0
 
 
 def answer(connection: Connection, offset: int) -> None:
@@ -105,13 +104,6 @@ def test_silence_is_an_error_after_the_patience() -> None:
         process.receive()
 
 
-def wait_until_ended(pids: list[int]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_what_the_process_started_goes_with_it() -> None:
     """Leaving the context ends the process's children, which hold its process group."""
     with FreshProcess("parent", leave_a_child, patience=PATIENCE) as process:
@@ -120,7 +112,7 @@ def test_what_the_process_started_goes_with_it() -> None:
         process.finish()
         assert process.processes_left(patience=0) == 1
     # Killed, but it may not be reaped yet by whoever adopted it.
-    wait_until_ended([child])
+    eventually(lambda: not is_running(child), "it has ended")
 
 
 def test_processes_are_counted_though_others_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,4 +165,5 @@ def test_nothing_is_left_of_a_starter_that_is_killed(tmp_path: Path) -> None:
     finally:
         starter.kill()
         starter.wait(PATIENCE)
-    wait_until_ended([int(pid) for pid in told.read_text().split()])
+    pids = [int(pid) for pid in told.read_text().split()]
+    eventually(lambda: not any(map(is_running, pids)), "all have ended")

@@ -31,8 +31,9 @@ SENDERS, FILES = 150, 160
 def send(connection, number):
     array = np.full(50_000, number)
     connection.send([array, {"again": array[:20_000].reshape(100, 200)}])
-    # Not before it is read: what is tested is not the mailbox.
-    connection.recv()
+    # Not before it is read: what is tested is not the mailbox. Nor for ever: a starter that is
+    # killed closes nothing that its child has, too.
+    assert connection.poll(60) and connection.recv()
 
 
 def held():
@@ -114,17 +115,18 @@ SENDERS, FILES, SIZE = 40, 160, 5 << 20
 
 def send(connection, number):
     connection.send(np.full(50_000, number))
-    connection.recv()
+    # Not for ever: a starter that is killed closes nothing that its child has, too.
+    assert connection.poll(60) and connection.recv()
 
 
 def send_bytes(connection, what):
     connection.send_bytes(b"a" * SIZE)
     if what == "sends the next":
-        connection.recv()
+        assert connection.poll(60) and connection.recv()
         # It lies where the last one did.
         connection.send_bytes(b"b" * SIZE)
         connection.send("sent")
-        connection.recv()
+        assert connection.poll(60) and connection.recv()
 
 
 def contents_later(block):

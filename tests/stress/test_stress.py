@@ -1,19 +1,15 @@
 """The stress itself, and the stress with the rules of reuse broken on purpose.
 
-``SHMREDUCE_STRESS_SECONDS`` says for how long all runs together last, and
-``SHMREDUCE_STRESS_SEED`` replays the choices of a run; instants at which
-processes are killed are as exact as the machine's clock and load allow.
+A seed replays the choices of a run; instants at which processes are killed are as exact as
+the machine's clock and load allow.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -21,53 +17,23 @@ import pytest
 from shmreduce.memory.inspection import SegmentState, list_segments
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
-from tests.stress.breaking import BREAKS, VARIABLE
+from tests.stress.breaking import BREAKS
+from tests.stress.programs import SECONDS, SEED, SLACK, run_stress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SECONDS = float(os.environ.get("SHMREDUCE_STRESS_SECONDS", "60"))
-SEED = int(os.environ.get("SHMREDUCE_STRESS_SEED", "1"))
 RUNS = (
     ("fork", "file_descriptor"),
     ("fork", "file_system"),
     ("spawn", "file_descriptor"),
 )
 _BROKEN_SECONDS = 20.0
-_SLACK = 100.0
-"""Seconds that a run may take longer than it should."""
 _PATIENCE = 30.0
 """Seconds until what a run has left is left for good."""
 
 
-def run_stress(
-    folder: Path,
-    seconds: float,
-    *arguments: str,
-    seed: int = SEED,
-    broken: str = "",
-    program: tuple[str, ...] = ("-m", "tests.stress.run"),
-) -> dict[str, Any]:
-    """Return the report of one run, in processes of its own."""
-    environment = {**os.environ, "SHMREDUCE_DIRECTORY": str(folder), VARIABLE: broken}
-    command = [sys.executable, *program, "--seed", str(seed), "--seconds", str(seconds)]
-    command += arguments
-    finished = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds + _SLACK,
-        check=False,
-    )
-    lines = finished.stdout.splitlines()
-    assert lines, f"no report, exit code {finished.returncode}:\n{finished.stderr[-3000:]}"
-    report: dict[str, Any] = json.loads(lines[-1])
-    report["errors"] = finished.stderr
-    return report
-
-
-@pytest.mark.timeout(SECONDS + 2 * _SLACK)
+@pytest.mark.timeout(SECONDS + 2 * SLACK)
 @pytest.mark.parametrize(("method", "strategy"), RUNS)
 def test_no_array_is_ever_overwritten_or_lost(method: str, strategy: str, tmp_path: Path) -> None:
     """Whoever sends, holds, forwards, forks, drops, lends or dies, every array keeps its
@@ -146,7 +112,7 @@ def test_a_round_that_breaks_off_says_why_and_nothing_else(tmp_path: Path) -> No
     assert "while others are at work" in bad["error"]
 
 
-@pytest.mark.timeout(_BROKEN_SECONDS + 2 * _SLACK)
+@pytest.mark.timeout(_BROKEN_SECONDS + 2 * SLACK)
 @pytest.mark.parametrize("name", BREAKS)
 def test_the_stress_notices_a_broken_rule(name: str, tmp_path: Path) -> None:
     """With one rule of reuse broken, the stress finds arrays with others' bytes."""
