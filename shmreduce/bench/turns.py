@@ -12,6 +12,7 @@ memory, and where only the first message counts, each turn has new processes.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -220,6 +221,9 @@ def _measure_row(
             for runner in runners
             if number == 0 or turn is _watch or samples[runner.system.name].spent <= effort.longest
         ]
+        # In an order of its own, the same in every run: whoever always followed the same
+        # other would always find the memory and the caches that this one leaves.
+        random.Random(number).shuffle(due)
         if together:
             # All at once: several take seconds to start.
             for runner in due:
