@@ -223,7 +223,7 @@ def _measure_row(
         ]
         # In an order of its own, the same in every run: whoever always followed the same
         # other would always find the memory and the caches that this one leaves.
-        random.Random(number).shuffle(due)
+        random.Random(number).shuffle(due)  # noqa: S311 - any order will do
         if together:
             # All at once: several take seconds to start.
             for runner in due:

@@ -52,8 +52,6 @@ _MOST_BLOCKS = 8192
 """That the allocator may carve from one region."""
 _HEADROOM_SHARE = 0.8
 """Of what the system can still give, which part the allocator may carve."""
-_ANY_BUDGET = 1 << 62
-"""For what is in use already: it is booked, and cannot be refused."""
 
 _keep_alive = ctypes.pythonapi.Py_IncRef
 _keep_alive.argtypes = [ctypes.py_object]
@@ -125,8 +123,7 @@ class BornHeap(Heap):
             segment.capacities[entry.block] = entry.capacity
             if self._library.known(number):
                 # It is in use: too late to refuse it.
-                self._host.family.reserve(entry.capacity, _ANY_BUDGET)
-                segment.reserved += entry.capacity
+                self._host.family.book(entry.capacity, segment)
         return segment, entry.block
 
     def drain(self) -> None:

@@ -26,7 +26,7 @@ import struct
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
 from shmreduce.memory import locks
@@ -115,6 +115,12 @@ class Letter:
         token, _, complete, carried, astray = _LETTER.unpack_from(data)
         unread = [(slot, nonce) for slot, nonce in _UNREAD.iter_unpack(data[_LETTER.size :])]
         return cls(token, unread, complete=complete, carried=carried, astray=astray)
+
+
+class Reserving(Protocol):
+    """A segment, as far as the family is concerned."""
+
+    reserved: int
 
 
 class Family:
@@ -254,37 +260,45 @@ class Family:
 
     # Budget
 
-    def reserve(self, nbytes: int, budget: int) -> None:
-        """Add ``nbytes`` to this member's reservation.
+    def reserve(self, nbytes: int, budget: int, segment: Reserving | None = None) -> None:
+        """Add ``nbytes`` to what this member has reserved, and to what a segment of its has.
 
         Raises
         ------
         BudgetExceededError
             If the living members together would then be over ``budget`` bytes.
         LeaseTimeoutError
-            If another process that is stopped has the lock. What is given back
-            needs none: the entry is this process's alone.
+            If another process that is stopped has the lock.
         """
-        if nbytes <= 0:
-            with self._threads_locked:
-                self.lower(-nbytes)
-            return
-        self._locked(_LOCK_BUDGET, self._add, nbytes, budget)
+        self._locked(_LOCK_BUDGET, self._add, nbytes, budget, segment)
 
-    def _add(self, nbytes: int, budget: int) -> None:
+    def _add(self, nbytes: int, budget: int, segment: Reserving | None) -> None:
         self.check(nbytes, budget)
-        self._reserved[self._index] = max(0, self._reserved[self._index] + nbytes)
+        self._book(nbytes, segment)
+
+    def book(self, nbytes: int, segment: Reserving | None = None) -> None:
+        """Do as :meth:`reserve` without asking: memory is in use, or, if negative, given back.
+
+        This needs no lock of the processes, since the entry is this process's alone.
+        """
+        with self._threads_locked:
+            self._book(nbytes, segment)
 
     def lower(self, nbytes: int) -> None:
-        """Take ``nbytes`` off this member's reservation, without a lock, for when nobody waits.
+        """Take ``nbytes`` off this member's reservation at the process's end, without a lock."""
+        self._book(-nbytes, None)
 
-        The entry counts as long as a forked child lives: that has the member's
-        byte, too. It is its parent's, also where the child gives back what was being
-        taken when a signal handler forked.
-        """
-        if self._lock_fd == -1:
-            return
-        self._reserved[self._index] = max(0, self._reserved[self._index] - nbytes)
+    def _book(self, nbytes: int, segment: Reserving | None) -> None:
+        booked = max(0, self._reserved[self._index] + nbytes)
+        # Both or none: no signal handler, and no other thread, runs between two assignments
+        # without a call.
+        if segment is not None:
+            segment.reserved += nbytes
+        # The entry counts as long as a forked child lives, which has the member's byte,
+        # too. It stays its parent's where the child, whose lock is gone, gives back what
+        # was being taken when a signal handler forked.
+        if self._lock_fd != -1:
+            self._reserved[self._index] = booked
 
     def check(self, nbytes: int, budget: int) -> None:
         """Raise what :meth:`reserve` would raise at this instant."""

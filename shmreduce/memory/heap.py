@@ -270,12 +270,12 @@ class Heap:
         # system calls.
         count = max(1, SLAB // size)
         for segment in reversed(self.segments):
-            blocks = segment.carve(size, count)
-            if blocks:
-                return self._fill(segment, blocks, contents)
+            found = self._carve(segment, size, count, contents)
+            if found is not None:
+                return found
         segment = self._grow(size, size * count)
-        blocks = segment.carve(size, count)
-        if not blocks:
+        found = self._carve(segment, size, count, contents, checked=True)
+        if found is None:
             raise SegmentError(
                 f"segment {segment.token.hex()} of {segment.header.size} bytes has no room for "
                 f"a block of {size} bytes though it was made for it; please report this",
@@ -283,33 +283,39 @@ class Heap:
                 errno=0,
                 segment=segment.token.hex(),
             )
-        return self._fill(segment, blocks, contents, checked=True)
+        return found
 
-    def _fill(
+    def _carve(
         self,
         segment: OwnedSegment,
-        blocks: list[int],
+        size: int,
+        count: int,
         contents: Contents | None,
         *,
         checked: bool = False,
-    ) -> tuple[OwnedSegment, int]:
-        """Give the pages of a carved run of blocks; return one, keep the others warm.
+    ) -> tuple[OwnedSegment, int] | None:
+        """Carve a run of blocks and give it pages; return one, keep the others warm.
 
-        With ``checked``, the system was asked for this memory when the segment was made:
-        that takes half a dozen files of the kernel's, and the time of some messages.
+        Returns None if the segment has no room for one. With ``checked``, the system was
+        asked for this memory when the segment was made: that takes half a dozen files of
+        the kernel's, and the time of some messages.
         """
-        offset, size = segment.offsets[blocks[0]], segment.capacities[blocks[0]]
-        length = size * len(blocks)
-        booked = False
+        blocks: list[int] = []
+        before = segment.reserved
         try:
-            self._book(segment, length)
-            booked = True
+            blocks = segment.carve(size, count)
+            if not blocks:
+                return None
+            offset, length = segment.offsets[blocks[0]], size * len(blocks)
+            self._host.family.reserve(length, self._host.budget(), segment)
             if not checked:
                 check_headroom(length, segment.strategy)
             huge = reserve_run(segment, offset, length, contents)
         except BaseException:
+            # What was booked, not what was asked for: Ctrl-C may have come before or after.
+            booked = segment.reserved - before
             if booked:
-                self._book(segment, -length)
+                self._host.family.book(-booked, segment)
             for block in blocks:
                 segment.uncarve(block)
             raise
@@ -321,21 +327,18 @@ class Heap:
             self._keep_warm(segment, block)
         return segment, blocks[0]
 
-    def _book(self, segment: OwnedSegment, nbytes: int) -> None:
-        self._host.family.reserve(nbytes, self._host.budget())
-        segment.reserved += nbytes
-
     def _grow(self, size: int, needed: int) -> OwnedSegment:
         """Make a segment with addresses for blocks of ``size``, and ``needed`` bytes come now."""
         wanted = max(self._next_segment, 2 * size)
+        directory = self._host.directory
         try:
             segment = create_segment(self.kind, wanted, needed, self.strategy, self._host)
         except SegmentError:
             # Address space or file size may be limited: ask for just enough.
             segment = create_segment(self.kind, size, needed, self.strategy, self._host)
-        self._next_segment = next_segment_size(wanted)
-        self._host.directory[segment.token] = segment
+        directory[segment.token] = segment
         self.segments.append(segment)
+        self._next_segment = next_segment_size(wanted)
         if self._inherited:
             # A signal handler has forked while it was made, and this is the child.
             segment.give_up_locks()
@@ -399,12 +402,13 @@ class Heap:
 
     def _cool_block(self, segment: OwnedSegment, block: int) -> None:
         offset, size = segment.offsets[block], segment.capacities[block]
-        segment.uncarve(block)
+        start, length = segment.uncarve(block)
+        # Now, not when the pages are gone, which takes longer: what Ctrl-C leaves is booked
+        # again when it is carved again.
+        self._host.family.book(-size, segment)
         # Whole pages of the merged run: a page may have held several blocks.
-        start, length = next(run for run in segment.cold if run[0] <= offset < run[0] + run[1])
         first, last = offset & -PAGE_SIZE, page_ceil(offset + size)
         free_whole_pages(segment, max(start, first), min(start + length, last))
-        self._book(segment, -size)
 
     def _drop_empty(self) -> None:
         for segment in list(self.segments):
@@ -416,8 +420,8 @@ class Heap:
             if segment.holds or segment.pins:
                 self._host.list_again(segment)
             else:
+                self._host.family.book(-segment.reserved, segment)
                 self.segments.remove(segment)
-                self._host.family.reserve(-segment.reserved, self._host.budget())
                 segment.close()
                 self._unlink(segment)
         if not self.segments:

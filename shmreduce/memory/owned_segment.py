@@ -56,7 +56,8 @@ class OwnedSegment(Segment):
         """Blocks with small pages where huge ones could be: from where on, and used how often."""
         if self.block_tables is not None:
             self.block_tables.out, self.block_tables.small = self.out, self.small
-        self.reserved = self.layout.slot_words
+        self.reserved = 0
+        """Bytes of it, tables included, that are booked with the family."""
         self._seen: dict[tuple[int, int], float] = {}
         """Slot and word of unread messages, and when they were first seen."""
 
@@ -184,8 +185,8 @@ class OwnedSegment(Segment):
         self.unused += fresh
         return blocks
 
-    def uncarve(self, block: int) -> None:
-        """Make a free block's run cold again, merged with its neighbours."""
+    def uncarve(self, block: int) -> tuple[int, int]:
+        """Make a free block's run cold again; return the run, merged with its neighbours."""
         run = (self.offsets[block], self.capacities[block])
         self.capacities[block] = 0
         self.small.pop(block, None)
@@ -194,6 +195,8 @@ class OwnedSegment(Segment):
         if place + 1 < len(self.cold) and run[0] + run[1] == self.cold[place + 1][0]:
             self.cold[place : place + 2] = [(run[0], run[1] + self.cold[place + 1][1])]
         if place and sum(self.cold[place - 1]) == self.cold[place][0]:
-            before, after = self.cold[place - 1 : place + 1]
-            self.cold[place - 1 : place + 1] = [(before[0], before[1] + after[1])]
+            place -= 1
+            before, after = self.cold[place : place + 2]
+            self.cold[place : place + 2] = [(before[0], before[1] + after[1])]
         self.spare.append(block)
+        return self.cold[place]

@@ -172,10 +172,12 @@ def _open_new(
     os.pwrite(file.fd, header.pack(), 0)
     segment = OwnedSegment(file, header, strategy)
     try:
-        host.family.reserve(tables, host.budget())
+        host.family.reserve(tables, host.budget(), segment)
     except BaseException:
         # The file itself is closed by the caller, once.
         segment.give_up_locks()
+        # Ctrl-C may have come when that was done.
+        host.family.book(-segment.reserved, segment)
         raise
     return segment
 

@@ -23,6 +23,7 @@ import shmreduce
 from shmreduce.memory import heap as heap_module
 from shmreduce.memory import mapping, reservation, runtime
 from shmreduce.memory.attachments import boot_identity
+from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.ledger import ForkLedger
@@ -706,19 +707,19 @@ def test_a_child_that_goes_on_taking_a_block_leaves_its_parents_tables_alone(
     gives it up.
     """
     heap = runtime.current().heap(kind)
-    book, children = heap._book, list[int]()
+    reserve, children = Family.reserve, list[int]()
 
-    def forking(segment: Any, nbytes: int) -> None:
-        if nbytes > 0 and not children:
+    def forking(*arguments: Any) -> None:
+        if not children:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 children.append(os.fork())
             if not children[0]:
                 raise KeyboardInterrupt
             assert wait_for_exit(children[0]) == 0
-        book(segment, nbytes)
+        reserve(*arguments)
 
-    monkeypatch.setattr(heap, "_book", forking)
+    monkeypatch.setattr(Family, "reserve", forking)
     # More than any block that is at hand.
     size = max([*heap.warm, LENGTH]) + LENGTH
     try:

@@ -32,6 +32,7 @@ from shmreduce.memory.loading import Loading, _handles_in, here, import_block, w
 from shmreduce_numpy.blocks import find_block_of
 from tests.compiler import needs_module
 from tests.interrupter import interrupted_everywhere
+from tests.memory.own_heaps import make_heap
 from tests.memory.resending import resent
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
@@ -208,6 +209,32 @@ def test_the_family_can_be_locked_while_the_traceback_is_kept() -> None:
         os.close(stranger)
         family.leave(with_mailbox=True)
     assert number > 50
+
+
+def test_what_is_booked_is_what_segments_have_after_an_interrupt() -> None:
+    """Else the budget of the family would be smaller, or larger, until the process ends."""
+    # In a process of its own: a block that was being carved, or given back, is lost.
+    assert wait_for_exit(in_forked_child(all_is_booked)) == 0
+
+
+def all_is_booked() -> bool:
+    """Make and drop blocks, interrupted at each instant; return whether there were some."""
+    family, heaps, number = runtime.current().family, [make_heap(BY_VALUE)], 0
+    before = family.reserved
+
+    def use() -> None:
+        heap = heaps[-1]
+        heap.untake(*heap.allocate(LENGTH))
+        with heap.exclusive():
+            heap.cool(0)
+
+    memory = ("heap", "family", "owned_segment", "segment_creation", "reservation")
+    files = [f"/memory/{each}.py" for each in memory]
+    for number in interrupted_everywhere(use, *files, "/thread_locks.py"):
+        booked = sum(segment.reserved for heap in heaps for segment in heap.segments)
+        assert family.reserved - before == booked, number
+        heaps.append(make_heap(BY_VALUE))
+    return number > 100
 
 
 def test_a_load_that_was_interrupted_is_over() -> None:
