@@ -224,7 +224,12 @@ def load_message(
             # and no function of Python is needed to start that.
             done = allocate_lock()
             done.acquire()
-            start_new_thread(_discard_apart, (arrived or {}, bytes(data), done.release))
+            try:
+                start_new_thread(_discard_apart, (arrived or {}, bytes(data), done.release))
+            except RuntimeError:
+                # No thread can be had. The message stays as if nobody had received it, and the
+                # caller is told what has happened to the load.
+                done.release()
             done.acquire()
         elif not isinstance(error, AlreadyLoadedError):
             # What another loader has begun is that loader's, whole.

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import handle_calls
+from shmreduce import handle_calls, pickling
 from shmreduce.cli import main
 from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
@@ -614,3 +614,20 @@ def test_the_recursion_limit_leaves_no_block_wherever_it_strikes(what: str) -> N
             assert arrived is None or np.array_equal(arrived, payload.get(what, array))
     assert not outcomes[0]
     assert outcomes[-1]
+
+
+def test_a_load_too_deep_for_the_stack_says_so_where_no_thread_can_be_had(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the limit on processes is reached (ulimit -u)."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pickling, "start_new_thread", refuse)
+    with pytest.raises(RecursionError):
+        pickling.load_message(too_deep, b"")
+
+
+def too_deep(_data: bytes) -> None:
+    raise RecursionError
