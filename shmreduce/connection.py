@@ -223,25 +223,12 @@ class Connection(multiprocessing.connection.Connection):
             Without ``wait``, ``EAGAIN`` where it would have to wait; the packet
             is then still good, whatever the reason.
         """
-        if not wait:
+        if wait:
+            self._write_whole(packet, patient)
+        else:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
-            return
-        while True:
-            try:
-                if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
-                    # Nobody reads for the time being: let there be room for more.
-                    packet = packet.in_block()
-                self._write(packet, _NO_SIGNAL)
-            except OSError as error:
-                if patient and error.errno in _NO_MEMORY:
-                    time.sleep(_LONGEST_PAUSE / 1000)
-                    continue
-                packet.discard()
-                if error.errno in _GONE:
-                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
-                raise
-            else:
-                return
+        if packet.afterwards is not None:
+            packet.afterwards()
 
     # What the base class calls
 
@@ -295,6 +282,25 @@ class Connection(multiprocessing.connection.Connection):
                 # Received, but the block stays unread if the reader was killed.
                 return
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _write_whole(self, packet: Packet, patient: bool) -> None:
+        """Write a packet, as :meth:`transmit` does where it may wait."""
+        while True:
+            try:
+                if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
+                    # Nobody reads for the time being: let there be room for more.
+                    packet = packet.in_block()
+                self._write(packet, _NO_SIGNAL)
+            except OSError as error:
+                if patient and error.errno in _NO_MEMORY:
+                    time.sleep(_LONGEST_PAUSE / 1000)
+                    continue
+                packet.discard()
+                if error.errno in _GONE:
+                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+                raise
+            else:
+                return
 
     def _fills_up(self) -> bool:
         """Whether what is unread takes a good part of the room that there is."""

@@ -13,9 +13,11 @@ block's.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.born import moving as born
@@ -23,23 +25,27 @@ from shmreduce.errors import ReducerError, SegmentError
 from shmreduce.memory.handle import padded
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import sending
-from shmreduce.memory.one_buffer import copy_memory
+from shmreduce.memory.one_buffer import (
+    GivenBuffer,
+    Received,
+    Trial,
+    copy_memory,
+    lend_by_value,
+)
+from shmreduce.memory.runtime import current
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.lease import Lease
+    from shmreduce.memory.segment import Segment
 
-__all__ = ["Moves", "moves_of"]
+__all__ = ["Moves", "give_born", "is_born_elsewhere", "moves_of"]
 
 
-class _Move(Protocol):
+class _Move(Trial, Protocol):
     """One array in a message, of which it is not known yet whether it moves."""
-
-    @property
-    def message(self) -> Message:
-        """In which it is."""
 
     @property
     def lease(self) -> Lease:
@@ -49,50 +55,21 @@ class _Move(Protocol):
     def handle(self) -> bytes:
         """As it stands in the pickle, with room for one that is longer."""
 
-    def is_apart(self) -> bool:
-        """Return whether nobody here has it, or what they write is not the receiver's to see."""
 
-    def memory(self) -> tuple[int, int]:
-        """Return the address and the size of what is to be copied; the lease keeps it there."""
-
-    def stay(self) -> None:
-        """Let the array be as if it had never been in a message."""
-
-    def end(self) -> None:
-        """Take note that the message is complete."""
-
-
-class _PassedOn:
-    """A by-value block that was received, and is on its way to somebody else.
+class _PassedOn(Received):
+    """A received block in a pickle.
 
     It arrives as it is now. Nobody writes to it until it is dropped or cut off but
     those who could write at the same time anyhow, and what objects of the same message
     do when they are pickled: before that it is cut off, see :meth:`Moves.cut_off`.
     """
 
-    __slots__ = ("_record", "_root", "handle", "lease", "message")
+    __slots__ = ("handle", "lease")
 
-    def __init__(self, message: Message, block: Block, lease: Lease, handle: bytes) -> None:
-        self.message = message
+    def __init__(self, block: Block, lease: Lease, handle: bytes) -> None:
+        super().__init__(block._record, weakref.ref(block._root))
         self.lease = lease
         self.handle = handle
-        self._record = block._record
-        self._root = weakref.ref(block._root)
-
-    def is_apart(self) -> bool:
-        # As long as there is a reference here the hold does not end: pages that were cut
-        # off after its end would be another block's.
-        root = self._root()
-        record = self._record
-        return root is None or record.private or bool(record.live.make_private(record))
-
-    def memory(self) -> tuple[int, int]:
-        return self._record.address, self._record.nbytes
-
-    def stay(self) -> None:
-        """Nothing was changed."""
-
-    end = stay
 
 
 class Moves:
@@ -117,7 +94,7 @@ class Moves:
     def __init__(self, held: list[Any] | None = None, lent: list[Block] | None = None) -> None:
         self.lent: list[Block] = [] if lent is None else lent
         self._held = held
-        self._moves: list[_Move] = []
+        self._moves: list[tuple[Message, _Move]] = []
         self._uncut: list[_PassedOn] = []
         self._process = 0
 
@@ -128,7 +105,7 @@ class Moves:
     def give_up(self) -> None:
         """Let what has not been settled stay: pickling has failed, the message has its leases."""
         while self._moves:
-            self._moves.pop().stay()
+            self._moves.pop()[1].stay()
 
     @property
     def passes_on(self) -> bool:
@@ -142,13 +119,15 @@ class Moves:
 
     def move(self, message: Message, address: int, used: int) -> bytes | None:
         """See :meth:`shmreduce.Message.move`."""
-        found = born.name_array(message, address, used, self._add)
+        if not message.shared_memory:
+            return None
+        found = born.name_array(address, used, message.add_lease, partial(self._add, message))
         return None if found is None else found.handle
 
     def pass_on(self, message: Message, block: Block, lease: Lease, handle: bytes) -> None:
         """See :meth:`shmreduce.memory.message.Mover.pass_on`."""
-        move = _PassedOn(message, block, lease, handle)
-        self._add(move)
+        move = _PassedOn(block, lease, handle)
+        self._add(message, move)
         self._uncut.append(move)
 
     def cut_off(self) -> None:
@@ -160,10 +139,10 @@ class Moves:
         while self._uncut:
             self._uncut.pop().is_apart()
 
-    def _add(self, move: _Move) -> None:
+    def _add(self, message: Message, move: _Move) -> None:
         # Asked of the system for those alone that move anything.
         self._process = self._process or os.getpid()
-        self._moves.append(move)
+        self._moves.append((message, move))
 
     def settle(self, data: Any) -> Any:
         """Return the pickle with copies of those arrays that somebody still has.
@@ -182,13 +161,49 @@ class Moves:
             # A child that was forked in the middle of a pickling: it is the parent's.
             return data
         while self._moves:
-            move = self._moves[-1]
+            message, move = self._moves[-1]
             # What was taken back meanwhile is in the message by another lease, or a copy.
             if not move.lease.ended and not move.is_apart():
-                data = _copy(move, data)
+                data = _copy(message, move, data)
             self._moves.pop()
-            move.end()
+            afterwards = move.end()
+            if afterwards is not None:
+                afterwards()
         return data
+
+
+def give_born(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
+    """Give out an array that was born in shared memory and is a message by itself.
+
+    As :func:`~shmreduce.memory.one_buffer.give_out` does for other buffers.
+    """
+    address = _address_of(view)
+    if address is None:
+        return None
+    moves: list[born.BornMove] = []
+
+    def lend(segment: Segment, block: int, nbytes: int) -> tuple[bytes, Lease] | None:
+        # Whoever rebuilds it expects a block of these bytes and no others.
+        return lend_by_value(segment, block, nbytes, leases) if nbytes == view.nbytes else None
+
+    try:
+        move = born.name_array(address, view.nbytes, lend, moves.append)
+        return None if move is None else GivenBuffer(current(), move.handle, move.lease, move)
+    except BaseException:
+        for each in moves:
+            each.stay()
+        raise
+
+
+def is_born_elsewhere(view: memoryview) -> bool:
+    """Return whether a buffer is certainly in memory of which nothing can be moved."""
+    address = _address_of(view) if born.started else None
+    return not born.started or (address is not None and not born.has_address(address))
+
+
+def _address_of(view: memoryview) -> int | None:
+    """Return where a buffer begins; None if that cannot be asked because it is read-only."""
+    return None if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @contextmanager
@@ -203,7 +218,7 @@ def moves_of(held: list[Any]) -> Iterator[Moves]:
         moves.give_up()
 
 
-def _copy(move: _Move, data: Any) -> Any:
+def _copy(message: Message, move: _Move, data: Any) -> Any:
     """Copy an array into another block; return the pickle with the handle of that."""
     text = bytes(data)
     place = text.find(move.handle)
@@ -216,18 +231,18 @@ def _copy(move: _Move, data: Any) -> Any:
             type_name=None,
             reason="handle not found",
         )
-    if not move.message.is_empty:
-        handle = _copy_to(move.message, move)
+    if not message.is_empty:
+        handle = _copy_to(message, move)
     else:
         # It was committed, by a channel that is not ours: the copy has one of its own.
-        message = Message()
+        apart = Message()
         try:
-            handle = _copy_to(message, move)
-            message.commit()
+            handle = _copy_to(apart, move)
+            apart.commit()
         except BaseException:
-            message.rollback()
+            apart.rollback()
             raise
-    move.message.end_lease(move.lease)
+    message.end_lease(move.lease)
     rest = text[place + len(move.handle) :]
     return memoryview(b"".join((text[:place], handle, rest)))
 

@@ -1,6 +1,6 @@
 """What goes through a channel of shmreduce at once: one packet for each message.
 
-May import errors, signals, settings, :mod:`shmreduce.memory`, ``born.moving``, ``moving``,
+May import errors, signals, settings, :mod:`shmreduce.memory`, ``moving``,
 ``copying``, ``handle_calls``, ``pickled_calls``, ``pickling``, ``plain_objects`` and, for a
 number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
 
@@ -21,7 +21,6 @@ import sys
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
-from shmreduce.born import moving as born
 from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
     AttachError,
@@ -46,7 +45,7 @@ from shmreduce.memory.loading import contents_of, hold_message, import_block, wi
 from shmreduce.memory.message import Message, keep_leases
 from shmreduce.memory.one_buffer import give_out
 from shmreduce.memory.standard_streams import all_clear_of_streams
-from shmreduce.moving import Moves
+from shmreduce.moving import Moves, give_born, is_born_elsewhere
 from shmreduce.packet_socket import MOST_DESCRIPTORS
 from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickling import (
@@ -117,7 +116,7 @@ class Packet:
         The handle of the block that has the message.
     """
 
-    __slots__ = ("_body", "_leases", "data", "is_under_way", "segments")
+    __slots__ = ("_body", "_leases", "afterwards", "data", "is_under_way", "segments")
 
     def __init__(
         self,
@@ -132,6 +131,8 @@ class Packet:
         self._body = body
         self.is_under_way = False
         """Whether it may have been written, also if the writer was interrupted."""
+        self.afterwards: Callable[[], object] | None = None
+        """What its reader need not wait for: to be called when it was written."""
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to send along; they stay the segments'.
@@ -265,8 +266,12 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
         return None
     beside = None if place is None else pickles_beside(held[0], place)
     leases: list[Lease] = []
+    given: GivenBuffer | None = None
     try:
-        given = give_out(view, leases, copies=not born.started)
+        copies = is_born_elsewhere(view)
+        given = give_out(view, leases, copies)
+        if given is None and not copies:
+            given = give_born(view, leases)
         if given is None:
             return None
         # So that the caller's may be the last reference.
@@ -276,6 +281,8 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
         return _of_one_call(given, around, beside, leases)
     except BaseException:
         _take_back(leases)
+        if given is not None:
+            given.give_up()
         raise
 
 
@@ -295,6 +302,7 @@ def _of_one_call(
         # Without its beginning and its end.
         data = b"".join((_OF_ONE, segment.token, beside[0], memoryview(pickled)[2:-1], beside[1]))
     packet = Packet(data, (segment,), leases)
+    packet.afterwards = given.afterwards
     if given.is_ours:
         keep_leases(leases)
     return packet

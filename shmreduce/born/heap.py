@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.mapping import Mapping
     from shmreduce.memory.owned_segment import OwnedSegment
 
-__all__ = ["BornHeap", "get_heap", "heap_of"]
+__all__ = ["BornHeap", "get_heap", "has_address", "heap_of"]
 
 _SMALLEST = 64 << 10
 """Bytes; below, a block of whole pages would waste too much."""
@@ -171,6 +171,9 @@ class BornHeap(Heap):
         Done for every message that moves something, and around every block: so
         the usual case, in which there is nothing to do, is a few comparisons.
         """
+        if not self.is_own:
+            # A child that was forked before its parent had sent a message goes on with it.
+            return
         counters = self._library.counters
         noted = counters.unknown
         if noted:
@@ -436,6 +439,15 @@ def get_heap() -> BornHeap:
 def heap_of(number: int) -> BornHeap:
     """Return the heap that an entry of the allocator belongs to."""
     return _heaps[load().table[number].range]
+
+
+def has_address(address: int) -> bool:
+    """Return whether an address is of memory that the allocator gives to arrays."""
+    for number, heap in list(_heaps.items()):
+        segment = heap._ranges.get(number)
+        if segment is not None and 0 <= address - segment.data.address < segment.data.size:
+            return True
+    return False
 
 
 class _TurnTakenError(Exception):

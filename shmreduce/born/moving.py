@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shmreduce.born.heap import BornHeap, heap_of
+from shmreduce.born.heap import BornHeap, has_address, heap_of
 from shmreduce.born.library import EXPOSED, FREED, PRIVATE, load
 from shmreduce.settings import get_settings
 from shmreduce.strategies import current_strategy
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shmreduce.memory.lease import Lease
-    from shmreduce.memory.message import Message
+    from shmreduce.memory.owned_segment import OwnedSegment
 
-__all__ = ["BornMove", "name_array", "started"]
+__all__ = ["BornMove", "has_address", "name_array", "started"]
 
 started = False
 """Whether arrays were ever born here: only then can any be moved."""
@@ -32,10 +32,8 @@ class BornMove(NamedTuple):
 
     heap: BornHeap
     number: int
-    message: Message
-    lease: Lease
     handle: bytes
-    """As it stands in the pickle, padded."""
+    lease: Lease
 
     def is_apart(self) -> bool:
         """Return whether it has been freed, and nobody sees the block's pages."""
@@ -54,21 +52,31 @@ class BornMove(NamedTuple):
             # Otherwise somebody has it by some message: it is freed as such a block is.
             load().unsend(self.number)
 
-    def end(self) -> None:
-        """Give the entry back to the heap: the message is complete."""
+    def end(self) -> Callable[[], object]:
+        """Give the entry back to the heap, which is to be tended."""
         self.stay()
-        self.heap.tend()
+        return self.heap.tend
 
 
 def name_array(
-    message: Message, address: int, used: int, note: Callable[[BornMove], None]
+    address: int,
+    used: int,
+    lend: Callable[[OwnedSegment, int, int], tuple[bytes, Lease] | None],
+    note: Callable[[BornMove], object],
 ) -> BornMove | None:
     """Name an array in a message without copying it; None if it cannot be moved.
 
-    ``message``, ``address`` and ``used`` are those of :meth:`shmreduce.Message.move`;
-    ``note`` takes what is returned, before an interrupt can lose it.
+    Parameters
+    ----------
+    address, used : int
+        As of :meth:`shmreduce.Message.move`.
+    lend : callable
+        Called with a segment, a block of it, and the bytes that the array has. Returns the
+        handle and the lease, or None if it cannot.
+    note : callable
+        Takes what is returned, before an interrupt can lose it.
     """
-    if not message.shared_memory or get_settings().on_exhausted == "pickle":
+    if get_settings().on_exhausted == "pickle":
         # What may have to be copied later must be sure to get its memory.
         return None
     library = load()
@@ -85,11 +93,10 @@ def name_array(
             return None
         heap.moving[number] = None
         place = heap.place_of(number)
-        if place is None:
+        lent = None if place is None else lend(*place, size)
+        if lent is None:
             return None
-        segment, block = place
-        handle, lease = message.add_lease(segment, block, segment.generations[block], size)
-        made = BornMove(heap, number, message, lease, handle)
+        made = BornMove(heap, number, *lent)
         note(made)
         kept = True
         return made

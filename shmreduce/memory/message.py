@@ -61,7 +61,14 @@ if TYPE_CHECKING:
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.owned_segment import OwnedSegment
 
-__all__ = ["Message", "can_travel", "keep_leases", "next_nonce", "what_names"]
+__all__ = [
+    "Message",
+    "can_travel",
+    "keep_leases",
+    "next_nonce",
+    "what_names",
+    "what_names_block",
+]
 
 _PRIVATE_FROM = 256 << 10
 """Bytes from which a received array travels on by private pages, not by a copy."""
@@ -288,7 +295,9 @@ class Message:
             raise
         self._taken.append(taken)
         view = None if filled is not None and filled.written else taken.filling.view()
-        constant = _constant(segment, block, taken.generation, nbytes, shared=False, mode="rw")
+        constant = what_names_block(
+            segment, block, taken.generation, nbytes, shared=False, mode="rw"
+        )
         if segment.block_tables is not None:
             segment.block_tables.rest = rest_of(constant)
         return view, pack_handle(taken.slot, taken.nonce, constant)
@@ -318,7 +327,9 @@ class Message:
             return None
         record = fitting[0]._record
         segment, block = record.segment, record.block
-        constant = _constant(segment, block, record.generation, nbytes, shared=False, mode="rw")
+        constant = what_names_block(
+            segment, block, record.generation, nbytes, shared=False, mode="rw"
+        )
         try:
             handle, taken = self._add(segment, block, record.generation, constant)
         except ShmreduceError:
@@ -334,7 +345,9 @@ class Message:
         # Whose message it is, see _is_ours().
         self._current()
         size = segment.capacities[block]
-        constant = _constant(segment, block, record.generation, size, shared=False, mode="rw")
+        constant = what_names_block(
+            segment, block, record.generation, size, shared=False, mode="rw"
+        )
         return self._add(segment, block, record.generation, constant)[0]
 
     def allocate_part(self, nbytes: int) -> tuple[memoryview, object, int] | None:
@@ -495,16 +508,15 @@ class Message:
         """
         return None if self._mover is None else self._mover.move(self, address, used)
 
-    def add_lease(
-        self, segment: Segment, block: int, generation: int, nbytes: int
-    ) -> tuple[bytes, Lease]:
+    def add_lease(self, segment: Segment, block: int, nbytes: int) -> tuple[bytes, Lease]:
         """Name a by-value block that the caller keeps from being reused.
 
         Returns the handle, with room for another in its place, and what :meth:`end_lease` takes.
         """
         # Whose message it is, see _is_ours().
         self._current()
-        constant = _constant(
+        generation = segment.generations[block]
+        constant = what_names_block(
             segment, block, generation, nbytes, shared=False, mode="rw", room=ROOM_FOR_ANOTHER
         )
         return self._add(segment, block, generation, constant)
@@ -523,7 +535,7 @@ class Message:
         for taken in self._taken:
             if taken.is_filled_by(view):
                 segment, block = taken.segment, taken.block
-                constant = _constant(
+                constant = what_names_block(
                     segment, block, taken.generation, view.nbytes, shared=False, mode="rw"
                 )
                 return pack_handle(taken.slot, taken.nonce, constant)
@@ -701,7 +713,7 @@ def what_names(record: Record, segment: Segment, room: int = 0) -> bytes:
     usual = segment is record.segment and not room
     if usual and record.written is not None:
         return record.written
-    written = _constant(
+    written = what_names_block(
         segment,
         record.block,
         record.generation,
@@ -715,7 +727,7 @@ def what_names(record: Record, segment: Segment, room: int = 0) -> bytes:
     return written
 
 
-def _constant(
+def what_names_block(
     segment: Segment,
     block: int,
     generation: int,

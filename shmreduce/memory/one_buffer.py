@@ -11,26 +11,90 @@ and a :class:`Message` does it, who also knows what to raise.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.copying import copy_run
 from shmreduce.errors import OutOfSharedMemoryError
 from shmreduce.memory import quick_blocks
 from shmreduce.memory.layout import BY_VALUE
-from shmreduce.memory.message import Message, can_travel, next_nonce, what_names
+from shmreduce.memory.message import (
+    Message,
+    can_travel,
+    next_nonce,
+    what_names,
+    what_names_block,
+)
 from shmreduce.memory.runtime import current
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
-    from shmreduce.memory.lease import Lease
-    from shmreduce.memory.record import Record, RootReference
-    from shmreduce.memory.runtime import Runtime
+    import weakref
+    from collections.abc import Callable
 
-__all__ = ["GivenBuffer", "copy_memory", "give_out"]
+    from shmreduce.memory.lease import Lease
+    from shmreduce.memory.record import Record
+    from shmreduce.memory.runtime import Runtime
+    from shmreduce.memory.segment import Segment
+
+__all__ = ["GivenBuffer", "Received", "Trial", "copy_memory", "give_out", "lend_by_value"]
+
+
+class Trial(Protocol):
+    """Of one buffer in a message: whether its sender is the last to have it."""
+
+    def is_apart(self) -> bool:
+        """Return whether nobody here has it, or what they write is not the receiver's to see."""
+
+    def memory(self) -> tuple[int, int]:
+        """Return the address and the size of what is to be copied; the lease keeps it there."""
+
+    def stay(self) -> None:
+        """Let the buffer be as if it had never been in a message."""
+
+    def end(self) -> Callable[[], object] | None:
+        """Take note that the message is complete; return what can be done once it was sent."""
+
+
+class Received:
+    """A by-value block that was received, and is on its way to somebody else.
+
+    Parameters
+    ----------
+    record : Record
+        The hold that this process has on it.
+    root : weak reference
+        To the object at the bottom of all its views.
+    """
+
+    __slots__ = ("_record", "_root")
+
+    def __init__(self, record: Record, root: weakref.ref[Any]) -> None:
+        self._record = record
+        self._root = root
+
+    def is_apart(self) -> bool:
+        """See :class:`Trial`; who has it still is cut off from the block."""
+        # As long as there is a reference here the hold does not end: pages that were cut
+        # off after its end would be another block's.
+        root = self._root()
+        record = self._record
+        return root is None or record.private or bool(record.live.make_private(record))
+
+    def memory(self) -> tuple[int, int]:
+        """See :class:`Trial`."""
+        return self._record.address, self._record.nbytes
+
+    def stay(self) -> None:
+        """See :class:`Trial`; nothing was changed."""
+
+    def end(self) -> None:
+        """See :class:`Trial`."""
 
 
 class GivenBuffer:
     """What :func:`give_out` has given out.
+
+    One of :meth:`settle` and :meth:`give_up` is to be called.
 
     Attributes
     ----------
@@ -38,9 +102,11 @@ class GivenBuffer:
         Names the block.
     lease : Lease
         Not committed yet.
+    afterwards : callable or None
+        What can be done once the message was sent; not until it is settled.
     """
 
-    __slots__ = ("_reference", "_runtime", "handle", "lease")
+    __slots__ = ("_runtime", "_trial", "afterwards", "handle", "lease")
 
     handle: bytes
     lease: Lease
@@ -50,12 +116,13 @@ class GivenBuffer:
         runtime: Runtime,
         handle: bytes,
         lease: Lease,
-        reference: RootReference | None = None,
+        trial: Trial | None = None,
     ) -> None:
         self._runtime = runtime
         self.handle = handle
         self.lease = lease
-        self._reference = reference
+        self.afterwards: Callable[[], object] | None = None
+        self._trial = trial
 
     @property
     def is_ours(self) -> bool:
@@ -74,23 +141,27 @@ class GivenBuffer:
         OutOfSharedMemoryError, BudgetExceededError
             If there is no room for the copy.
         """
-        if self._reference is None or not self.is_ours:
+        trial = self._trial
+        if trial is None or not self.is_ours:
             return
-        # While there is a reference here the hold does not end, see make_private().
-        root = self._reference()
-        record = self._reference.record
-        if root is None or record.private or record.live.make_private(record):
-            return
-        message = Message()
-        try:
-            self.handle = copy_memory(message, record.address, record.nbytes)
-            leases.extend(message.leases())
-        except BaseException:
-            message.rollback()
-            raise
-        self.lease.undo()
-        del leases[0]
-        self.lease = leases[0]
+        if not trial.is_apart():
+            message = Message()
+            try:
+                self.handle = copy_memory(message, *trial.memory())
+                leases.extend(message.leases())
+            except BaseException:
+                message.rollback()
+                raise
+            self.lease.undo()
+            del leases[0]
+            self.lease = leases[0]
+        self.afterwards = trial.end()
+        self._trial = None
+
+    def give_up(self) -> None:
+        """Let the buffer be as before; the leases were taken back, nothing will be sent."""
+        if self._trial is not None and self.is_ours:
+            self._trial.stay()
 
 
 def copy_memory(message: Message, address: int, size: int) -> bytes:
@@ -126,8 +197,7 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     Returns
     -------
     GivenBuffer or None
-        :meth:`GivenBuffer.settle` is to be called before the message is complete. None if
-        nothing was done.
+        None if nothing was done.
     """
     runtime = current()
     if runtime.has_left:
@@ -151,14 +221,14 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     if get_settings().on_exhausted == "pickle":
         # It may have to be copied, when it is too late to pickle.
         return None
-    return _give_out_block(runtime, record, leases, reference)
+    return _give_out_block(runtime, record, leases, Received(record, reference))
 
 
 def _give_out_block(
     runtime: Runtime,
     record: Record,
     leases: list[Lease],
-    reference: RootReference | None = None,
+    trial: Trial | None = None,
 ) -> GivenBuffer | None:
     segment = record.segment
     quickly: tuple[bytes, Lease] | None = quick_blocks.lend_block(
@@ -169,7 +239,7 @@ def _give_out_block(
         what_names(record, segment),
         leases,
     )
-    return None if quickly is None else GivenBuffer(runtime, *quickly, reference)
+    return None if quickly is None else GivenBuffer(runtime, *quickly, trial)
 
 
 def _give_out_copy(runtime: Runtime, view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
@@ -182,3 +252,15 @@ def _give_out_copy(runtime: Runtime, view: memoryview, leases: list[Lease]) -> G
         return None
     copy_run(quickly[0], view)
     return GivenBuffer(runtime, quickly[1], leases[0])
+
+
+def lend_by_value(
+    segment: Segment, block: int, nbytes: int, leases: list[Lease]
+) -> tuple[bytes, Lease] | None:
+    """Name a by-value block that the caller keeps from being reused; None if nothing was done."""
+    generation = segment.generations[block]
+    constant = what_names_block(segment, block, generation, nbytes, shared=False, mode="rw")
+    lent: tuple[bytes, Lease] | None = quick_blocks.lend_block(
+        segment, block, generation, next_nonce(), constant, leases
+    )
+    return lent

@@ -109,7 +109,7 @@ def read_only_view(array: Any) -> Any:
 
 @pytest.fixture
 def ends(shmreduce_no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    # Where arrays were ever born in shared memory, others are sent the long way.
+    # Where arrays were ever born in shared memory, read-only ones are sent the long way.
     monkeypatch.setattr(born, "started", False)
     here, there = shmreduce.Pipe()
     yield here, there

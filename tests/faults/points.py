@@ -51,6 +51,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "shmreduce.packets:Packet.descriptors",
         "shmreduce.pickling:dump_message",
         f"{_MEMORY}.one_buffer:give_out",
+        "shmreduce.moving:give_born",
         f"{_MEMORY}.message:Message.allocate",
         f"{_MEMORY}.message:Message.refer",
         f"{_MEMORY}.message:Message.commit",
