@@ -221,9 +221,9 @@ def _measure_row(
             for runner in runners
             if number == 0 or turn is _watch or samples[runner.system.name].spent <= effort.longest
         ]
-        # In an order of its own, the same in every run: whoever always followed the same
-        # other would always find the memory and the caches that this one leaves.
-        random.Random(number).shuffle(due)
+        # A different order in each round, but the same in every run: if one system always
+        # followed the same other, it would always find that one's memory and caches.
+        random.Random(number).shuffle(due)  # noqa: S311 - an order, no secret
         if together:
             # All at once: several take seconds to start.
             for runner in due:
