@@ -1,9 +1,9 @@
-"""Arrays that were born in shared memory, while it is tried whether they can be moved.
+"""The attempt to move arrays that were born in shared memory.
 
 May import errors, settings, strategies, :mod:`shmreduce.memory`, ``library`` and ``heap``.
 
-What the trial is, :mod:`shmreduce.moving` says. Here it is about the allocator:
-an array has been given up when the allocator's ``free`` was called for its memory.
+:mod:`shmreduce.moving` explains the attempt. For these arrays, there is no other reference
+if the allocator's ``free`` has been called for the memory.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ class BornMove(NamedTuple):
     message: Message
     lease: Lease
     handle: bytes
-    """As it stands in the pickle, padded."""
+    """Its handle in the pickle, padded so that a longer one can replace it."""
 
     def is_apart(self) -> bool:
-        """Return whether it has been freed, and nobody sees the block's pages."""
+        """Return whether it has been freed, and no forked child sees the block's pages."""
         entry = load().table[self.number]
         return entry.state == FREED and not entry.flags & (PRIVATE | EXPOSED)
 
     def memory(self) -> tuple[int, int]:
-        """Return where it is, and its size; the entry is nobody else's until this has ended."""
+        """Return the array's address and size. The entry is not reused until :meth:`end`."""
         entry = load().table[self.number]
         return entry.address, entry.size
 
     def stay(self) -> None:
-        """Let an array be as if it had never been in a message."""
+        """Undo it: the array is as if it had never been in a message."""
         self.heap.moving.pop(self.number, None)
         if not self.lease.segment.heads[self.lease.block]:
-            # Otherwise somebody has it by some message: it is freed as such a block is.
+            # No lease is left. With a lease, a receiver has the block, and it is freed like
+            # any block that was sent.
             load().unsend(self.number)
 
     def end(self) -> None:
-        """Give the entry back to the heap: the message is complete."""
+        """Finish it: the message is complete, and the heap may use the entry again."""
         self.stay()
         self.heap.tend()
 
@@ -63,13 +64,14 @@ class BornMove(NamedTuple):
 def name_array(
     message: Message, address: int, used: int, note: Callable[[BornMove], None]
 ) -> BornMove | None:
-    """Name an array in a message without copying it; None if it cannot be moved.
+    """Put a handle of an array into a message without copying it; None if it cannot be moved.
 
-    ``message``, ``address`` and ``used`` are those of :meth:`shmreduce.Message.move`;
-    ``note`` takes what is returned, before an interrupt can lose it.
+    ``message``, ``address`` and ``used`` are those of :meth:`shmreduce.Message.move`.
+    ``note`` is called with the result before this returns, so that an interrupt cannot
+    lose it.
     """
     if not message.shared_memory or get_settings().on_exhausted == "pickle":
-        # What may have to be copied later must be sure to get its memory.
+        # If the array must be copied later and there is no room, it is too late to pickle it.
         return None
     library = load()
     number = library.send(address)
@@ -80,7 +82,7 @@ def name_array(
     try:
         entry = library.table[number]
         size = entry.size
-        # A copy must be named by a handle of the same length.
+        # With another strategy, the handle of a copy could be too long to replace this one.
         if 2 * used < size or heap.strategy is not current_strategy():
             return None
         heap.moving[number] = None
