@@ -20,8 +20,8 @@ Three attributes of the class ``ForkingPickler``, and three of
     worker of a standard pool reports that a result could not be sent, it sends our error
     instead of a text about it.
 ``loads``
-    gives back the memory of a message that cannot be unpickled. If a standard pool's
-    worker cannot unpickle its task, it makes the task fail.
+    gives back the memory of a message that cannot be unpickled. If a standard pool cannot
+    unpickle a task or a result, it makes that task fail.
 ``send``
     uses no shared memory if the connection leads to another host.
 ``_recv_bytes``, ``_poll``

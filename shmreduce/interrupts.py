@@ -11,8 +11,8 @@ If another thread than the main one forks, it may take signals from the main thr
 kernel restarts a fork when a signal is pending (ERESTARTNOINTR), and delivers the signal
 to the thread that forks. The main thread, which alone runs handlers, is not woken then,
 and goes on waiting for a lock. So such a thread blocks signals while it forks. Afterwards
-it sends those that have arrived to the main thread, before it unblocks them, since the
-kernel would deliver them to itself.
+it sends those that have arrived to the main thread, and only then unblocks them: the
+kernel would deliver them to the thread that unblocks them.
 """
 
 from __future__ import annotations

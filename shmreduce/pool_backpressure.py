@@ -29,8 +29,7 @@ class Backpressure:
         self._limit = size << 20
         self._used = 0
         self._closed = False
-        # Not taken by ``with self._changed``: Condition.__enter__ is Python code, and a
-        # Ctrl-C in it after the lock is acquired would leave the lock acquired for ever.
+        # Never ``with self._changed``, see interrupt_safe().
         lock = threading.RLock()
         self._lock = interrupt_safe(lock)
         self._changed = threading.Condition(lock)

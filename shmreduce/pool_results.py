@@ -62,8 +62,7 @@ class _Event:
     """As :class:`threading.Event`, but Ctrl-C in a waiting thread never leaves it locked."""
 
     def __init__(self) -> None:
-        # Not taken by ``with self._condition``: Condition.__enter__ is Python code, and a
-        # Ctrl-C in it after the lock is acquired would leave the lock acquired for ever.
+        # Never ``with self._condition``, see interrupt_safe().
         self._lock = threading.Lock()
         self._locked = interrupt_safe(self._lock)
         # Made by the first thread that waits: most results arrive before anybody waits.
@@ -253,7 +252,7 @@ class IMapIterator(Generic[_T]):
         self._pool: object = pool
         self._in_chunks = in_chunks
         self._bar = bar
-        # Not taken by ``with self._condition``, for the same reason as in _Event.
+        # Never ``with self._condition``, see interrupt_safe().
         lock = threading.Lock()
         self._locked = interrupt_safe(lock)
         self._condition = threading.Condition(lock)

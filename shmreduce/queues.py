@@ -132,7 +132,7 @@ class SimpleQueue(_LocksOnDemand, _StandardSimpleQueue, Generic[_T]):
     Parameters
     ----------
     ctx : multiprocessing context
-        Of the processes that share the queue.
+        The context of the processes that share the queue.
 
     Raises
     ------
@@ -332,8 +332,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
         if not after_fork:
-            # Not taken by ``with self._notempty``: Condition.__enter__ is Python code, and a
-            # Ctrl-C in it after the lock is acquired would leave the lock acquired for ever.
+            # put() uses _locked, never ``with self._notempty``, see interrupt_safe().
             lock = threading.Lock()
             self._locked = interrupt_safe(lock)
             self._notempty = threading.Condition(lock)

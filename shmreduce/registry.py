@@ -328,7 +328,7 @@ def _checked_types(reducer: Reducer) -> tuple[type | str, ...]:
             "classes and qualified names: put it into a tuple",
             reducer=describe(reducer),
             type_name=None,
-            reason="types is no sequence",
+            reason="types is not a sequence",
         )
     types = tuple(reducer.types)
     wrong = [each for each in types if not isinstance(each, type) and not _is_name(each)]

@@ -76,7 +76,9 @@ def interrupt_safe(lock: Lock) -> AbstractContextManager[Any]:
     Parameters
     ----------
     lock : threading.Lock or threading.RLock
-        The lock. A Condition must be made with the lock itself.
+        The lock. For a Condition, make it with the lock, and enter this instead of the
+        condition: ``Condition.__enter__`` is Python code, and a Ctrl-C in it after the lock
+        is acquired would leave the lock acquired for ever.
 
     Examples
     --------

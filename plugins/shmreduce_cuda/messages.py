@@ -23,7 +23,7 @@ class Legacy(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other memory of the same process and device."""
+        """A key that identifies it among the memory of the same process and device."""
         return "legacy", self.handle
 
 
@@ -36,7 +36,7 @@ class Pooled(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other memory of the same process and device."""
+        """A key that identifies it among the memory of the same process and device."""
         return "pool", self.offer, self.base
 
 
@@ -48,7 +48,7 @@ class Virtual(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other memory of the same process and device."""
+        """A key that identifies it among the memory of the same process and device."""
         return "virtual", self.offer
 
 

@@ -85,8 +85,8 @@ def protocol_of(cls: type[np.ndarray[Any, Any]]) -> Protocol:
 
 def is_masked(cls: type) -> bool:
     """Return whether arrays of a class have masks."""
-    # numpy.ma is not imported here, which would take longer than importing this plugin. Who
-    # has a masked array has imported it.
+    # numpy.ma is not imported here, which would take longer than importing this plugin. If
+    # there is a masked array, it has been imported.
     return "numpy.ma" in sys.modules and issubclass(cls, np.ma.MaskedArray)
 
 

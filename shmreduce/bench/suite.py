@@ -293,7 +293,7 @@ def load_report(path: Path) -> Report:
         report = Report.from_json(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{path} is no report of shmreduce bench: {error!r}; name another file",
+            f"{path} is not a report of shmreduce bench: {error!r}; name another file",
             setting="--results",
             value=str(path),
         ) from error
