@@ -253,9 +253,9 @@ class Plugins:
 
         The caller must not hold a lock that other code which uses shmreduce takes. This
         does not change the object, so several threads may do it at the same time. The
-        import system executes a module once for all of them, except that it executes a
-        module that fails once more for each thread that waited. A plugin is not imported
-        again if it was taken before, or if it failed with the same settings.
+        import system executes a module once for all of them; but a module that fails is
+        executed again for each thread that waited. A plugin is not imported again if it
+        was taken before, or if it failed with the same settings.
 
         Raises
         ------
@@ -312,7 +312,7 @@ class Plugins:
             self.settled_with = settings
 
     def _state(self, wanted: _Wanted) -> tuple[object, ...]:
-        """Return everything on which it depends which plugins are registered."""
+        """Return what determines which plugins are registered, to notice a change."""
         return (wanted, *(each.outcome(wanted) for each in self._plugins))
 
     def _missing(self, settings: Settings) -> list[_Plugin]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "HANDLE_AFTER",
+    "LENGTH_PREFIX",
     "around_handle",
     "call_of",
     "pickle_around",
@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 _MOST = 256
-HANDLE_AFTER = 4
-"""Bytes of the handle's size, which is between the first part and the handle."""
+LENGTH_PREFIX = 4
+"""Bytes of BINBYTES's length prefix, which is between the first part and the handle."""
 _CALLED = pickle.TUPLE + pickle.REDUCE + pickle.STOP
 """The end of a pickle that calls the function."""
 _NOT_CALLED = pickle.TUPLE + pickle.TUPLE2 + pickle.STOP
@@ -124,13 +124,13 @@ def pickle_around(handle: bytes, around: tuple[bytes, bytes]) -> bytes:
     --------
     >>> around = around_handle(pickle_around, (("a", 1), False))
     >>> data = pickle_around(b"handle", around)
-    >>> data[HANDLE_AFTER + len(around[0]) :].startswith(b"handle")
+    >>> data[LENGTH_PREFIX + len(around[0]) :].startswith(b"handle")
     True
     >>> call_of(*around) == (pickle_around, (("a", 1), False))
     True
     """
     start, end = around
-    return b"".join((start, len(handle).to_bytes(HANDLE_AFTER, "little"), handle, end))
+    return b"".join((start, len(handle).to_bytes(LENGTH_PREFIX, "little"), handle, end))
 
 
 def place_among_atoms(obj: tuple[Any, ...]) -> int | None:
@@ -204,7 +204,7 @@ def _read_call(start: bytes, end: bytes) -> _Named | None:
     if not usual or len(names) != 3 or not end.endswith(_CALLED):
         return None
     function, (_, *others) = pickle.loads(
-        b"".join((start, bytes(HANDLE_AFTER), end[: -len(_CALLED)], _NOT_CALLED))
+        b"".join((start, bytes(LENGTH_PREFIX), end[: -len(_CALLED)], _NOT_CALLED))
     )
     arguments = tuple(others)
     if not says_all(arguments):

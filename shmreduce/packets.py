@@ -32,7 +32,7 @@ from shmreduce.errors import (
     ShmreduceError,
 )
 from shmreduce.handle_calls import (
-    HANDLE_AFTER,
+    LENGTH_PREFIX,
     around_handle,
     call_of,
     pickle_around,
@@ -550,7 +550,7 @@ class CallArrival:
         if size < _CALL_HEAD.size or len(descriptors) > 1:
             _refuse(memoryview(buffer)[:size], len(descriptors))
         _, _, token, before, self._handle_size = _CALL_HEAD.unpack_from(buffer)
-        self._handle_at = before + HANDLE_AFTER
+        self._handle_at = before + LENGTH_PREFIX
         self._body = memoryview(buffer)[_CALL_HEAD.size : size]
         self._arrived = {token: descriptors[0]} if descriptors else {}
 
@@ -563,7 +563,7 @@ class CallArrival:
         data = bytes(body)
         start = self._handle_at
         end = start + self._handle_size
-        call = call_of(data[: start - HANDLE_AFTER], data[end:])
+        call = call_of(data[: start - LENGTH_PREFIX], data[end:])
         if call is None:
             return pickle.loads(data)
         function, arguments = call

@@ -201,7 +201,7 @@ class _OwnChannel(Channel):
         self._lender = lender
 
     def send_task(self, task: Any, borrower: int | None) -> None:
-        # The worker could not open the blocks that were lent with the task before.
+        # Blocks that were lent with the task before and that the worker could not open.
         self._take_back_lent()
         if self._lender is None or not self._lender.has_some or len(task) > _LARGEST_WITH_LENT:
             self.send_bytes(task)
