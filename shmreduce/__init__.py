@@ -349,7 +349,7 @@ _DEFINED_IN = {
     ),
 }
 _SHARED_MODULES = frozenset(("connection", "context", "managers", "pool", "queues"))
-"""Modules here that are also in multiprocessing; theirs is what is not in ours."""
+"""Our modules that replace one of multiprocessing, and take the rest of its names from there."""
 _OTHER_MODULES = frozenset(
     (
         "dummy",
@@ -365,9 +365,9 @@ _OTHER_MODULES = frozenset(
         "util",
     )
 )
-"""Modules of multiprocessing that its users reach as attributes of it."""
+"""Modules of multiprocessing that its users also use as attributes of the package."""
 _LEVELS = frozenset(("SUBDEBUG", "SUBWARNING"))
-"""Levels of logging that multiprocessing has beside the names of its ``__all__``."""
+"""Logging levels that multiprocessing has although its ``__all__`` does not list them."""
 _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in names}
 
 

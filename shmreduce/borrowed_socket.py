@@ -1,4 +1,4 @@
-"""Asks a file descriptor that is somebody else's what kind of socket it is.
+"""Examines the socket behind a descriptor that somebody else owns.
 
 Imports nothing of shmreduce.
 """
@@ -19,7 +19,7 @@ _Answer = TypeVar("_Answer")
 
 
 def ask_socket(fd: int, question: Callable[[socket.socket], _Answer]) -> _Answer | None:
-    """Return what ``question`` finds of the socket behind a descriptor; None for another file.
+    """Return ``question(socket)`` for the socket behind a descriptor; None if it is no socket.
 
     The descriptor stays its owner's.
 
@@ -42,5 +42,5 @@ def ask_socket(fd: int, question: Callable[[socket.socket], _Answer]) -> _Answer
     try:
         return question(borrowed)
     finally:
-        # Else it would close the descriptor when it is dropped.
+        # Without this, dropping the object would close the descriptor.
         borrowed.detach()

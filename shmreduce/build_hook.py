@@ -1,9 +1,8 @@
-"""Puts what is compiled into wheels and editable installations, as far as it can be compiled.
+"""Adds the compiled libraries to wheels and editable installations.
 
-May import hatchling, ``building``, ``compiled`` and errors. It is run by
-hatchling: ``[tool.hatch.build.hooks.custom]`` in ``pyproject.toml`` names this
-file. Without a compiler the wheel is the same but for the libraries, and fits
-any platform.
+May import hatchling, ``building``, ``compiled`` and errors. Hatchling runs it:
+``[tool.hatch.build.hooks.custom]`` in ``pyproject.toml`` names this file. Libraries that
+cannot be compiled are left out. A wheel without any fits every platform.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 __all__ = ["CompilingHook"]
 
 _STABLE = "cp311-abi3"
-"""The stable interface of Python 3.11, which the modules are written in."""
+"""The wheel tag for Python 3.11's stable ABI (PEP 384), which the modules use."""
 
 
 class CompilingHook(BuildHookInterface[Any]):
-    """Compiles what is written in C; ``SHMREDUCE_BUILD_HELPER=0`` makes it do nothing."""
+    """Compiles the parts that are written in C, unless ``SHMREDUCE_BUILD_HELPER`` is 0."""
 
     PLUGIN_NAME = "custom"
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add libraries to a wheel, or put them into the source folder for an editable one."""
+        """Add libraries to a wheel; for an editable one, put them into the source folder."""
         if self.target_name != "wheel" or os.environ.get("SHMREDUCE_BUILD_HELPER") == "0":
             return
-        # What is being built is not installed, nor on the path.
+        # The package that is being built is neither installed nor on the path.
         sys.path.insert(0, self.root)
         try:
             from shmreduce.building import build
@@ -56,12 +55,12 @@ class CompilingHook(BuildHookInterface[Any]):
                 made.append(part)
         if made:
             build_data["pure_python"] = False
-            # A C library is for any Python, a module for those of its interface.
+            # A plain C library works with any Python, a module needs the stable ABI.
             python = _STABLE if any(part.module for part in made) else "py3-none"
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"{python}-{platform}"
 
     def finalize(self, *_build: Any) -> None:
-        """Remove what is in the wheel by now."""
+        """Remove the files that have been added to the wheel."""
         if self._folder is not None:
             self._folder.cleanup()

@@ -29,23 +29,22 @@ _PATIENCE = 120
 
 
 def build(part: Part, target: Path | None = None) -> Path:
-    """Compile a part and put it in place in one step; return where it is.
+    """Compile a part, move the library to its place in one step, and return its path.
 
     Parameters
     ----------
     part : Part
         What to compile.
     target : Path, optional
-        The file to make, instead of the one that is looked for. Its folder must
-        be writable by this user; it should be by nobody else, since the file is
-        loaded into every process.
+        The file to make; by default the part's ``library``. This user must be able to
+        write to its folder. Nobody else should be, since the file is loaded into every
+        process.
 
     Raises
     ------
     CompilationError
-        If there is no C compiler, or no header of Python for a part that needs
-        it, if it fails, or the folder is not writable. What was there before is
-        there still.
+        If there is no C compiler, if a part needs Python's header and it is missing, if
+        the compiler fails, or if the folder is not writable. An existing library is kept.
 
     Notes
     -----
@@ -64,10 +63,10 @@ def build(part: Part, target: Path | None = None) -> Path:
                 raise _failure(
                     part,
                     f"{shlex.join(command)} ended with status {done.returncode}:\n"
-                    # In an encoding of the compiler's choice.
+                    # The compiler may use any encoding.
                     f"{done.stderr.decode(errors='replace').strip()}",
                 )
-            # Whatever the umask: what others could write to would not be loaded.
+            # The umask may let others write to it, and then it would not be loaded.
             made.chmod(0o755)
             made.replace(target)
     except OSError as error:
@@ -78,7 +77,7 @@ def build(part: Part, target: Path | None = None) -> Path:
 
 
 def compile_command(part: Part) -> list[str]:
-    """Return the command that compiles a part, but for where to put it.
+    """Return the command that compiles a part, without the output file.
 
     Raises
     ------

@@ -1,10 +1,10 @@
-"""What a child process must do before it looks at its arguments.
+"""What a child process must do before it unpickles its arguments.
 
 May import errors, settings, strategies, registry, process_registry,
 :mod:`shmreduce.memory`, ``pickled_calls`` and, for a type, entry_points.
 
-A child of ``spawn`` or ``forkserver`` gets its process object as a pickle. What
-stands before it there is done first: the settings, the family, the reducers.
+A child of ``spawn`` or ``forkserver`` gets its process object as a pickle. In front of
+it the pickle has calls, which set up the settings, the family and the reducers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = ["PreparedProcess"]
 
 
 class PreparedProcess:
-    """Pickles as a process object, with what the child must do before it.
+    """Pickles as a process object, with the calls that the child must make before it.
 
-    In the child it is the process object alone that comes out.
+    In the child it unpickles as the process object alone.
 
     Parameters
     ----------
     process : object
-        What is being started, a process object or what pickles as one.
+        The process object that is being started, or an object that pickles as one.
     *calls : CallOnLoad
-        What else the child does, after it has settings, family and reducers.
+        Further calls that the child makes after settings, family and reducers are set up.
     """
 
     def __init__(self, process: object, *calls: CallOnLoad) -> None:
@@ -55,7 +55,7 @@ class PreparedProcess:
         self._calls = calls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The name too, where the default was taken: the child takes the same.
+        # With the strategy's name even if it is the default one: the child must use the same.
         settings = get_settings().changed(strategy=current_strategy().name)
         reducers = registered_by_hand()
         for reducer in reducers:
@@ -65,7 +65,8 @@ class PreparedProcess:
             inheritance(),
             CallOnLoad(_take_over, reducers, tell_found(), warned_plugins()),
             *self._calls,
-            # The standard library unpickles it outside of ForkingPickler.loads().
+            # Begins a Loading here, since the standard library unpickles the process object
+            # by pickle.load(), and not by ForkingPickler.loads().
             CallOnLoad(_begin_loading),
             self._process,
         )

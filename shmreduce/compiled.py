@@ -1,11 +1,11 @@
-"""What of shmreduce is compiled where it can be, and whether it can be used.
+"""The parts of shmreduce that are written in C, and whether they can be used.
 
 Imports nothing of shmreduce. ``building`` compiles what is listed here.
 
 There are two kinds. The *allocator* is a plain C library, without which
-``shared_allocations`` does not work. The others are modules of Python that do in
-one call what a module beside them does in many: without them everything works
-as well, and takes longer.
+``shared_allocations`` does not work. The others are extension modules, which do in one
+call what a Python module beside them does in many. Without them everything works, but
+takes longer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 MODULE_VERSION = 5
-"""Of the modules' functions; their sources have the same number."""
+"""Version of the modules' functions; the C sources have the same number."""
 FOLDER = Path(__file__).parent
-"""The package's, below which all parts are."""
+"""The package's folder, below which all parts are."""
 _VARIABLE = "SHMREDUCE_COMPILED"
 
 
@@ -46,13 +46,13 @@ class Part(NamedTuple):
     Parameters
     ----------
     title : str
-        What people call it.
+        Its name in messages.
     sources : tuple of Path
         Its C files. The first has the version; headers are beside it.
     library : Path
-        Where what is made of them is looked for: there, and nowhere else.
+        The compiled file. It is looked for there and nowhere else.
     module : str, optional
-        The module's dotted name, of one that is a module of Python.
+        The dotted name, if it is an extension module.
     """
 
     title: str
@@ -67,7 +67,7 @@ def _module(title: str, name: str, *others: str) -> Part:
     return Part(
         title,
         tuple(source.with_suffix(".c") for source in sources),
-        # The suffix of modules that keep to Python's stable interface (PEP 384).
+        # The suffix of extension modules that use the stable ABI (PEP 384).
         place.with_suffix(".abi3.so"),
         f"shmreduce.{name}",
     )
@@ -114,5 +114,5 @@ def find_module(part: Part) -> tuple[ModuleType | None, str]:
 
 
 def reason_against() -> str:
-    """Return why one of the modules is not used, or an empty string if all are."""
+    """Return why one of the modules is not used; an empty string if all are used."""
     return next(filter(None, (find_module(part)[1] for part in MODULES)), "")

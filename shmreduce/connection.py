@@ -4,10 +4,10 @@ May import ``packets`` and everything below it, and
 :mod:`multiprocessing.connection`.
 
 A connection is one end of a pair of ``SOCK_SEQPACKET`` sockets (unix(7)). A
-message is one packet, written and read by one system call: writers and readers
-need no locks, and one that is killed leaves no half of a message behind. The
+message is one packet, written and read by one system call. So writers and readers
+need no locks, and a process that is killed never leaves half a message behind. The
 descriptors of the segments that a message refers to travel with it
-(SCM_RIGHTS), so the sender may be gone before it is read.
+(SCM_RIGHTS), so the sender may have exited before the message is read.
 """
 
 from __future__ import annotations
@@ -62,44 +62,44 @@ __all__ = [
 ]
 
 _BUFFER = 4 << 20
-"""Bytes asked for, of which the kernel makes twice as many: it counts 768 for each small message.
+"""Bytes of SO_SNDBUF. The kernel doubles them (socket(7)), and counts 768 for a small message.
 
-So the pipe holds more messages, of any size, than one of 64 KiB.
+So the connection holds more messages of any size than a pipe of 64 KiB.
 """
 _BUFFER_WITHOUT_LIMIT = int(getattr(socket, "SO_SNDBUFFORCE", 32))
-"""The option that ``net.core.wmem_max`` does not bound, for the privileged; see socket(7)."""
-# Plain integers: to combine members of an enumeration takes longer than to send.
+"""The privileged option that ``net.core.wmem_max`` does not limit; see socket(7)."""
+# Plain integers: combining members of an enumeration would take longer than sending.
 _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
 _NO_MEMORY = frozenset((errno.ENOBUFS, errno.ENOMEM))
 _SPARE_BUFFERS = 4
 _UNREAD_SHARE = 4
-"""Of a pipe's room, which part large packets may take; beyond it they go into blocks.
+"""Unread packets may take up to 1/4 of the socket's buffer; beyond it, large ones go into blocks.
 
-That is one more copy, and not worth it for a reader who is merely not here yet.
+A block costs one more copy, so it is not used if the reader is only a little late.
 """
 _WAITS_FROM = 16 << 20
-"""Bytes from which ``send_bytes`` waits for the reader, lest streams fill the memory."""
+"""``send_bytes`` waits for the reader of so many bytes, lest a stream of them fill the memory."""
 _LONGEST_PAUSE = 20
 """Milliseconds."""
 
 _spare: list[ReceiveBuffer] = []
-"""Buffers to read into; a thread takes one for as long as it needs it."""
+"""Receive buffers that are not in use; see :func:`take_buffer`."""
 
 
 class Connection(multiprocessing.connection.Connection):
     """One end of a :func:`Pipe`; as :class:`multiprocessing.connection.Connection`.
 
-    Any number of processes and threads may use an end at once. What is sent is
-    what the object was at that instant.
+    Any number of processes and threads may use an end at once. An object is sent as it
+    is when :meth:`send` is called; later changes do not reach the receiver.
 
     Parameters
     ----------
     handle : int
-        A connected ``SOCK_SEQPACKET`` socket; this object's from now on.
+        A connected ``SOCK_SEQPACKET`` socket. It belongs to this object from now on.
     readable, writable : bool
-        What the end may be used for.
+        Whether the end may receive, and send.
 
     Raises
     ------
@@ -115,7 +115,7 @@ class Connection(multiprocessing.connection.Connection):
         _check_kind(handle)
         super().__init__(handle, readable, writable)
         self._socket = PacketSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, handle)
-        # socket.setdefaulttimeout() is not meant for this.
+        # Undo socket.setdefaulttimeout(), which applies to every new socket object.
         self._socket.setblocking(True)
         self._waits = ShortWaits()
 
@@ -137,18 +137,18 @@ class Connection(multiprocessing.connection.Connection):
         OutOfSharedMemoryError, BudgetExceededError
             If it is large and there is no room for it.
         OSError
-            If the connection is closed, or meant for reading alone.
+            If the connection is closed, or can only receive.
         """
         held = [obj]
-        # So that the caller's may be the last reference.
+        # Arrays without any other reference are moved: keep none in this frame.
         del obj
         self.send_last(held)
 
     def send_last(self, held: list[Any]) -> None:
-        """Send the one object in a list, which is emptied, as :meth:`send` does.
+        """Send the one object in a list as :meth:`send` does, and empty the list.
 
-        Arrays that nobody has any more then are moved: those born in shared memory, and
-        those that were received by value.
+        Arrays to which no other reference is left are moved, if they were born in shared
+        memory or received by value.
         """
         if self._handle is None or not self._writable:
             self._refuse()
@@ -165,7 +165,7 @@ class Connection(multiprocessing.connection.Connection):
             If its memory cannot be opened here; ``message_bytes`` then has the
             message, which ``pickle.loads`` can try again.
         OSError
-            If the connection is closed, or meant for writing alone.
+            If the connection is closed, or can only send.
         """
         if self._handle is None or not self._readable:
             self._refuse()
@@ -178,8 +178,8 @@ class Connection(multiprocessing.connection.Connection):
     def recv_bytes(self, maxlength: int | None = None) -> bytes:
         """Return the next message as bytes; wait for it.
 
-        Arrays in it can be unpickled as long as the bytes live, also when the
-        sender is dead. For the rest see
+        Arrays in it can be unpickled as long as the bytes object lives, even if the
+        sender is dead. Otherwise the same as
         :meth:`multiprocessing.connection.Connection.recv_bytes`.
         """
         if self._handle is None or not self._readable:
@@ -192,16 +192,16 @@ class Connection(multiprocessing.connection.Connection):
         return data
 
     def receive(self, buffer: ReceiveBuffer, *, wait: bool) -> Received | None:
-        """Receive, but do not unpickle yet.
+        """Receive a message, but do not unpickle it yet.
 
-        Returns None if there is nothing and it must not wait.
+        Returns None if there is no message and ``wait`` is False.
 
         Parameters
         ----------
         buffer : ReceiveBuffer
-            From :func:`take_buffer`, to be given back by :func:`give_buffer` once the
-            arrival has been loaded. Its first byte is not 0 any more once it has a
-            message, also if the handler of a signal raises then.
+            From :func:`take_buffer`. Give it back by :func:`give_buffer` after the arrival
+            has been loaded. Its first byte is no longer 0 once a message is in it, even
+            if a signal handler raises then.
         wait : bool
             Whether to wait for a message.
         """
@@ -213,15 +213,15 @@ class Connection(multiprocessing.connection.Connection):
             return None
 
     def transmit(self, packet: Packet, *, wait: bool = True, patient: bool = False) -> None:
-        """Send a packet, which is discarded if that fails.
+        """Send a packet; discard it if that fails.
 
-        If ``patient``, wait for the kernel's memory as for room in the pipe.
+        If ``patient``, also wait while the kernel has no memory for it.
 
         Raises
         ------
         OSError
-            Without ``wait``, ``EAGAIN`` where it would have to wait; the packet
-            is then still good, whatever the reason.
+            Without ``wait``, ``EAGAIN`` if it would have to wait. Without ``wait`` the
+            packet is not discarded after any error, and may be sent again.
         """
         if wait:
             self._write_whole(packet, patient)
@@ -240,7 +240,7 @@ class Connection(multiprocessing.connection.Connection):
 
     def _recv_bytes(self) -> io.BytesIO:
         file = io.BytesIO()
-        # The position tells the base class the size.
+        # The base class takes the size from the position.
         file.write(self._contents())
         return file
 
@@ -260,18 +260,19 @@ class Connection(multiprocessing.connection.Connection):
 
     def _refuse(self) -> None:
         self._check_closed()  # type: ignore[attr-defined]
-        # An end has one direction at least.
+        # At least one of these raises: the connection has the other direction.
         self._check_readable()  # type: ignore[attr-defined]
         self._check_writable()  # type: ignore[attr-defined]
 
     def _await_reader(self, packet: Packet) -> None:
-        """Wait until a message has been received, as a pipe that is full makes its writer wait."""
+        """Wait until a message has been received, as the writer to a full pipe has to wait."""
         hangup = select.poll()
-        # No events: only the end of the other side is told.
+        # With no events poll() reports only that the other end was closed.
         hangup.register(self.fileno(), 0)
         pause = 1
         while not packet.is_read():
-            # Before the look at the other end, whose closing throws messages away.
+            # Asked before poll(): the kernel drops unread messages when the reader closes,
+            # after which there are no unread bytes either.
             taken = not self._unread_bytes()
             if hangup.poll(0 if taken else pause):
                 if packet.is_read():
@@ -279,7 +280,8 @@ class Connection(multiprocessing.connection.Connection):
                 packet.discard()
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
             if taken:
-                # Received, but the block stays unread if the reader was killed.
+                # The packet was received. Do not wait for the block: a reader that was
+                # killed in between never reads it.
                 return
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -288,7 +290,7 @@ class Connection(multiprocessing.connection.Connection):
         while True:
             try:
                 if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
-                    # Nobody reads for the time being: let there be room for more.
+                    # The reader is behind: leave room in the socket for more packets.
                     packet = packet.in_block()
                 self._write(packet, _NO_SIGNAL)
             except OSError as error:
@@ -303,7 +305,7 @@ class Connection(multiprocessing.connection.Connection):
                 return
 
     def _fills_up(self) -> bool:
-        """Whether what is unread takes a good part of the room that there is."""
+        """Whether unread packets take more than their share of the socket's buffer."""
         unread = self._unread_bytes()
         if not unread:
             return False
@@ -311,7 +313,7 @@ class Connection(multiprocessing.connection.Connection):
         return unread > room // _UNREAD_SHARE
 
     def _unread_bytes(self) -> int:
-        # SIOCOUTQ (unix(7)) has the number of TIOCOUTQ.
+        # SIOCOUTQ (unix(7)), which has the same number.
         answer = fcntl.ioctl(self.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(answer, sys.byteorder)
 
@@ -326,8 +328,8 @@ class Connection(multiprocessing.connection.Connection):
             try:
                 self._socket.write(packet.data, descriptors, flags)
             except OSError as error:
-                # Too many descriptors are under way, or one was closed since its
-                # array was given up: the receiver opens the segment by its name.
+                # Too many descriptors are in flight, or one was closed after its array was
+                # dropped. Send without them: the receiver opens the segments by name.
                 if error.errno not in (errno.ETOOMANYREFS, errno.EBADF) or self.closed:
                     raise
                 packet.goes_alone()
@@ -336,7 +338,7 @@ class Connection(multiprocessing.connection.Connection):
         self._socket.write(packet.data, (), flags)
 
     def _watch(self, buffer: ReceiveBuffer) -> int | None:
-        """Read a packet that comes soon; return None when it is better to sleep."""
+        """Poll for a packet for a short time; return its size, or None to sleep instead."""
         limits = self._waits.limits()
         if limits is None:
             return None
@@ -354,14 +356,14 @@ class Connection(multiprocessing.connection.Connection):
         return found
 
     def _read(self, buffer: ReceiveBuffer, flags: int) -> int:
-        """Read a packet and the descriptors beside it; return its size."""
+        """Read a packet and its descriptors; return its size."""
         try:
             size = None if flags & _DO_NOT_WAIT else self._watch(buffer)
             if size is None:
                 size = self._socket.read(buffer, flags)
         except ConnectionResetError:
-            # The other end was closed with messages unread. Said once; what
-            # was sent before can still be read.
+            # The other end was closed with unread messages. The kernel reports that only
+            # once, and what the other end had sent before can still be read.
             size = self._socket.read(buffer, flags)
         if not size:
             raise EOFError
@@ -369,7 +371,7 @@ class Connection(multiprocessing.connection.Connection):
 
 
 def _check_kind(handle: int) -> None:
-    """Refuse what has no packets: a stream would give parts of messages, or several as one."""
+    """Refuse other sockets: a stream would split messages, or join several into one."""
     if ask_socket(handle, lambda borrowed: borrowed.type) == socket.SOCK_SEQPACKET:
         return
     raise ConfigurationError(
@@ -386,8 +388,8 @@ def Pipe(duplex: bool = True) -> tuple[Connection, Connection]:  # noqa: N802
     Parameters
     ----------
     duplex : bool
-        Whether both ends can send and receive; if not, the first can only
-        receive and the second only send.
+        Whether both ends can send and receive. If not, the first can only
+        receive and the second can only send.
 
     Examples
     --------
@@ -408,7 +410,7 @@ def Pipe(duplex: bool = True) -> tuple[Connection, Connection]:  # noqa: N802
 
 
 def _ask_for_room(end: socket.socket) -> None:
-    # Never an error: the kernel gives what is allowed.
+    # Never an error: above net.core.wmem_max the kernel gives that much.
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     if end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * _BUFFER:
         with contextlib.suppress(PermissionError):
@@ -431,13 +433,13 @@ def supported() -> bool:
 
 def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: bool) -> Any:
     number = clear_of_streams(descriptor.detach())
-    # A spawned child inherits it over exec; its own children shall not.
+    # A spawned child inherits it over exec; the child's own children must not.
     os.set_inheritable(number, False)
     return kind(number, readable, writable)
 
 
 def take_buffer() -> ReceiveBuffer:
-    """Return a buffer to read into, whose first byte is 0, which that of a packet never is."""
+    """Return a receive buffer. Its first byte is 0, which no packet begins with."""
     try:
         buffer = _spare.pop()
     except IndexError:
@@ -447,7 +449,7 @@ def take_buffer() -> ReceiveBuffer:
 
 
 def give_buffer(buffer: ReceiveBuffer) -> None:
-    """Take back what :func:`take_buffer` gave out, and close the descriptors in it."""
+    """Take back a buffer from :func:`take_buffer`, and close the descriptors in it."""
     if buffer.descriptors:
         buffer.close_descriptors()
     if len(_spare) < _SPARE_BUFFERS:

@@ -3,10 +3,10 @@
 May import everything below it, and :mod:`multiprocessing`. The other classes of
 this layer are imported by the methods that make them.
 
-The contexts are those of :mod:`multiprocessing.context` with other channels, and
-with processes whose arguments go through the pickler of shmreduce. Nothing of
-:mod:`multiprocessing` is changed. The start method that is chosen here or there
-holds for both: locks and other things of theirs go to children of ours.
+The contexts derive from those of :mod:`multiprocessing.context`. They make other
+channels, and processes whose arguments are pickled by shmreduce. Nothing in
+:mod:`multiprocessing` is changed. Both modules have the same start method, wherever it
+was chosen, so that locks and the like of multiprocessing can be passed to our children.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     _Base = context.BaseContext
     _DefaultProcess = context.Process
 else:
-    # Beside the standard context that comes next in the order of methods.
+    # A mixin: super() finds the standard context, which comes next in the MRO.
     _Base = object
     _DefaultProcess = context.Process
 
@@ -318,7 +318,7 @@ class _Channels(_Base):
 
 
 def _get_ready() -> None:
-    """Let a child that is about to be started be of this process's family."""
+    """Prepare this process's family, which a child that is about to be started will join."""
     if connection.supported():
         runtime.prepare_for_children()
 
@@ -390,7 +390,7 @@ class SpawnProcess(context.SpawnProcess):
 
 
 class ForkServerProcess(context.ForkServerProcess):
-    """A process that a server without threads forks."""
+    """A process that is forked by a server, which has no threads."""
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
@@ -479,17 +479,17 @@ class DefaultContext(_Channels, context.DefaultContext):
         _standard.set_start_method(method, force)
 
     def freeze_support(self) -> None:
-        """Be a child, if that is what a frozen program was started for, and exit then.
+        """If a frozen program was started as a child process, run the child and exit.
 
-        Calls the function of :mod:`multiprocessing`, in whose place PyInstaller puts
-        its own. In a program that is not frozen it does nothing.
+        Calls the function of :mod:`multiprocessing`, which PyInstaller replaces. In a
+        program that is not frozen it does nothing.
 
         Examples
         --------
         >>> import shmreduce
         >>> shmreduce.freeze_support()
         """
-        # Not what the method of the standard context is: that does nothing on Linux.
+        # Not super().freeze_support(), which does nothing on Linux.
         multiprocessing.freeze_support()
 
 

@@ -52,12 +52,12 @@ _MODES = get_args(Mode)
 
 
 def check_mode(mode: str) -> None:
-    """Refuse what is not a mode.
+    """Raise unless ``mode`` is one of the modes.
 
     Raises
     ------
     ConfigurationError
-        It says which modes there are.
+        Its message lists the modes.
     """
     if mode not in _MODES:
         raise ConfigurationError(
@@ -68,12 +68,12 @@ def check_mode(mode: str) -> None:
 
 
 def check_nbytes(nbytes: int) -> int:
-    """Return a number of bytes as an int: NumPy's integers come from shapes and sizes.
+    """Return a number of bytes as an int; it may be an integer of NumPy's.
 
     Raises
     ------
     ConfigurationError
-        If it is no integer, or negative.
+        If it is not an integer, or negative.
     """
     try:
         count = operator.index(nbytes)
@@ -132,27 +132,28 @@ class Reducer(ABC):
     def buffer_of(
         self, obj: Any, at_least: int
     ) -> tuple[Any, Callable[..., Any], tuple[Any, ...]] | None:
-        """Return the one buffer that ``obj`` is made of, and how to make ``obj`` of it.
+        """Return the one buffer that ``obj`` consists of, and how to rebuild ``obj`` from it.
 
-        A message that is such an object, or a tuple of one and some atoms, takes a shorter
-        way. It is the same message: :meth:`reduce` must send ``obj`` like
-        :meth:`Message.carry`, and with the same function.
+        This lets a message take a shortcut past the pickler if it is one such object, or a
+        tuple of one and some numbers, strings and None. The result must be the same as
+        without it: :meth:`reduce` must send the buffer by :meth:`Message.carry`, and name
+        the same function.
 
         Parameters
         ----------
         obj : object
             An instance of one of ``types``; it stays the caller's.
         at_least : int
-            Bytes below which the answer does not matter.
+            If the buffer has fewer bytes than this, the answer is not used.
 
         Returns
         -------
         (bytes-like, callable, tuple) or None
-            The buffer, C-contiguous, with the bytes of ``obj`` and no others; a memoryview
-            of the whole block if ``obj`` lies in one, see :func:`shmreduce.find_block`.
-            The receiver calls the function, which is importable by name, with a handle and
-            the items of the tuple: numbers, strings, None, and tuples of these. None, the
-            default, asks for :meth:`reduce`.
+            The buffer is C-contiguous and has the bytes of ``obj`` and no others. If
+            ``obj`` lies in a block (:func:`shmreduce.find_block`), it is a memoryview of
+            the whole block. The receiver calls the function, which must be importable by
+            name, with a handle and the items of the tuple: numbers, strings, None, and
+            tuples of these. None, the default, means that :meth:`reduce` is called.
         """
         return None
 
@@ -201,8 +202,8 @@ class Reducer(ABC):
     def unusable_reason(self) -> str | None:
         """Return why the reducer does not work on this machine, or None if it does.
 
-        For people: ``shmreduce plugins`` and ``shmreduce doctor`` ask. A
-        reducer that needs a driver, say, looks for it here.
+        ``shmreduce plugins`` and ``shmreduce doctor`` show the answer to users. A
+        reducer that needs a driver looks for it here.
         """
         return None
 
@@ -216,8 +217,8 @@ class SegmentFile:
     fd : int
         Open for reading and writing, close-on-exec; the caller owns it.
     name : str or None
-        The name that must be removed with :meth:`SharingStrategy.unlink`,
-        None for a file that the kernel frees with its last user.
+        The name that must be removed with :meth:`SharingStrategy.unlink`. None for a
+        file without a name, which the kernel frees when nobody has it open any more.
     """
 
     fd: int
@@ -235,7 +236,7 @@ class SharingStrategy(ABC):
     Attributes
     ----------
     name : str
-        What it is chosen by: an identifier of at most 32 bytes.
+        Users choose the strategy by it: an identifier of at most 32 bytes.
     """
 
     name: str
@@ -259,13 +260,13 @@ class SharingStrategy(ABC):
         Returns
         -------
         SegmentFile
-            The core's, which closes the descriptor.
+            It belongs to the core, which closes the descriptor.
 
         Raises
         ------
         OSError
-            As the system call gave it; the core adds what and where. Nothing
-            is left behind on failure.
+            The system call's own error, which the core turns into one that says what
+            failed and where. If it raises, it leaves no file and no descriptor behind.
         """
 
     @abstractmethod
@@ -281,7 +282,7 @@ class SharingStrategy(ABC):
         Returns
         -------
         str
-            Good for as long as the calling process has the file open.
+            Valid for as long as the calling process has the file open.
         """
 
     @abstractmethod
@@ -296,7 +297,7 @@ class SharingStrategy(ABC):
         Returns
         -------
         SegmentFile
-            The caller owns the descriptor and checks that it is the segment it
+            The caller owns the descriptor, and checks that this is the segment that it
             looked for.
 
         Raises
@@ -307,7 +308,7 @@ class SharingStrategy(ABC):
         """
 
     def unlink(self, name: str) -> None:
-        """Remove a name; one that is gone already is no error.
+        """Remove a name; do nothing if it has been removed already.
 
         Parameters
         ----------
@@ -316,9 +317,9 @@ class SharingStrategy(ABC):
         """
 
     def names(self) -> Iterable[str]:
-        """List the names of this user's segments on this machine, dead owners' too.
+        """List the names of this user's segments on this machine.
 
-        The core removes those whose owner was killed.
+        Those whose owner is dead are among them: the core removes them.
 
         Returns
         -------
@@ -350,7 +351,7 @@ class ArrayFactory(Protocol):
         shape : int or sequence of int
             Length of each axis.
         dtype : object
-            What the user gave; None where nothing was given.
+            What the user passed, None by default.
         order : {"C", "F"}
             Memory layout.
         mode : {"rw", "ro", "cow"}
@@ -365,10 +366,10 @@ class ArrayFactory(Protocol):
         """
 
     def zeros(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return a shared array of zeros; parameters and errors as :meth:`empty`."""
+        """Return a shared array of zeros; parameters and errors are those of :meth:`empty`."""
 
     def ones(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return a shared array of ones; parameters and errors as :meth:`empty`."""
+        """Return a shared array of ones; parameters and errors are those of :meth:`empty`."""
 
     def full(self, shape: Any, fill_value: Any, dtype: Any, order: str, mode: Mode) -> Any:
         """Return a shared array filled with ``fill_value``.
@@ -376,7 +377,8 @@ class ArrayFactory(Protocol):
         Parameters
         ----------
         fill_value : scalar or array_like
-            What every element becomes. Other parameters, and errors, as :meth:`empty`.
+            The value of every element. Other parameters, and errors, are those of
+            :meth:`empty`.
         """
 
     def array(self, obj: Any, dtype: Any, order: str, mode: Mode) -> Any:
@@ -385,9 +387,9 @@ class ArrayFactory(Protocol):
         Parameters
         ----------
         obj : array_like
-            Stays as it is.
+            It is not changed.
         dtype : object
-            What the user gave; None where nothing was given.
+            What the user passed, None by default.
         order : {"K", "A", "C", "F"}
             Memory layout.
         mode : {"rw", "ro", "cow"}
@@ -396,7 +398,7 @@ class ArrayFactory(Protocol):
         Raises
         ------
         NotShareableError, OutOfSharedMemoryError, BudgetExceededError
-            As :meth:`empty`.
+            As for :meth:`empty`.
         """
 
 
@@ -439,25 +441,25 @@ class MemoryHandlers(Protocol):
     """
 
     def make(self, functions: AllocatorFunctions) -> Any:
-        """Return the handler of the functions.
+        """Return a handler that allocates with these functions.
 
         Parameters
         ----------
         functions : AllocatorFunctions
-            Of this process.
+            Valid in this process only.
 
         Returns
         -------
         object
-            For the same functions the same. It is never freed, since arrays
-            keep the one that they were made with.
+            Always the same one for the same functions. It is never freed, since arrays
+            keep the handler that they were made with.
         """
 
     def get(self) -> Any:
-        """Return the handler in use here."""
+        """Return the current handler of this thread or context."""
 
     def set(self, handler: Any) -> None:
-        """Let new arrays use a handler from now on.
+        """Make a handler the current one: new arrays use it from now on.
 
         Parameters
         ----------

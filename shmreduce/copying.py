@@ -1,10 +1,10 @@
-"""Copies many bytes: past the caches, and in several threads, where that is quicker.
+"""Copies many bytes: bypassing the caches, and in several threads, if that is faster.
 
 May import errors, ``compiled`` and ``processors``.
 
-One processor cannot use all of a machine's memory bandwidth. So what is large
-enough to pay for starting threads is copied in parts, each by a thread of its own
-that lives as long as the copy: none is left for a later fork.
+One processor cannot use all of a machine's memory bandwidth. So a copy that is large
+enough is done in parts, each by its own thread. The threads end with the copy, so that
+a later fork finds none.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
 __all__ = ["copy_bytes", "copy_in_parts", "copy_run"]
 
 _PARALLEL_FROM = 24 << 20
-"""Bytes. Two threads copy a quarter faster, but to start one takes as long as to copy a
-mebibyte, and it needs a processor: the reader of the message may have it, who looks for that."""
+"""Bytes. Two threads copy a quarter faster. But starting one takes as long as copying a
+mebibyte, and it needs a processor, which a polling reader of the message may occupy."""
 _MOST_THREADS = 4
-"""More than these do not make it quicker: the memory is the limit."""
+"""More threads do not make it faster, since the memory is the limit."""
 _SHARE_OF_CACHE = 4
-"""Source and target of a copy fill half of the cache if one of them fills this part of it."""
+"""A target of 1/4 of the cache fills half of it together with the source."""
 _USUAL_CACHE = 32 << 20
 _LEAST_CACHE, _MOST_CACHE = 16 << 20, 128 << 20
-"""What a cache is taken for, at least and at most: other programs, and on a virtual machine
-other machines, have a part in it."""
+"""Limits of the assumed cache size: other programs, and on a virtual machine other machines,
+use the cache too."""
 _TRIAL = 2 << 20
-"""Bytes of a piece that is copied to see how long it takes."""
+"""Bytes of a piece that is copied to measure the speed."""
 _TRIALS = 3
 _GAIN = 1.1
-"""How much quicker it has to be: what was copied past the caches is not in them for its reader."""
+"""Bypassing the caches must be faster by this factor, since its reader will not find the
+data in them."""
 _WAIT_SECONDS = 1.0
 
 _rates: dict[bool, list[float]] = {False: [], True: []}
-"""Bytes per second of trials, by whether they went past the caches."""
+"""Bytes per second of the trials; True for those that bypassed the caches."""
 
 
 def copy_bytes(target: Any, source: Any) -> None:
@@ -89,9 +90,9 @@ def copy_bytes(target: Any, source: Any) -> None:
 
 
 def copy_run(target: memoryview, source: memoryview) -> None:
-    """Do as :func:`copy_bytes` for buffers that are known to be as it wants them."""
+    """Do what :func:`copy_bytes` does, without checking the buffers."""
     if _COMPILED is not None and target.nbytes < _LEAST_CACHE // _SHARE_OF_CACHE:
-        # Many are sent, and to look at them again takes longer than the copy of a few.
+        # Many small buffers are sent, and checking one takes longer than copying it.
         _copy(target, source, False)
     else:
         copy_bytes(target, source)
@@ -141,7 +142,7 @@ def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) 
         try:
             _finish(copies)
         except BaseException:
-            # Ctrl-C, as it was entered perhaps: then it has waited for nobody.
+            # If Ctrl-C came when _finish() was entered, it has not waited for any thread.
             _finish(copies)
             raise
     for each in copies:
@@ -156,7 +157,7 @@ def _bytes_of(buffer: Any, name: str) -> memoryview:
         raise _refused(name, buffer, str(error)) from error
     if not view.c_contiguous:
         raise _refused(name, buffer, "it has gaps, or is in another order")
-    # Unlike cast() it takes elements of any format, and tables without rows.
+    # Unlike memoryview.cast(), this accepts any format, and shapes with a length of 0.
     return PickleBuffer(view).raw()
 
 
@@ -171,18 +172,19 @@ def _refused(name: str, value: object, reason: str) -> ConfigurationError:
 
 @cache
 def _kept_in_cache() -> int:
-    """Return up to how many bytes it pays to leave a copy in the caches for its reader."""
+    """Return the size up to which a copy is left in the caches for its reader."""
     found = cache_size() or _USUAL_CACHE
     return min(max(found, _LEAST_CACHE), _MOST_CACHE) // _SHARE_OF_CACHE
 
 
 def _copy_plainly(target: memoryview, source: memoryview, _past_caches: bool) -> None:
-    """Copy one part without the compiled module; only memory that is writable has an address."""
+    """Copy one part without the compiled module."""
     if source.readonly or not source.nbytes:
+        # from_buffer() needs writable memory, and at least one byte.
         target[:] = source
         return
     to, origin = map(ctypes.c_char.from_buffer, (target, source))
-    # Unlike the assignment it lets other threads run.
+    # Unlike the assignment, memmove() releases the interpreter lock.
     ctypes.memmove(ctypes.addressof(to), ctypes.addressof(origin), source.nbytes)
 
 
@@ -195,10 +197,10 @@ def _copy_through_caches(target: Any, source: Any) -> None:
 
 
 def _copy_large(target: Any, source: Any) -> None:
-    """Copy what caches do not keep: past them where that is quicker, which is found out by use.
+    """Copy more than caches keep, bypassing them if that is faster on this machine.
 
-    With one maker's processors it takes two thirds of the time, with another's twice
-    as long. So the first copies begin with a piece of either kind.
+    With one manufacturer's processors that takes two thirds of the time, with another's
+    twice as long. So the first few copies begin with one piece of each kind, to measure.
     """
     done = 0
     if len(_rates[True]) < _TRIALS and target.nbytes > 2 * _TRIAL:
@@ -212,12 +214,12 @@ def _copy_large(target: Any, source: Any) -> None:
 
 
 def _past_caches_is_quicker() -> bool:
-    # The best of each: what comes between makes a copy slower, never quicker.
+    # The best of each: disturbances only make a copy slower.
     return max(_rates[True], default=0.0) > _GAIN * max(_rates[False], default=0.0)
 
 
 def _parts(target: Any, source: Any, count: int) -> Iterator[tuple[Any, Any]]:
-    """Cut both into equal parts; into fewer if they are not long enough."""
+    """Cut both into ``count`` equal parts, or into fewer if they are too short."""
     length = len(target)
     step = max(1, -(-length // count))
     for start in range(0, length, step):
@@ -226,13 +228,13 @@ def _parts(target: Any, source: Any, count: int) -> Iterator[tuple[Any, Any]]:
 
 
 class _Copy:
-    """The copy of one part, by a thread or by its caller, whoever comes first."""
+    """The copy of one part, by a thread or by the caller, whichever begins first."""
 
     def __init__(self, copy: Callable[[Any, Any], object], target: Any, source: Any) -> None:
         self._copy = copy
         self._memory: list[Any] = [target, source]
-        # One entry, never changed: who makes the copy. A thread that begins
-        # after the caller has come back finds itself too late.
+        # Who makes the copy. setdefault() is atomic, so the first one decides: a thread
+        # that begins after the caller has made the copy does nothing.
         self._maker: dict[str, str] = {}
         self._finished = False
         self._pid = os.getpid()
@@ -241,7 +243,7 @@ class _Copy:
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Have a thread make it, if one can be had."""
+        """Start a thread that makes it, if one can be started."""
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(self._run, ())
 
@@ -251,15 +253,15 @@ class _Copy:
             self._make()
 
     def finish(self) -> None:
-        """Wait for the thread; one that has not begun will not."""
+        """Wait for the thread if it has begun; otherwise it will never begin."""
         while self._maker.setdefault("is", "caller") == "thread" and not self._finished:
             if os.getpid() != self._pid:
-                # A signal handler has forked, and the child goes on. The thread is not there.
+                # A signal handler has forked, and this is the child, which lacks the thread.
                 self._make()
                 break
             self._running.acquire(timeout=_WAIT_SECONDS)
-        # The thread may be there for a while, and keeps this object: memory that it
-        # referred to would count as in use, for a child forked now as long as that lives.
+        # The thread refers to this object until it has ended. Memory that this object
+        # referred to would count as in use; in a child that is forked now, for ever.
         self._memory.clear()
 
     def _make(self) -> None:
@@ -271,7 +273,7 @@ class _Copy:
         try:
             self._make()
         except BaseException as error:
-            # The caller's, who is told of it.
+            # copy_in_parts() raises it in the caller.
             self.error = error
         finally:
             self._finished = True
@@ -279,7 +281,7 @@ class _Copy:
 
 
 def _finish(copies: list[_Copy]) -> None:
-    """Wait for all, also when interrupted: they write into memory that is going to be reused."""
+    """Wait for all, even if interrupted: they write into memory that will be reused."""
     interrupt: BaseException | None = None
     left = list(copies)
     while left:

@@ -18,10 +18,9 @@ __all__ = ["Descriptor"]
 class Descriptor:
     """Owns an open file descriptor and closes it when it is dropped.
 
-    As part of the arguments of a process that is being started it reaches the
-    child as a descriptor of the child's own, under every start method. Nothing
-    else pickles it: descriptors mean nothing in a process that did not get
-    them from the kernel.
+    It can be passed to a child process as an argument, under every start method; the
+    child gets its own copy of the descriptor. It cannot be pickled otherwise: the number
+    means nothing in a process that did not get the descriptor from the kernel.
 
     Parameters
     ----------
@@ -44,26 +43,26 @@ class Descriptor:
         return self._number is None
 
     def close(self) -> None:
-        """Close it; doing so again changes nothing."""
-        # Forgotten before it is closed: the number may be somebody else's at once.
+        """Close it; do nothing if it is closed."""
+        # Forgotten before it is closed, since the number may be reused at once.
         number, self._number = self._number, None
         if number is not None:
             os.close(number)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # Also for an object whose __init__ failed, and while the interpreter ends:
-        # the globals of this module may be gone by then, defaults are not.
+        # pop() with a default, since __init__ may have failed. `close` is a default argument
+        # because globals may be gone during interpreter shutdown.
         number = self.__dict__.pop("_number", None)
         if number is not None:
             close(number)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Raises where no process is being started, as for any resource of multiprocessing.
+        # DupFd() raises if no process is being started, as for locks of multiprocessing.
         return _received, (reduction.DupFd(self.fileno()),)
 
 
 def _received(duplicate: Any) -> Descriptor:
     number = duplicate.detach()
-    # A spawned child inherits it over exec; its own children shall not.
+    # A spawned child inherits it over exec; the child's own children must not.
     os.set_inheritable(number, False)
     return Descriptor(number)

@@ -4,10 +4,9 @@ May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
 :mod:`shmreduce.settings`, :mod:`shmreduce.hookspecs`, :mod:`shmreduce.registry`,
 :mod:`shmreduce.entry_points`, :mod:`shmreduce.signals` and pluggy.
 
-Plugins are the entry points of group ``shmreduce``. One that cannot be used
-is recorded with the reason, warned about once, and does not take the others
-down. Two plugins that claim one type or one name are an error, since taking
-either would be a guess.
+Plugins are the entry points of group ``shmreduce``. If one cannot be used,
+shmreduce records the reason, warns once and goes on with the others. If two
+plugins claim the same type or name, it raises: choosing either would be a guess.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = ["PluginReport", "Plugins"]
 Status = Literal["loaded", "blocked", "not loaded", "broken", "conflict"]
 
 _Wanted = tuple[bool, tuple[str, ...], tuple[str, ...]]
-"""What the settings say of plugins: autoload, those that are named, those that are blocked."""
+"""The settings that concern plugins: ``autoload``, ``plugins`` and ``blocked``."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,11 @@ class PluginReport:
     Parameters
     ----------
     name : str
-        The entry point's name, by which the plugin is blocked.
+        The entry point's name; ``SHMREDUCE_BLOCK`` takes it.
     module : str
-        What the entry point names.
+        The module, or the object in it, that the entry point names.
     distribution, version : str
-        Who ships it.
+        The distribution that ships it.
     path : str
         The plugin's file, or the folder of its distribution if it is not
         loaded.
@@ -78,10 +77,10 @@ class PluginReport:
     strategies : tuple of str
         The names of its sharing strategies.
     array_factory : bool
-        Whether it makes arrays for ``shmreduce.empty`` and its like.
+        Whether it makes arrays for ``shmreduce.empty`` and the like.
     unusable : tuple of str
-        Which of its reducers do not work on this machine, and why; empty
-        where that was not asked for.
+        Which of its reducers do not work on this machine, and why. Empty if they were
+        not asked, see :meth:`Plugins.reports`.
     """
 
     name: str
@@ -99,7 +98,7 @@ class PluginReport:
 
 @dataclass
 class _Plugin:
-    """One entry point and what it gave when it was loaded."""
+    """One entry point, and what its hooks returned when it was loaded."""
 
     name: str
     entry_point: Found
@@ -109,9 +108,9 @@ class _Plugin:
     conflict: Exception | None = None
     instance: Any = None
     failure: str = ""
-    """Why it could not be imported, the last time."""
+    """Why the last attempt to import it failed."""
     failed_with: _Wanted | None = None
-    """For which settings that was: for others it is tried again."""
+    """The settings of that attempt: with other settings it is tried again."""
     reducers: list[Reducer] = field(default_factory=list)
     strategies: list[SharingStrategy] = field(default_factory=list)
     array_factory: ArrayFactory | None = None
@@ -128,7 +127,7 @@ class _Plugin:
     def path(self) -> str:
         file = getattr(self.instance, "__file__", None)
         if file is None:
-            # Not the entry point's own attribute: that raises for a value it cannot parse.
+            # Not EntryPoint.module, which raises if it cannot parse the value.
             named = self.entry_point.value.partition(":")[0].strip()
             module = sys.modules.get(getattr(self.instance, "__module__", named))
             file = getattr(module, "__file__", None)
@@ -138,16 +137,16 @@ class _Plugin:
         return "unknown" if distribution is None else str(distribution.locate_file(""))
 
     def outcome(self, wanted: _Wanted) -> Literal["imported", "failed"] | None:
-        """Say what came of its import, None if that is not known for these settings."""
+        """Return how its import ended; None if it was not tried with these settings."""
         if self.instance is not None:
             return "imported"
         return "failed" if self.failed_with == wanted else None
 
     @property
     def is_half_imported(self) -> bool:
-        """Whether its module is being executed: it may have no hooks yet."""
+        """Whether its module is being executed now: its hooks may not be defined yet."""
         module = sys.modules.get(self.entry_point.value.partition(":")[0].strip())
-        # As the import system itself marks a module that others have to wait for.
+        # importlib sets this while it executes a module, so that other threads wait for it.
         return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
     @property
@@ -187,7 +186,7 @@ class _Plugin:
 
 @dataclass(frozen=True)
 class Imported:
-    """What came of the attempt to import a plugin: what it is, or why there is nothing."""
+    """The result of an attempt to import a plugin: the plugin's object, or why it failed."""
 
     plugin: _Plugin
     wanted: _Wanted
@@ -196,30 +195,31 @@ class Imported:
 
 
 class _Thread(threading.local):
-    """What one thread is about. A forked child has none of that of other threads."""
+    """What one thread is doing. Per thread, so a forked child does not inherit other threads'."""
 
     def __init__(self) -> None:
         self.importing: list[tuple[_Plugin, Settings]] = []
-        """Whose modules are being executed, and for which settings."""
+        """The plugins whose modules the thread is executing, and for which settings."""
         self.asking: list[tuple[_Plugin, str]] = []
-        """Whose hook is being executed, and which."""
+        """The plugins whose hooks the thread is executing, and which hook."""
 
 
 class Plugins:
     """The plugins of one registry.
 
-    Loading has two steps. Modules are imported without a lock: the import of a module takes
-    the module's own lock, and another thread may hold that and use shmreduce. What they
-    bring is registered by one thread at a time, for which the caller sees to it.
+    Loading has two steps. First the plugins' modules are imported, and the caller must hold
+    no lock meanwhile: importing takes the module's own lock, and the thread that has it may
+    be waiting for shmreduce. Then the imported plugins are registered; the caller makes sure
+    that one thread at a time does so.
 
     Parameters
     ----------
     registry : Registry
-        Gets what the plugins provide, and loses it when they are blocked.
+        What the plugins provide is registered there, and unregistered when they are blocked.
     found : iterable of EntryPoint, optional
-        Where to look; the installed distributions' where not given.
+        The plugins; by default those of the installed distributions.
     told : tuple, optional
-        What the parent process has found, see :meth:`tell`.
+        What the parent process found, see :meth:`tell`.
 
     Examples
     --------
@@ -243,24 +243,24 @@ class Plugins:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._registered: tuple[object, ...] | None = None
-        """What the registered plugins were when that was done, see :meth:`_state`."""
+        """The result of :meth:`_state` when the plugins were last registered."""
         self._thread = _Thread()
         self.settled_with: Settings | None = None
-        """The settings with which everything is done, and nothing is left to be said."""
+        """Settings for which every plugin is loaded, and every fault has been reported."""
 
     def import_wanted(self, settings: Settings) -> Iterator[Imported]:
         """Import the plugins that the settings ask for; yield each for :meth:`take`.
 
-        To be called without a lock that is also taken by who uses shmreduce. Changes
-        nothing here, so several threads may do it at the same time. The import system
-        executes a module once for all of them, but one that fails again for each thread
-        that waited for it. A plugin that was taken before is not imported again, nor one
-        that failed for the same settings.
+        The caller must not hold a lock that other code which uses shmreduce takes. This
+        does not change the object, so several threads may do it at the same time. The
+        import system executes a module once for all of them; but a module that fails is
+        executed again for each thread that waited. A plugin is not imported again if it
+        was taken before, or if it failed with the same settings.
 
         Raises
         ------
         PluginError
-            If ``settings.plugins`` names one that is not installed.
+            If ``settings.plugins`` names a plugin that is not installed.
         """
         wanted = _wanted(settings)
         if self._registered == self._state(wanted) and not self._missing(settings):
@@ -273,7 +273,7 @@ class Plugins:
                 yield imported
 
     def take(self, imported: Imported) -> None:
-        """Take what :meth:`import_wanted` has yielded: of several threads what came first."""
+        """Store what :meth:`import_wanted` has yielded; the first of several threads wins."""
         plugin = imported.plugin
         if plugin.instance is not None:
             return
@@ -283,15 +283,15 @@ class Plugins:
             plugin.instance = imported.instance
 
     def register_wanted(self, settings: Settings) -> None:
-        """Register the plugins that the settings ask for, and are imported; drop the others.
+        """Register the imported plugins that the settings ask for; unregister the others.
 
-        Does nothing if that was done for the same settings and plugins before. What a
-        plugin gave is kept for when it is unblocked again.
+        Does nothing if the settings and the imported plugins are those of the last call.
+        What a plugin's hooks returned is kept in case it is unblocked again.
 
         Raises
         ------
         ReducerConflictError, StrategyConflictError
-            If two plugins claim the same. Everything else is loaded then.
+            If two plugins claim the same type or name. Everything else is loaded nevertheless.
 
         Warns
         -----
@@ -302,7 +302,7 @@ class Plugins:
         state = self._state(_wanted(settings))
         if state != self._registered:
             self._refuse_hooks()
-            # Whatever comes into it, Ctrl-C say: it is done anew then.
+            # If anything interrupts this, such as Ctrl-C, the next call starts afresh.
             self._registered = None
             self._judge_all(settings)
             self._register_all()
@@ -312,14 +312,15 @@ class Plugins:
             self.settled_with = settings
 
     def _state(self, wanted: _Wanted) -> tuple[object, ...]:
-        """Return what decides which plugins are registered."""
+        """Return what determines which plugins are registered, to notice a change."""
         return (wanted, *(each.outcome(wanted) for each in self._plugins))
 
     def _missing(self, settings: Settings) -> list[_Plugin]:
-        """List the wanted plugins of which nobody knows yet whether they can be imported.
+        """List the wanted plugins that have been neither imported nor found to fail.
 
-        While one is imported, its module may use shmreduce, which comes back here: it is
-        missing then, the others are registered, and all is done again when it is over.
+        A plugin's module may use shmreduce while it is imported, which leads back here. The
+        plugin is still missing then: the others are registered, and all of them again once
+        the import has ended.
         """
         wanted = _wanted(settings)
         return [
@@ -329,7 +330,7 @@ class Plugins:
         ]
 
     def _judge_all(self, settings: Settings) -> None:
-        """Say of each plugin whether it is to be registered, as far as that is known."""
+        """Withdraw every plugin, and decide which to register, as far as that is known."""
         wanted = _wanted(settings)
         for plugin in self._plugins:
             self._withdraw(plugin)
@@ -338,13 +339,13 @@ class Plugins:
                 plugin.status, plugin.reason = "broken", plugin.failure
 
     def _register_all(self) -> None:
-        """Register those that have been imported, and what they bring."""
+        """Register the imported plugins, and what they provide."""
         imported = [each for each in self._plugins if each.instance is not None]
-        # pluggy asks the plugin registered last first.
+        # Reversed: pluggy calls the hooks of the plugin that was registered last first.
         for plugin in reversed(imported):
             if plugin.status == "loaded":
                 self._attempt(plugin, self._register)
-        # Of two that claim the same, the first by name has it.
+        # In order of names: of two plugins with the same claim, the first gets it.
         for plugin in imported:
             if plugin.status == "loaded":
                 self._attempt(plugin, self._claim)
@@ -357,8 +358,8 @@ class Plugins:
     def memory_handlers(self) -> MemoryHandlers | None:
         """Return the first memory handler, in order of the plugins' names.
 
-        Not asked for when plugins are loaded, since few programs need it. So
-        plugins that raise are found here, and the others asked without them.
+        The hook is not called when plugins are loaded, since few programs need it. So
+        each plugin is tried here, and those that raise are withdrawn first.
 
         Warns
         -----
@@ -374,14 +375,14 @@ class Plugins:
         return answer
 
     def reports(self, *, ask: bool = False) -> list[PluginReport]:
-        """Tell of every plugin that was found, whatever became of it.
+        """Return a report on every plugin that was found, loaded or not.
 
-        With ``ask``, their reducers are asked whether they work on this machine.
+        With ``ask``, the plugins' reducers are asked whether they work on this machine.
         """
         return [plugin.report(ask=ask) for plugin in self._plugins]
 
     def tell(self) -> Told | None:
-        """Return what spares children to look for plugins, None if they have to."""
+        """Return what a child needs instead of a search for plugins; None if it must search."""
         return tell(self._searched, (plugin.entry_point for plugin in self._plugins))
 
     def warned(self) -> tuple[str, ...]:
@@ -407,19 +408,19 @@ class Plugins:
                 )
 
     def settings_of_import(self) -> Settings | None:
-        """Return for which settings this thread is importing a plugin at the moment, if any.
+        """Return the settings for which this thread is importing a plugin now, if it is.
 
-        These need not be in force yet. If the plugin's module uses shmreduce, plugins that
-        they block must not be loaded for that.
+        They may not be in force yet. If the plugin's module uses shmreduce, that must not
+        load plugins that these settings block.
         """
         importing = self._thread.importing
         return importing[-1][1] if importing else None
 
     def _import(self, plugin: _Plugin, settings: Settings) -> Imported | None:
-        """Import a plugin; None if there is nothing to be taken, or not yet."""
+        """Import a plugin; return None if there is nothing to take, or nothing yet."""
         wanted = _wanted(settings)
         if plugin.outcome(wanted) is not None:
-            # The module of the one before it has used shmreduce, or another thread was faster.
+            # A plugin's module that used shmreduce, or another thread, has imported it.
             return None
         if any(plugin is each for each, _ in self._thread.importing):
             return None
@@ -427,21 +428,22 @@ class Plugins:
         try:
             instance = plugin.entry_point.load()
         except BaseException as error:
-            # Compiled code has errors of its own that are no Exception (PanicException
-            # of PyO3), and a script that was named by mistake calls sys.exit().
+            # BaseException: PyO3's PanicException does not derive from Exception, and a
+            # script that an entry point names by mistake may call sys.exit().
             if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
-                # Not the plugin's fault: it is imported anew the next time.
+                # Not the plugin's fault: the next call imports it again.
                 raise
             if _is_deadlock(error) or plugin.is_half_imported:
                 return None
             return Imported(plugin, wanted, failure=f"{type(error).__name__}: {error}")
         finally:
             self._thread.importing.pop()
-        # The program may be importing it, and the module use shmreduce before its hooks are there.
+        # The program itself may be importing the module, which used shmreduce before it
+        # defined its hooks.
         return None if plugin.is_half_imported else Imported(plugin, wanted, instance)
 
     def _refuse_hooks(self) -> None:
-        """Raise for a hook that needs what it is itself asked for."""
+        """Raise if this thread is in a plugin's hook, which has used shmreduce."""
         for plugin, hook in self._thread.asking:
             raise PluginError(
                 f"{hook}() of {plugin.origin} uses shmreduce, which is still calling the hooks of "
@@ -459,12 +461,12 @@ class Plugins:
             plugin.status, plugin.reason = "broken", f"its name is taken by {other.origin}"
             return
         if self._manager.is_registered(plugin.instance):
-            # Not withdrawn: it is the other's.
+            # Not withdrawn: the registration belongs to the other entry point.
             other = self._owner_of(plugin.instance, but=plugin)
             plugin.status, plugin.reason = "broken", f"it is the same object as {other.origin}"
             return
         self._manager.register(plugin.instance, plugin.name)
-        # A hook that is misspelt would be passed over in silence.
+        # Without this, pluggy would silently ignore a misspelt hook.
         self._manager.check_pending()
         self._ask(plugin)
 
@@ -475,23 +477,23 @@ class Plugins:
             self.registry.register_strategy(strategy, plugin.origin)
 
     def _attempt(self, plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
-        """Take a step with a plugin; one that fails is withdrawn, and the others go on."""
+        """Take a step with a plugin; withdraw the plugin if the step fails."""
         try:
             step(plugin)
         except (ReducerConflictError, StrategyConflictError) as error:
             self._withdraw(plugin)
             plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error
         except BaseException as error:
-            # Of compiled code, say, as in _import().
+            # BaseException for the same reason as in _import().
             if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
-                # Not the plugin's fault: all are asked anew the next time.
+                # Not the plugin's fault: the next call asks all plugins again.
                 raise
             self._withdraw(plugin)
             plugin.reducers, plugin.strategies, plugin.array_factory = [], [], None
             plugin.status, plugin.reason = "broken", f"{type(error).__name__}: {error}"
 
     def _owner_of(self, instance: object, but: _Plugin) -> _Plugin:
-        """Return the plugin by whose name an object is registered."""
+        """Return the plugin under whose name an object is registered."""
         name = self._manager.get_name(instance)
         return next(
             each
@@ -500,7 +502,7 @@ class Plugins:
         )
 
     def _ask(self, plugin: _Plugin) -> None:
-        """Call the plugin's own hooks, and nobody else's."""
+        """Call the hooks of this plugin only, and keep what they return."""
         if plugin.reducers or plugin.strategies or plugin.array_factory:
             return
 
@@ -517,7 +519,7 @@ class Plugins:
         self._call_for_one(plugin, "shmreduce_memory_handlers", MemoryHandlers)
 
     def _call_for_one(self, plugin: _Plugin, hook: str, kind: type) -> Any:
-        """Call a hook that answers with one object or None, and refuse another object."""
+        """Call a hook that returns one object or None, and raise if it returns another kind."""
         answer = self._call(plugin, hook)
         if answer is not None and not isinstance(answer, kind):
             raise PluginError(
@@ -530,7 +532,7 @@ class Plugins:
         return answer
 
     def _call(self, plugin: _Plugin, hook: str) -> Any:
-        """Call a hook of the plugin alone, and return what the hook does."""
+        """Call a hook of this plugin only, and return its result."""
         others = [each for each in self._manager.get_plugins() if each is not plugin.instance]
         self._thread.asking.append((plugin, hook))
         try:
@@ -550,13 +552,13 @@ class Plugins:
             self.registry.unregister_strategy(strategy)
 
     def _report_faults(self) -> None:
-        """Warn of broken plugins, each once, and raise for two in conflict."""
+        """Warn about each broken plugin once, and raise if two are in conflict."""
         for plugin in self._plugins:
             if plugin.status == "broken" and not plugin.warned:
-                # First, since the warning may be turned into an error.
+                # Before the call, since warnings may be turned into errors.
                 plugin.warned = True
                 warnings.warn(
-                    f"shmreduce goes without {plugin.origin}: {plugin.reason}; repair or "
+                    f"shmreduce works without {plugin.origin}: {plugin.reason}; repair or "
                     f"uninstall it, or block it with SHMREDUCE_BLOCK={plugin.name}",
                     ShmreduceWarning,
                     stacklevel=3,
@@ -571,7 +573,7 @@ def _wanted(settings: Settings) -> _Wanted:
 
 
 def _is_deadlock(error: BaseException) -> bool:
-    """Whether two threads import modules of each other, and this one was told not to wait."""
+    """Whether two threads wait for modules of each other, and importlib told this one to stop."""
     return type(error).__name__ == "_DeadlockError"
 
 

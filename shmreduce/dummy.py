@@ -2,8 +2,8 @@
 
 May import the standard library only.
 
-It is that module itself, not a copy of its names: who changes an attribute of
-the one changes the other.
+It is that module itself, not a copy of its names: an attribute that is changed in one
+is changed in the other.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from multiprocessing.dummy import *  # noqa: F403 - its names, whatever they are
 
-# The import system takes what stands here when the import ends.
+# The import system returns what is in sys.modules when the import has ended.
 sys.modules[__name__] = dummy

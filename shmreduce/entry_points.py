@@ -1,9 +1,9 @@
 """Finds the entry points of plugins among the installed distributions.
 
-May import errors, signals and ``hookspecs``. Nothing is imported of what is found.
+May import errors, signals and ``hookspecs``. It does not import the plugins that it finds.
 
-To look through all distributions takes longer than all else that a child does
-before its first array. So children are told what their parent has found.
+Looking through all distributions takes longer than everything else that a child does
+before its first array. So a child is told what its parent has found.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class UnreadableEntryPoints:
 
     @property
     def name(self) -> str:
-        """Name of the distribution."""
+        """The name of the distribution."""
         return name_and_version(self.dist)[0]
 
     def load(self) -> Any:
-        """Say what is wrong."""
+        """Raise an error that says what is wrong."""
         raise PluginError(
             f"its entry points cannot be read ({type(self.error).__name__}: {self.error})",
             plugin=None,
@@ -71,19 +71,19 @@ class ToldDistribution:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What is asked of its metadata."""
+        """The metadata that shmreduce reads."""
         return {"Name": self.name, "Version": self.version}
 
     def locate_file(self, path: str) -> Path:
-        """Return where a file of it is."""
+        """Return the path of a file of the distribution."""
         return Path(self.folder, path)
 
 
 class ToldEntryPoint(NamedTuple):
     """Stands for an entry point that another process has found.
 
-    As a plain tuple of strings it travels without this module, which a child
-    that is sent no arrays never imports.
+    It is sent as a plain tuple of strings, so that the child need not import this module
+    to unpickle it: a child without arrays never does.
     """
 
     name: str
@@ -96,38 +96,39 @@ class ToldEntryPoint(NamedTuple):
 
     @property
     def dist(self) -> ToldDistribution:
-        """Who ships it."""
+        """The distribution that ships it."""
         return ToldDistribution(self.distribution, self.version, self.folder)
 
     def load(self) -> Any:
-        """Import what it names."""
+        """Import the object that it names."""
         attributes = filter(None, self.attributes.split("."))
         return functools.reduce(getattr, attributes, importlib.import_module(self.module))
 
 
 Found: TypeAlias = "EntryPoint | ToldEntryPoint | UnreadableEntryPoints"
 Told: TypeAlias = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
-"""Where a process has looked for plugins, and the fields of what it has found."""
+"""The search path of a process, and the fields of the entry points that it has found."""
 
 
 def search_path() -> tuple[str, ...]:
-    """Return where imports look, written as children are told it."""
-    # As multiprocessing.spawn writes it. Its own function for that refuses to be called by
-    # a child that is still being loaded, and the type stubs do not know the name. What a
-    # main module puts there stands there twice in a child, which runs it, too.
+    """Return ``sys.path`` in the form in which children are told it."""
+    # ORIGINAL_DIR for "", as in multiprocessing.spawn.get_preparation_data(), which cannot be
+    # called in a child that is still being started. (The type stubs lack the name.) Without
+    # duplicates: what a main module adds is there twice in a child, which runs it again.
     places = (process.ORIGINAL_DIR if each == "" else each for each in sys.path)  # type: ignore[attr-defined]
     return tuple(dict.fromkeys(places))
 
 
 def tell(searched: tuple[str, ...], found: Iterable[Found]) -> Told | None:
-    """Return what spares a child the search, None if it has to look itself.
+    """Return what a child needs instead of a search; None if it must search.
 
     Parameters
     ----------
     searched : tuple of str
-        What :func:`search_path` was when they were found.
+        The result of :func:`search_path` at the time of the search.
     found : iterable
-        What was found. Of what is damaged everybody must hear in the same words.
+        The entry points. If one cannot be read, the child must search, so that it reports
+        the same error.
     """
     if searched != search_path():
         return None
@@ -136,7 +137,7 @@ def tell(searched: tuple[str, ...], found: Iterable[Found]) -> Told | None:
     except Exception as error:
         if is_from_handler(error):
             raise
-        # A name that cannot be parsed, a distribution in no folder.
+        # For example, a value cannot be parsed or a distribution is not in a folder.
         return None
 
 
@@ -153,14 +154,14 @@ def _told(found: Found) -> ToldEntryPoint:
 
 
 def installed_entry_points(told: Told | None = None) -> list[Found]:
-    """Return the entry points of all installed distributions, those in damaged files too.
+    """Return the entry points of all installed distributions, unreadable ones included.
 
-    Nobody looks for them where imports look in the same places as those of the
-    process that has ``told``.
+    Does not search if this process has the same search path as the one that told it what it
+    had found.
     """
     if told is not None and told[0] == search_path():
         return [ToldEntryPoint(*fields) for fields in told[1]]
-    # Only here: to import it takes longer than all else of this module and its imports.
+    # Imported late: it takes longer to import than everything else in this module.
     from importlib.metadata import entry_points
 
     try:
@@ -168,7 +169,7 @@ def installed_entry_points(told: Told | None = None) -> list[Found]:
     except Exception as error:
         if is_from_handler(error):
             raise
-        # One file that cannot be read or parsed takes the others with it.
+        # A single file that cannot be read or parsed makes entry_points() fail.
         return list(_one_by_one())
 
 
@@ -179,7 +180,7 @@ def _one_by_one() -> Iterator[EntryPoint | UnreadableEntryPoints]:
     for distribution in distributions():
         name, _ = name_and_version(distribution)
         if name in names:
-            # The first on sys.path is the one that imports find.
+            # Imports find the first one on sys.path.
             continue
         names.add(name)
         try:
@@ -197,28 +198,28 @@ def _may_have_plugins(distribution: Distribution) -> bool:
     except Exception as error:
         if is_from_handler(error):
             raise
-        # Not text, or not to be opened.
+        # The file is not text, or cannot be opened.
         return True
     return f"[{hookspecs.PROJECT}]" in (text or "")
 
 
 def sorted_and_unique(found: Iterable[Found]) -> list[Found]:
-    """Order by name, distribution and value; drop the same entry found twice."""
+    """Sort by name, distribution and value; drop entries that were found twice."""
 
     def key(each: Found) -> tuple[str, str, str]:
         return each.name, name_and_version(each.dist)[0], each.value
 
     unique: dict[tuple[str, str, str], Found] = {}
     for each in found:
-        # The first on sys.path is the one that imports find.
+        # Keep the first, since imports find the first one on sys.path.
         unique.setdefault(key(each), each)
     return [unique[each] for each in sorted(unique)]
 
 
 @functools.cache
 def name_and_version(distribution: Distribution | ToldDistribution | None) -> tuple[str, str]:
-    """Return what a distribution says that it is called, as far as it can be read."""
-    # Each look at either reads and parses the distribution's metadata again.
+    """Return a distribution's name and version, "unknown" if they cannot be read."""
+    # Cached: each access to Distribution.metadata reads and parses the file again.
     if distribution is None:
         return "unknown", "unknown"
     try:
@@ -227,5 +228,5 @@ def name_and_version(distribution: Distribution | ToldDistribution | None) -> tu
     except Exception as error:
         if is_from_handler(error):
             raise
-        # Not text, or one of the two is missing, which later Pythons raise for.
+        # The file is not text, or lacks a field, for which newer versions of Python raise.
         return "unknown", "unknown"

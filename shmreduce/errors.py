@@ -58,11 +58,11 @@ def _rebuild_error(
 
 
 def _portable(value: object) -> object:
-    """Return a field as it is pickled; a wrong argument, for one, may be any object."""
+    """Return a field, or its ``repr`` if it cannot be pickled, such as a wrong argument."""
     try:
         pickle.dumps(value)
     except Exception as error:
-        # Whatever the object raises. What a handler does is for who pickles the error.
+        # The object may raise anything. A signal handler's exception is for the caller.
         if is_from_handler(error):
             raise
         return repr(value)
@@ -100,8 +100,8 @@ class ShmreduceError(Exception):
         self.fields = fields
 
     def __getattr__(self, name: str) -> Any:
-        # Only called when normal lookup fails; guards against unpickling,
-        # where __dict__ is still empty.
+        # Called only if normal lookup fails. Not self.fields: while the error is unpickled,
+        # __dict__ is still empty.
         fields = self.__dict__.get("fields", {})
         if name in fields:
             return fields[name]
@@ -113,7 +113,7 @@ class ShmreduceError(Exception):
         return _rebuild_error, (type(self), self.message, fields), state or None
 
     def _state(self) -> dict[str, Any]:
-        """Return what is pickled beside message and fields, where there is any."""
+        """Return what is pickled in addition to message and fields; empty values are left out."""
         return {"__notes__": getattr(self, "__notes__", None)}
 
 
@@ -263,8 +263,8 @@ class OutOfLeasesError(ShmreduceError):
 class LeaseTimeoutError(ShmreduceError, TimeoutError):
     """Another process kept a block's lock for too long; perhaps it is stopped.
 
-    Or a signal handler or a destructor has interrupted its own thread's work on the
-    block, and uses the block: then ``waited`` is 0.
+    Or a signal handler or destructor uses a block on which its own thread, which it has
+    interrupted, was at work: then ``waited`` is 0.
 
     Fields: ``segment``, ``block``, ``waited`` (seconds).
     """

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 class ExecutorWorkerDied(WorkerDied, BrokenProcessPool):
     """The worker that did an executor's task was killed, or exited.
 
-    A :class:`BrokenProcessPool` to programs that know that name, although the
+    It derives from :class:`BrokenProcessPool`, which programs catch, although the
     executor is not broken: the other tasks go on.
     """
 
@@ -55,7 +55,7 @@ class ExecutorWorkerDied(WorkerDied, BrokenProcessPool):
 class ExecutorTaskAbandonedError(TaskAbandonedError, BrokenProcessPool):
     """The workers of an executor were killed by its user before the task was done.
 
-    A :class:`BrokenProcessPool` to programs that know that name.
+    It derives from :class:`BrokenProcessPool`, which programs catch.
     """
 
 
@@ -78,15 +78,17 @@ class _Promise:
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
         """Take the value, or the exception."""
-        # Before anybody who waits can submit the next.
+        # Before set_result(): whoever waits for it may submit the next call at once, and
+        # this future must not count for the number of workers that are needed.
         self._pending.discard(self.future)
         if not self.future.running() and not self.future.set_running_or_notify_cancel():
             return
-        # These call callbacks. One that exits would end the workers of all futures.
+        # By call(), since these run callbacks. A SystemExit from one would end the pool's
+        # thread, and so the workers of all futures.
         call(self.future.set_result if succeeded else self.future.set_exception, value)
 
     def abandon(self, error: BaseException) -> None:
-        """Take note that no answer will come."""
+        """Fail the future: no answer will come."""
         self.answer(0, False, error)
 
 
@@ -187,10 +189,11 @@ class ProcessPoolExecutor(Executor):
         self._shut = False
         self._pending: set[Future[Any]] = set()
         finish_at_shutdown(self._supervisor)
-        # Dropped without shutdown: what was submitted is done, then the workers leave.
+        # If the executor is dropped without shutdown(), the workers do what was submitted
+        # and then leave.
         weakref.finalize(self, self._supervisor.close).atexit = False
 
-    # The names that programs know.
+    # Private names of the standard library's executor that other packages use.
 
     @property
     def _broken(self) -> bool:
@@ -288,13 +291,13 @@ class ProcessPoolExecutor(Executor):
             Cancel all calls that no worker has begun.
         """
         if self._supervisor.is_inherited:
-            # At the fork another thread may have had the lock, which is taken for ever here.
+            # A forked child: if another thread held the lock at the fork, it is never released.
             self._shut = True
             return
         with self._lock:
             self._shut = True
             pending = list(self._pending) if cancel_futures else []
-        # Not with the lock: callbacks run, which may shut down as well.
+        # Without the lock: cancel() runs callbacks, which may call shutdown().
         for future in pending:
             future.cancel()
         self._supervisor.close()
@@ -367,12 +370,14 @@ class ProcessPoolExecutor(Executor):
                 if not self._forks:
                     needed = min(self._max_workers, len(self._pending))
                     self._supervisor.wanted = max(self._supervisor.wanted, needed)
-                # By its thread: Ctrl-C may come before anything else is noted.
+                # The thread's ident, not a flag of our own: Ctrl-C could come after the
+                # thread was started and before the flag was set.
                 if self._supervisor.thread.ident is None:
                     self._supervisor.start()
                 self._supervisor.submit(task)
             except BaseException:
-                # If its thread has the task already, that goes on, and nobody is told.
+                # cancel() fails if the pool's thread has given the task to a worker: then the
+                # task runs, and its result is dropped.
                 if promise.future.cancel():
                     self._pending.discard(promise.future)
                     task.discard()
@@ -411,7 +416,7 @@ def _results(
     try:
         while ready:
             left = None if end is None else end - time.monotonic()
-            # Reversed and popped: no result is kept that was given out.
+            # Reversed and popped, so that a result that was yielded is not kept here.
             values = ready[0].result(left)
             ready.popleft()
             ready.extend(itertools.islice(futures, 1))

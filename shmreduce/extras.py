@@ -14,14 +14,14 @@ __all__ = ["import_extra"]
 
 
 def import_extra(module: str, *, extra: str) -> Any:
-    """Import ``module``, or say which extra of shmreduce installs it.
+    """Import ``module``; if it is missing, raise an error that says which extra installs it.
 
     Parameters
     ----------
     module : str
         Dotted name of the module.
     extra : str
-        The extra of the distribution that brings it.
+        The extra of shmreduce that installs it.
 
     Raises
     ------

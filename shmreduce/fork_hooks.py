@@ -1,4 +1,4 @@
-"""What is made anew in each forked child, and a signal does not keep from it.
+"""Hooks that run in each forked child, even if a signal handler interrupts one.
 
 May import the standard library only.
 """
@@ -15,15 +15,16 @@ __all__ = ["renew_in_children"]
 
 
 def renew_in_children(renew: Callable[[], object]) -> None:
-    """Have something called in every forked child, twice.
+    """Call a function in every forked child, twice.
 
-    The handler of a signal may raise as a hook is entered. Python prints that, and goes
-    on without the hook: a lock that another thread of the parent had would stay taken.
+    A signal handler may raise when a hook is entered. Python prints the exception and
+    skips the hook: then a lock that another thread of the parent held would never be
+    released in the child.
 
     Parameters
     ----------
     renew : callable
-        Nothing may come of the second call that does not come of the first.
+        A second call must change nothing.
     """
     os.register_at_fork(after_in_child=renew)
     os.register_at_fork(after_in_child=renew)

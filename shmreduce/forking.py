@@ -11,26 +11,25 @@ Three attributes of the class ``ForkingPickler``, and three of
 ``multiprocessing.connection.Connection``:
 
 ``reducer_override``
-    asks the registry for a reducer by the object's type (the hook is the
-    pickle module's: https://docs.python.org/3/library/pickle.html#reducer-override);
+    asks the registry for a reducer by the object's type. The pickle module calls it:
+    https://docs.python.org/3/library/pickle.html#reducer-override
 ``dump``
-    gives each message what its reducers need, commits it when pickling
-    succeeds and rolls it back when it fails. When a child is being spawned it
-    puts what the child must know in front of the pickled process object, so
-    that the child is installed before its arguments are unpickled. Where a pool's
-    worker tells that a result could not be sent, it puts in the error itself;
+    commits the message if pickling succeeds, and rolls it back if it fails. When a child
+    is spawned, it puts what the child must know in front of the pickled process object,
+    so that shmreduce is installed in the child before its arguments are unpickled. When a
+    worker of a standard pool reports that a result could not be sent, it sends our error
+    instead of a text about it.
 ``loads``
-    gives back what a message holds that cannot be unpickled, and fails the task
-    where a pool cannot load it;
+    gives back the memory of a message that cannot be unpickled. If a standard pool cannot
+    unpickle a task or a result, it makes that task fail.
 ``send``
-    minds whether the connection leads to another host;
+    uses no shared memory if the connection leads to another host.
 ``_recv_bytes``, ``_poll``
-    look for a message before they sleep.
+    poll for a message for a short time before they sleep.
 
-An exact registration by ``ForkingPickler.register`` made after installation
-wins over the registry. A subclass of ``ForkingPickler`` that has a
-``reducer_override`` of its own is left to its author, who can call
-``super().reducer_override``.
+If somebody registers a class by ``ForkingPickler.register`` after the installation,
+that wins over the registry. A subclass of ``ForkingPickler`` with its own
+``reducer_override`` does not get ours, unless it calls ``super().reducer_override``.
 """
 
 from __future__ import annotations
@@ -109,11 +108,11 @@ class Installation:
 
     @property
     def installed(self) -> bool:
-        """Whether this installation has not been taken back yet."""
+        """Whether this installation has not been undone yet."""
         return any(each is self for each in _state.installations)
 
     def uninstall(self) -> None:
-        """Take this installation back; doing so again changes nothing."""
+        """Undo this installation; do nothing if that has been done."""
         with _state.lock:
             if not self.installed:
                 return
@@ -266,7 +265,7 @@ def _install(settings: Settings, *, override: bool) -> Installation:
 
 
 def _apply() -> None:
-    """Make multiprocessing follow the open installations."""
+    """Patch multiprocessing if there are installations, and undo the patch if there are none."""
     if not _state.installations:
         if _state.patch is not None:
             _state.patch.undo()
@@ -282,7 +281,7 @@ def _apply() -> None:
 
 
 def _check_rivals(registry: Registry, *, override: bool) -> dict[type, object]:
-    """Return the reducers of others that ours go before; raise without ``override``."""
+    """Return other libraries' reducers that ours override; raise without ``override``."""
     patch = _state.patch
     if patch is None:
         rival_hook = getattr(ForkingPickler, "reducer_override", None)
@@ -291,7 +290,7 @@ def _check_rivals(registry: Registry, *, override: bool) -> dict[type, object]:
     registered: dict[type, Any] = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
     outranked = {}
     for cls, reduce in registered.items():
-        # What was registered since the first installation is meant to win.
+        # A reducer that was registered after the first installation wins over ours.
         if patch is not None and not override and patch.registered.get(cls) is not reduce:
             continue
         claim = registry.find_exact(cls)
@@ -326,7 +325,7 @@ def _raise_conflict(type_name: str, rival: Any, role: str) -> None:
 
 
 class _Attribute:
-    """An attribute of a class that is set and can be put back exactly."""
+    """Sets an attribute of a class, and can restore what was there before."""
 
     def __init__(self, owner: type, name: str, value: object) -> None:
         self._owner, self._name, self._value = owner, name, value
@@ -335,7 +334,7 @@ class _Attribute:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put back what was there, unless somebody has wrapped ours since."""
+        """Restore what was there, unless somebody has replaced ours in the meantime."""
         if self._owner.__dict__.get(self._name) is not self._value:
             return
         if self._was_there:
@@ -345,10 +344,10 @@ class _Attribute:
 
 
 class _Patch:
-    """The changes to multiprocessing, from the first installation to the last.
+    """The changes to multiprocessing while there are installations.
 
-    The functions are made anew for each patch: one that somebody else wrapped
-    and kept calls what was there before it, and never itself.
+    Each patch makes new functions. If another library keeps a wrapper of an old one, the
+    old function calls what was there before it, and so never itself.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -380,7 +379,7 @@ class _Patch:
         ]
 
     def undo(self) -> None:
-        """Put everything back; wrappers that others made of ours pass through."""
+        """Restore everything; functions of ours that others have wrapped do nothing more."""
         self.active = False
         for attribute in reversed(self._attributes):
             attribute.undo()
@@ -415,7 +414,7 @@ class _Patch:
 
     def _make_dump(self, previous: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         def dump(pickler: Any, obj: Any) -> None:
-            """Pickle an object; nothing is held afterwards if that fails."""
+            """Pickle an object; if that fails, give back all memory."""
             if not self.active:
                 previous(pickler, obj)
                 return
@@ -435,7 +434,7 @@ class _Patch:
 
     def _make_loads(self, previous: Callable[..., Any]) -> Callable[..., Any]:
         def loads(data: Any, /, **options: Any) -> Any:
-            """Unpickle a message; what it holds is given back if that fails."""
+            """Unpickle a message; if that fails, give back its memory."""
             if not self.active:
                 return previous(data, **options)
             try:
@@ -446,7 +445,7 @@ class _Patch:
                     raise
                 return instead
             finally:
-                # As in load_message: not to be kept by a traceback.
+                # For the reason given in load_message().
                 del data
 
         return loads
@@ -456,12 +455,12 @@ class _Patch:
 
 
 def as_child(process: object) -> PreparedProcess:
-    """Return what to pickle for a child: installed if this process is.
+    """Return what to pickle for a child, so that shmreduce is installed there as it is here.
 
     Parameters
     ----------
     process : object
-        What is being started, a process object or what pickles as one.
+        The process object that is being started, or an object that pickles as one.
     """
     if not _state.installations:
         return PreparedProcess(process)

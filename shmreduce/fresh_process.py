@@ -1,8 +1,8 @@
-"""Runs a function in a fresh interpreter and talks to it, never waiting forever.
+"""Runs a function in a fresh interpreter and exchanges messages with it, with timeouts.
 
-The demo and the benchmarks put each thing that they compare into a process of
-its own, so that an ``install()`` here does not change what is measured there.
-May import errors, ``parent_death``, ``process_ends`` and ``tracebacks``.
+The demo and the benchmarks run each thing that they compare in its own process, so that
+an ``install()`` for one does not change what is measured of another. May import errors,
+``parent_death``, ``process_ends`` and ``tracebacks``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["FreshProcess", "RunFailedError", "fail"]
 
 _FAREWELL = 2.0
-"""Seconds that a process gets to end by itself after it failed, or its starter did."""
+"""Seconds that a process has to end by itself after it failed, or its starter did."""
 
 
 class RunFailedError(ShmreduceError):
@@ -60,26 +60,26 @@ def fail(connection: Connection, reason: str) -> None:
 
 
 def _send_failure(connection: Connection, error: ShmreduceError | None, text: str) -> None:
-    # Pickled in the plain way: what is installed here may be what failed.
+    # By pickle.dumps(): the patched send() may be what failed.
     connection.send_bytes(pickle.dumps(_Failure(error, text)))
 
 
 class FreshProcess:
     """A spawned process that runs ``target(connection, *arguments)``.
 
-    A context manager. On leaving it, the process, and every process that it
-    started, is gone: they form a process group of their own. So they are when the
-    starter is killed.
+    It is a context manager. When it is left, the process is gone, and so is every process
+    that it started, since they are in the same process group. They also end if the starter
+    is killed.
 
     Parameters
     ----------
     name : str
-        For messages to people.
+        Its name in messages.
     target : callable
-        Importable by name. ``connection`` is its end of a pipe; an exception
-        that it raises is raised by :meth:`receive` here.
+        A function that can be imported by name. ``connection`` is its end of a pipe. If it
+        raises an exception, :meth:`receive` raises it here.
     *arguments
-        Picklable.
+        Further arguments, which must be picklable.
     patience : float
         Seconds that :meth:`receive` waits for one message.
 
@@ -111,7 +111,7 @@ class FreshProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number, which is also that of its process group."""
+        """The process id, which is also that of the process group."""
         pid = self._process.pid
         if pid is None:
             raise self._failure("it was not started")
@@ -154,7 +154,7 @@ class FreshProcess:
         Raises
         ------
         RunFailedError
-            If it did not end within ``patience`` seconds, or ended badly.
+            If it did not end within ``patience`` seconds, or its exit code is not 0.
         """
         self._process.join(self._patience)
         if self._process.exitcode != 0:
@@ -163,9 +163,8 @@ class FreshProcess:
     def processes_left(self, patience: float = 5.0) -> int:
         """Count the processes of its group that still run.
 
-        Helpers such as multiprocessing's fork server notice the end of those
-        they serve and end a moment later: ``patience`` is how many seconds
-        they get.
+        Helpers such as the fork server of multiprocessing end a moment after the processes
+        that they serve. They have ``patience`` seconds for that.
         """
         deadline = time.monotonic() + patience
         while (left := _count_group(self.pid)) and time.monotonic() < deadline:
@@ -181,10 +180,11 @@ class FreshProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Closing our end ends a target that waits for requests, or sends.
+        # A target that waits for requests, or sends, ends when our end is closed.
         self._connection.close()
         try:
-            # What is killed leaves semaphores to the resource tracker, which complains.
+            # Let it end by itself: a process that is killed leaves its semaphores to the
+            # resource tracker, which warns about them.
             well = kind is None and not self._failed
             self._process.join(self._patience if well else min(self._patience, _FAREWELL))
         finally:
@@ -223,36 +223,35 @@ def _run(
     target: Callable[..., object],
     arguments: tuple[Any, ...],
 ) -> None:
-    # Everything started from here can be ended by one call, see FreshProcess.
+    # A group for this process and all that it starts, so that one call ends them.
     os.setpgid(0, 0)
     die_with_parent(lifeline, signal.SIGKILL, parent, group=True)
     try:
         target(connection, *arguments)
     except (KeyboardInterrupt, BrokenPipeError, EOFError):
-        # The starter has left; there is nobody to report to.
+        # The starter is gone, so nobody would read a report.
         return
     except Exception as error:
         ours = error if isinstance(error, ShmreduceError) else None
         text = formatted(error, error.__traceback__) if ours is None else str(error)
-        # The starter may have left meanwhile.
+        # The starter may be gone.
         with contextlib.suppress(ConnectionError):
             _send_failure(connection, ours, text)
 
 
 def _count_group(group: int) -> int:
-    """Count a process group's members; those that have ended and wait for their parent do not."""
+    """Count a process group's members, without zombies."""
     stats = []
     for folder in Path("/proc").glob("[0-9]*"):
-        # Gone meanwhile, or another user's where those are hidden (hidepid).
+        # The process may have ended, or belong to another user and be hidden (hidepid).
         with contextlib.suppress(OSError):
             stats.append((folder / "stat").read_text())
     if not stats:
-        # No /proc: the kernel only says whether there is any, its own parent's
-        # unread status included.
+        # Without /proc the kernel only says whether there are any, zombies included.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, 0)
             return 1
         return 0
-    # pid (name) state parent group; the name may hold anything (proc_pid_stat(5)).
+    # pid (name) state parent group; the name may contain any characters (proc_pid_stat(5)).
     fields = [text.rpartition(")")[2].split()[:3] for text in stats]
     return sum(state != "Z" and int(its) == group for state, _, its in fields)

@@ -1,11 +1,11 @@
-"""Pickles of one call of a rebuild function: its first argument a handle, the others small.
+"""Pickles of one call of a rebuild function, whose first argument is a handle.
 
 May import ``pickled_calls`` and ``plain_objects``.
 
-Message after message has the same function and the same other arguments: the shape and
-dtype of an array, say. So what stands before and after the handle is pickled, and
-unpickled, once. What is made is a pickle as any other, which :func:`pickle.loads` reads.
-The call may stand in a tuple of atoms: an array is often sent with a number or a name.
+Many messages have the same function and the same other arguments, such as the shape and
+dtype of an array. So the parts of the pickle before and after the handle are made, and
+read, only once. The result is an ordinary pickle, which :func:`pickle.loads` can read.
+The call may be in a tuple of atoms: an array is often sent with a number or a name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "HANDLE_AFTER",
+    "LENGTH_PREFIX",
     "around_handle",
     "call_of",
     "pickle_around",
@@ -31,25 +31,26 @@ __all__ = [
 ]
 
 _MOST = 256
-HANDLE_AFTER = 4
-"""Bytes between what stands before a handle and the handle: its size."""
+LENGTH_PREFIX = 4
+"""Bytes of BINBYTES's length prefix, which is between the first part and the handle."""
 _CALLED = pickle.TUPLE + pickle.REDUCE + pickle.STOP
+"""The end of a pickle that calls the function."""
 _NOT_CALLED = pickle.TUPLE + pickle.TUPLE2 + pickle.STOP
-"""Makes a pickle that ends with a call one of the function and its arguments."""
+"""Another end, which makes a tuple of the function and its arguments instead."""
 _WITHOUT_FRAMES = 3
-"""The last protocol whose pickles can be put into others just as they are."""
+"""The last protocol without frames: its pickles can be put into others unchanged."""
 _WITHOUT_REFERENCES = 2
-"""The last version of marshal whose bytes depend on the values alone."""
+"""The last version of marshal whose output depends on the values alone."""
 _LONGEST = 1 << 10
-"""Bytes of arguments. More are seldom the same again, and might not have room in a packet."""
+"""Bytes of arguments. Longer ones are seldom repeated, and may not fit into a packet."""
 _MOST_ITEMS, _LONGEST_TEXT = 8, 256
-"""Of a tuple, and of the text or bytes in it: what is longer may be better off in a block."""
+"""Items of a tuple, and bytes of a text in it. Longer ones may be better off in a block."""
 _TEXTS = (str, bytes)
 _AFTER_NAME = pickle.MARK + pickle.BINBYTES
 
 
 class _Named(NamedTuple):
-    """A call, and by which name its function was found."""
+    """A call, and the name under which its function was found."""
 
     module: str
     name: str
@@ -58,29 +59,29 @@ class _Named(NamedTuple):
 
 _around: dict[tuple[Callable[..., Any], bytes], tuple[bytes, bytes] | None] = {}
 _calls: dict[bytes, _Named | None] = {}
-"""By what stands around the handle."""
+"""The calls by the bytes around the handle."""
 
 
 def around_handle(
     function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[bytes, bytes] | None:
-    """Return what :func:`pickle_around` puts around a handle.
+    """Return the bytes that :func:`pickle_around` puts around a handle.
 
     Parameters
     ----------
     function : callable
-        At the top level of a module.
+        A function at the top level of a module.
     arguments : tuple
-        What it is called with after the handle.
+        The arguments after the handle.
 
     Returns
     -------
     (bytes, bytes) or None
-        None if an argument is more than an atom or a tuple of atoms, or has bytes, or the
-        arguments are long, or the function has no simple name.
+        None if an argument is neither an atom nor a tuple of atoms, or is or contains
+        bytes; if the arguments are long; or if the function has no simple name.
     """
     try:
-        # Not the arguments themselves: True, 1 and 1.0 are equal.
+        # Marshalled, since True, 1 and 1.0 are equal keys.
         key = function, marshal.dumps(arguments, _WITHOUT_REFERENCES)
     except ValueError:
         return None
@@ -98,13 +99,14 @@ def around_handle(
 def _make_around(
     function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[bytes, bytes] | None:
-    # Whatever exports a buffer, a bytearray or a number of NumPy's, has the same key as bytes.
+    # Not for bytes: marshal writes any object with a buffer, such as a bytearray or a NumPy
+    # scalar, as bytes, so the key would be ambiguous.
     unmistakable = says_all(arguments) and not _has_bytes(arguments)
     start = start_of_call(function) if unmistakable else None
     if start is None:
         return None
-    # Of each but its protocol and its end. What one has put into the memo the next may
-    # replace: it is read by that one alone.
+    # Without PROTO in front and STOP at the end. Their memo indexes overlap, which does no
+    # harm, since each pickle reads only the entries that it has put there itself.
     pickles = [pickle.dumps(each, _WITHOUT_FRAMES)[2:-1] for each in arguments]
     return start + _AFTER_NAME, b"".join((*pickles, _CALLED))
 
@@ -122,17 +124,19 @@ def pickle_around(handle: bytes, around: tuple[bytes, bytes]) -> bytes:
     --------
     >>> around = around_handle(pickle_around, (("a", 1), False))
     >>> data = pickle_around(b"handle", around)
-    >>> data[HANDLE_AFTER + len(around[0]) :].startswith(b"handle")
+    >>> data[LENGTH_PREFIX + len(around[0]) :].startswith(b"handle")
     True
     >>> call_of(*around) == (pickle_around, (("a", 1), False))
     True
     """
     start, end = around
-    return b"".join((start, len(handle).to_bytes(HANDLE_AFTER, "little"), handle, end))
+    return b"".join((start, len(handle).to_bytes(LENGTH_PREFIX, "little"), handle, end))
 
 
 def place_among_atoms(obj: tuple[Any, ...]) -> int | None:
-    """Return where in a short tuple the one item is that is no small atom; None if it is not so.
+    """Return the index of the only item of a short tuple that is not a small atom, or None.
+
+    None if the tuple is long, or if there is no such item or more than one.
 
     Examples
     --------
@@ -152,7 +156,7 @@ def place_among_atoms(obj: tuple[Any, ...]) -> int | None:
 
 
 def pickles_beside(obj: tuple[Any, ...], place: int) -> tuple[bytes, bytes]:
-    """Return what stands before and after one item in the pickle of a tuple of atoms."""
+    """Return the bytes before and after one item in the pickle of a tuple of atoms."""
     pickles = [
         b"" if number == place else pickle.dumps(each, _WITHOUT_FRAMES)[2:-1]
         for number, each in enumerate(obj)
@@ -167,13 +171,13 @@ def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ..
     Parameters
     ----------
     start, end : bytes
-        What stands before the handle and its size, and after.
+        The bytes before the handle's size, and after the handle.
 
     Returns
     -------
     (callable, tuple) or None
-        None if the pickle is to be read by :mod:`pickle`. The arguments cannot be changed
-        by anybody.
+        None if :mod:`pickle` must read the pickle. The arguments are immutable, so they can
+        be used for several calls.
     """
     key = start + end
     try:
@@ -182,7 +186,7 @@ def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ..
         if len(_calls) >= _MOST:
             _calls.clear()
     else:
-        # The module may have been loaded again: pickle would find what it has now.
+        # The module may have been reloaded, and pickle would use its new function.
         if found is None or _is_current(found):
             return None if found is None else found.call
     found = _calls[key] = _read_call(start, end)
@@ -190,7 +194,7 @@ def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ..
 
 
 def _is_current(found: _Named) -> bool:
-    """Return whether the name leads to the function, and not one with dots."""
+    """Return whether the module has the function under this name, which has no dots."""
     return getattr(sys.modules.get(found.module), found.name, None) is found.call[0]
 
 
@@ -200,7 +204,7 @@ def _read_call(start: bytes, end: bytes) -> _Named | None:
     if not usual or len(names) != 3 or not end.endswith(_CALLED):
         return None
     function, (_, *others) = pickle.loads(
-        b"".join((start, bytes(HANDLE_AFTER), end[: -len(_CALLED)], _NOT_CALLED))
+        b"".join((start, bytes(LENGTH_PREFIX), end[: -len(_CALLED)], _NOT_CALLED))
     )
     arguments = tuple(others)
     if not says_all(arguments):

@@ -8,10 +8,10 @@ its metadata::
     [project.entry-points.shmreduce]
     signals = "signals_shmreduce"
 
-and that implements one or more of the functions below. Reducers and strategies
-are asked for once, when the plugin is loaded; the array factory and the memory
-handlers each time that they are needed. A function that is marked with
-:data:`hookimpl` but is none of these is an error for its plugin.
+and that implements one or more of the functions below. The hooks for reducers
+and strategies are called once, when the plugin is loaded; those for the array
+factory and the memory handlers each time that these are needed. A plugin is
+broken if it marks a function of any other name with :data:`hookimpl`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def shmreduce_reducers() -> Iterable[Reducer]:
     """Return the reducers that the plugin provides.
 
-    A reducer names its types as classes or, so that their module need not be
-    imported, as qualified names. Two reducers for one type are an error that
-    names both.
+    A reducer lists its types as classes, or as qualified names, for which their
+    module need not be imported. If two reducers claim the same type, shmreduce
+    raises an error that names both.
 
     Returns
     -------
@@ -75,9 +75,9 @@ def shmreduce_reducers() -> Iterable[Reducer]:
 def shmreduce_strategies() -> Iterable[SharingStrategy]:
     """Return the sharing strategies that the plugin provides.
 
-    A strategy is provided whether it works on this machine or not: its
-    ``unusable_reason()`` says so, and users get to read it. Two strategies of
-    one name are an error that names both.
+    Return a strategy even if it does not work on this machine: its
+    ``unusable_reason()`` tells users why. If two strategies have the same name,
+    shmreduce raises an error that names both.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
 
     Examples
     --------
-    A strategy of files in a folder of the user's:
+    A strategy that makes files in a folder of the user:
 
     >>> import os
     >>> from pathlib import Path
@@ -127,15 +127,15 @@ def shmreduce_strategies() -> Iterable[SharingStrategy]:
 
 @hookspec(firstresult=True)
 def shmreduce_array_factory() -> ArrayFactory | None:
-    """Return what makes the arrays of ``shmreduce.empty``, ``zeros`` and the like.
+    """Return the factory that makes the arrays of ``shmreduce.empty``, ``zeros`` and the like.
 
-    The first plugin that returns one is used, in order of the plugins' names;
-    ``hookimpl(tryfirst=True)`` goes before those without.
+    Plugins are called in order of their names, those with ``hookimpl(tryfirst=True)``
+    before the others. The first factory that one of them returns is used.
 
     Returns
     -------
     ArrayFactory or None
-        None leaves it to the next plugin.
+        With None the next plugin is called.
 
     Examples
     --------
@@ -167,15 +167,15 @@ def shmreduce_array_factory() -> ArrayFactory | None:
 
 @hookspec(firstresult=True)
 def shmreduce_memory_handlers() -> MemoryHandlers | None:
-    """Return what changes the memory handler of an array library, for ``shared_allocations``.
+    """Return an object that changes an array library's allocator, for ``shared_allocations``.
 
-    The first plugin that returns one is used, in order of the plugins' names;
-    ``hookimpl(tryfirst=True)`` goes before those without.
+    Plugins are called in order of their names, those with ``hookimpl(tryfirst=True)``
+    before the others. The first object that one of them returns is used.
 
     Returns
     -------
     MemoryHandlers or None
-        None leaves it to the next plugin.
+        With None the next plugin is called.
 
     Examples
     --------

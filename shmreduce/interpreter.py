@@ -13,6 +13,6 @@ __all__ = ["is_free_threaded"]
 def is_free_threaded() -> bool:
     """Whether this Python is built without the global interpreter lock (PEP 703).
 
-    Also where it is told to take one (``-X gil=1``): with 3.13, forked children hang there, too.
+    True even with ``-X gil=1``: with 3.13, forked children hang there too.
     """
     return "t" in getattr(sys, "abiflags", "")

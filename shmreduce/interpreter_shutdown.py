@@ -1,4 +1,4 @@
-"""The end of the interpreter: executors first do what was submitted, and then it goes on.
+"""Interpreter shutdown: executors finish what was submitted before it goes on.
 
 May import ``fork_hooks``, and ``pool_supervisor`` for types alone.
 """
@@ -21,12 +21,12 @@ __all__ = ["finish_at_shutdown", "is_shutting_down"]
 
 
 class _Shutdown:
-    """What is to be done when the main thread has come to its end."""
+    """Finishes the executors when the main thread has ended."""
 
     def __init__(self) -> None:
         self.begin_anew()
         try:
-            # As concurrent.futures has it called.
+            # A private function, which concurrent.futures uses for the same purpose.
             threading._register_atexit(self.run)  # type: ignore[attr-defined]
         except RuntimeError:
             self.has_begun = True
@@ -39,7 +39,7 @@ class _Shutdown:
         )
 
     def run(self) -> None:
-        """Let all executors do what was submitted, and their workers leave."""
+        """Wait until all executors have done what was submitted and their workers have left."""
         self.has_begun = True
         for reference in self.supervisors.valuerefs():
             _finish(reference)
@@ -50,15 +50,15 @@ renew_in_children(_shutdown.begin_anew)
 
 
 def is_shutting_down() -> bool:
-    """Whether the main thread has come to its end: workers get no new tasks."""
+    """Whether the main thread has ended, after which no calls can be submitted."""
     return _shutdown.has_begun
 
 
 def finish_at_shutdown(supervisor: Supervisor) -> None:
-    """Have workers do what was submitted before the interpreter ends.
+    """Let workers finish what was submitted before the interpreter exits.
 
-    Before functions of atexit are called, and in a child, before other children are
-    waited for.
+    That happens before the functions of :mod:`atexit` are called, and in a child process of
+    multiprocessing before it waits for its own children.
     """
     _shutdown.supervisors[id(supervisor)] = supervisor
     reference = weakref.ref(supervisor)

@@ -2,17 +2,17 @@
 
 May import :mod:`shmreduce.descriptor`.
 
-``KeyboardInterrupt`` can come between any two instructions: between the fork of
-a process and the note that there is one. In a hook of fork() and in a
-destructor it is printed and lost. So where processes are started and joined,
-the signal is noted, and passed on at places where it can be dealt with.
+``KeyboardInterrupt`` can come between any two instructions, for example after a fork and
+before the program has noted that there is a new process. In a hook of fork() and in a
+destructor, Python prints it and drops it. So while processes are started and joined, the
+signal is only noted, and passed on at places where it can be handled.
 
-A fork in another thread than the main one takes signals from that: the kernel
-has a fork begin anew when a signal is pending (ERESTARTNOINTR), and delivers it
-to the thread that forks. The main thread, which alone handles signals, is not
-woken then, and goes on waiting for a lock. So such a thread has them blocked
-while it forks, and passes on what has come meanwhile: to unblock a signal that
-is pending is to take it.
+If another thread than the main one forks, it may take signals from the main thread: the
+kernel restarts a fork when a signal is pending (ERESTARTNOINTR), and delivers the signal
+to the thread that forks. The main thread, which alone runs handlers, is not woken then,
+and goes on waiting for a lock. So such a thread blocks signals while it forks. Afterwards
+it sends those that have arrived to the main thread, and only then unblocks them: the
+kernel would deliver them to the thread that unblocks them.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = ["Interrupts", "take_over"]
 
 
 class Interrupts:
-    """Holds SIGINT back for the time of a ``with`` block.
+    """Holds SIGINT back during a ``with`` block.
 
-    At the end of the block what came is passed on to the handler that was in
-    force before.
+    At the end of the block, a signal that has arrived is passed on to the handler that was
+    set before.
 
     Parameters
     ----------
     every : bool
-        Hold back any number of them, for blocks that are sure to end. If not, a
-        second one is passed on at once: user code that runs here may hang.
+        Hold back any number of signals, for blocks that are sure to end. If False, a
+        second one is passed on at once, since user code in the block may hang.
 
     to_children : bool
-        Processes that are forked here go on holding the signal back, until they
-        call :func:`take_over`. Others have the handler of before.
+        Processes that are forked in the block go on holding the signal back until they
+        call :func:`take_over`. If False, they have the handler that was set before.
 
     Notes
     -----
-    Nothing happens in other threads than the main one, which alone handles
-    signals, and where no Python code handles SIGINT.
+    The block does nothing in threads other than the main one, which alone handles
+    signals, and if SIGINT has no handler in Python.
 
     Examples
     --------
@@ -68,7 +68,7 @@ class Interrupts:
         self._every = every
         self._to_children = to_children
         self._handler: Any = None
-        """Whose turn it is when the signal is passed on."""
+        """The handler to which the signal is passed on."""
         self._mask = _Mask()
         self._kept: tuple[int, FrameType | None] | None = None
         self._pipe: tuple[Descriptor, Descriptor] | None = None
@@ -82,13 +82,13 @@ class Interrupts:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._handler is not None:
-            # Code inside may have set another handler, to stay.
+            # If code in the block has set another handler, that one stays.
             if signal.getsignal(signal.SIGINT) == self._keep:
                 signal.signal(signal.SIGINT, self._handler)
             self.pass_on()
 
     def fileno(self) -> int:
-        """Return a descriptor that is ready for reading once a signal waits."""
+        """Return a descriptor that is readable once a signal has arrived."""
         if self._pipe is None:
             reader, writer = os.pipe()
             os.set_blocking(reader, False)
@@ -98,7 +98,7 @@ class Interrupts:
         return self._pipe[0].fileno()
 
     def pass_on(self) -> None:
-        """Pass the signal on that came, if one did; mostly raises KeyboardInterrupt."""
+        """Pass on a signal if one has arrived, which usually raises KeyboardInterrupt."""
         if self._pipe is not None:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._pipe[0].fileno(), 16)
@@ -117,9 +117,9 @@ class Interrupts:
 
 
 def take_over() -> None:
-    """End the blocks that this process was forked in, which it never comes to the end of.
+    """End the blocks in which this process was forked, since it never reaches their end.
 
-    What came since the fork is passed on.
+    A signal that has arrived since the fork is passed on.
     """
     inner = _innermost()
     if inner is None:
@@ -141,21 +141,21 @@ def _restore() -> None:
 
 
 def _for_children() -> Interrupts | None:
-    """Return the block whose children go on with it, if this thread is in one."""
+    """Return the block of this thread that forked children go on with, if there is one."""
     inner = _innermost()
     here = threading.current_thread() is threading.main_thread()
     return inner if inner is not None and inner._to_children and here else None
 
 
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-"""Of the thread in which they come; not to be held back."""
+"""Signals for a fault of the thread itself, which must not be blocked."""
 _FROM_OUTSIDE = signal.valid_signals() - _FAULTS
 _CAN_PASS_ON = hasattr(signal, "sigtimedwait")
-"""Where it cannot be asked what came, signals are not blocked either."""
+"""Without sigtimedwait(), signals that have arrived cannot be taken, so they are not blocked."""
 
 
 class _Mask:
-    """The signals that are blocked for the time of a fork, and what was blocked before."""
+    """Blocks signals during a fork, and restores the mask of before."""
 
     before: set[int] | None = None
 
@@ -163,14 +163,14 @@ class _Mask:
         self.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
     def restore(self) -> None:
-        # First: to unblock a signal may run its handler, which may fork.
+        # Cleared first: unblocking a signal may run its handler, which may fork.
         before, self.before = self.before, None
         if before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _ForkingHere(threading.local, _Mask):
-    """That of the current thread, where it is not the main one."""
+    """The mask of the current thread, if it is not the main one."""
 
 
 _here = _ForkingHere()
@@ -181,17 +181,17 @@ def _before_fork() -> None:
         _here.block(_FROM_OUTSIDE)
     inner = _for_children()
     if inner is not None:
-        # CPython forgets, in the child, what came before the hooks that run there.
+        # Blocked, since CPython drops signals that arrive in the child before its hooks run.
         inner._mask.block({signal.SIGINT})
 
 
 def _after_fork_in_parent() -> None:
     if _here.before is not None:
         main = threading.main_thread().ident
-        # Those that were blocked before are for somebody who waits for them.
+        # Signals that were blocked before the fork are left to whoever waits for them.
         ours = _FROM_OUTSIDE - _here.before
-        # Not until nothing is found: unlike this, to wait lets other threads run, and
-        # so more signals come before they are unblocked.
+        # sigpending() ends the loop, not an empty sigtimedwait(): that releases the
+        # interpreter lock, and more signals could arrive before they are unblocked.
         while main is not None and signal.sigpending() & ours:
             found = signal.sigtimedwait(ours, 0)
             if found is not None:
@@ -207,7 +207,7 @@ def _after_fork_in_child() -> None:
     inner = _innermost()
     if inner is None:
         return
-    # What came before the fork was for the parent.
+    # A signal that arrived before the fork was for the parent.
     inner._kept = None
     if inner._mask.before is None:
         _restore()

@@ -2,10 +2,10 @@
 
 May import ``pickling``, ``forking``, :mod:`shmreduce.memory` and :mod:`multiprocessing`.
 
-A child that is not forked gets its process object as a pickle, which the
-standard library makes by ``ForkingPickler``. What is put in its place here
-brings the settings and the family of the parent, and then the process object as
-the pickler of shmreduce made it.
+A child that is not forked gets its process object as a pickle, which the standard
+library makes by ``ForkingPickler``. Here the process object is replaced by one that
+pickles as the settings and the family of the parent, followed by the process object as
+pickled by shmreduce.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ForkServerPopen", "SpawnPopen"]
 
 
 class _Packed:
-    """Pickles as what the pickler of shmreduce makes of an object."""
+    """Pickles as an object, by the pickler of shmreduce."""
 
     def __init__(self, obj: Any) -> None:
         self._obj = obj
@@ -39,17 +39,17 @@ class _Packed:
         return loads, (bytes(data),)
 
     def discard(self) -> None:
-        """Give back what was given out: nobody is going to read it."""
+        """Give back the leases of the message, which nobody will read."""
         for lease in self._leases:
             lease.undo()
 
 
 class _Argument:
-    """Pickles as a process object, with what the child must do before it."""
+    """Pickles as a process object, with the calls that the child must make before it."""
 
     def __init__(self, process: BaseProcess) -> None:
         self.packed = _Packed(process)
-        # The standard library looks at it.
+        # The standard library's Popen reads it.
         self._name = process.name
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ class _Argument:
 
 
 class _Launch:
-    """Has the process object pickled by shmreduce."""
+    """Lets shmreduce pickle the process object."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
         argument = _Argument(process_obj)
@@ -73,4 +73,4 @@ class SpawnPopen(_Launch, popen_spawn_posix.Popen):
 
 
 class ForkServerPopen(_Launch, popen_forkserver.Popen):
-    """Has a child forked by the fork server."""
+    """Lets the fork server fork a child."""

@@ -3,10 +3,10 @@
 May import ``pickling``, ``remote``, ``standard_names``, :mod:`shmreduce.memory` and
 :mod:`multiprocessing.managers`.
 
-The managers of the standard library have a table of ways to talk, by name. One
-of ours is added there, which concerns nobody who does not ask for it. The name
-travels with each proxy, and brings this module along: whoever gets a proxy can
-use it.
+The standard library has a table of serializers for managers, by name. Ours is added
+there, under its own name, so nothing changes for managers that do not use it. Each proxy
+carries the name, and unpickling the name imports this module. So every process that gets
+a proxy can use it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Connection(connection.Connection):
 
     def send(self, obj: Any) -> None:
         """Send a picklable object."""
-        # The standard method tells of closed connections.
+        # If the connection is closed, the standard method raises the error.
         if self.closed or crosses_hosts(self):
             super().send(obj)
             return
@@ -60,7 +60,7 @@ def _ours(standard: connection.Connection) -> _Connection:
 
 
 class _Listener(connection.Listener):
-    """Accepts such connections."""
+    """Accepts connections on which arrays travel by shared memory."""
 
     def accept(self) -> _Connection:
         """Wait for a peer and return the connection to it."""
@@ -72,7 +72,7 @@ def _connect(*arguments: Any, **named: Any) -> _Connection:
 
 
 class _Serializer(str):
-    """A name in the table, which is there wherever it is unpickled."""
+    """A name in the table. Unpickling it imports this module, which adds the name there."""
 
     __slots__ = ()
 
@@ -87,7 +87,7 @@ managers.listener_client[_SERIALIZER] = _Listener, _connect  # type: ignore[attr
 class BaseManager(managers.BaseManager):
     """A manager as :class:`multiprocessing.managers.BaseManager`, which shares arrays.
 
-    It has no types of its own; see :class:`SyncManager` for everything else.
+    It has no registered types; see :class:`SyncManager` for everything else.
 
     Examples
     --------
@@ -115,16 +115,16 @@ class BaseManager(managers.BaseManager):
 class SyncManager(managers.SyncManager, BaseManager):
     """A manager as :class:`multiprocessing.managers.SyncManager`, which shares arrays.
 
-    What is sent to the server process and back is pickled by shmreduce; with an
-    address ``(host, port)`` in the ordinary way. Subclass it and ``register`` to
-    share other types of objects.
+    Messages to the server process and back are pickled by shmreduce. If the address is
+    ``(host, port)``, they are pickled in the ordinary way. To share other types of objects,
+    derive a class and call its ``register``.
 
     Parameters
     ----------
     address, authkey, ctx, **named
-        Those of the standard class.
+        As for the standard class.
     serializer : str
-        As the standard class takes it. Arrays are shared with ``"pickle"``.
+        As for the standard class. Arrays are shared only with ``"pickle"``.
 
     Examples
     --------

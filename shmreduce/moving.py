@@ -1,14 +1,13 @@
-"""Arrays that travel without a copy, because nobody else has them.
+"""Arrays that travel without a copy, because the sender has no other reference to them.
 
 May import errors, settings, :mod:`shmreduce.memory` and ``born.moving``.
 
-Whether an array is referenced from anywhere else cannot be asked. It can be
-tried: the message is pickled as if the array were moved, then its sender drops
-it. If its memory was given up by then, nobody has it, and it has moved. If not,
-what its owner writes from now on is kept from the receiver: a received array
-is cut off from its block, by private pages; one that was born in shared memory
-is copied into another block, and the handle in the pickle replaced by that
-block's.
+Python cannot tell whether an array is referenced from anywhere else. So the message
+is pickled as if the array were moved, and then the sender drops the array. If that
+frees its memory, there was no other reference, and the array has moved. If not, later
+writes of its owner must not reach the receiver. A received array is then cut off from
+its block: its owner gets private pages. An array that was born in shared memory is
+copied into another block, and the block's handle replaces the one in the pickle.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ class _Move(Trial, Protocol):
 
     @property
     def lease(self) -> Lease:
-        """What the message gives to its reader."""
+        """The lease that passes to the message's reader."""
 
     @property
     def handle(self) -> bytes:
-        """As it stands in the pickle, with room for one that is longer."""
+        """Its handle in the pickle, padded so that a longer one can replace it."""
 
 
 class _PassedOn(Received):
-    """A received block in a pickle.
+    """A by-value block that this process received, and now passes on in a pickle.
 
-    It arrives as it is now. Nobody writes to it until it is dropped or cut off but
-    those who could write at the same time anyhow, and what objects of the same message
-    do when they are pickled: before that it is cut off, see :meth:`Moves.cut_off`.
+    It must arrive as it is now. Until it is dropped or cut off, only two things could
+    write to it: other threads, which could do so while any array is pickled; and methods
+    of objects in the same message, before which it is cut off, see :meth:`Moves.cut_off`.
     """
 
     __slots__ = ("handle", "lease")
@@ -73,20 +72,20 @@ class _PassedOn(Received):
 
 
 class Moves:
-    """The arrays of one message that are moved if its sender is the last to have them.
+    """The arrays of one message that are moved if the sender has no other reference to them.
 
-    The message of the object names arrays without copying them or cutting them off;
-    :meth:`settle` must follow when the sender has dropped them, and before anybody
-    else can see the pickle; :meth:`give_up` where it does not come to that.
+    While the object is pickled, its arrays are neither copied nor cut off. After the sender
+    has dropped them, and before anybody can read the pickle, :meth:`settle` must be called;
+    or :meth:`give_up` if pickling fails.
 
     Parameters
     ----------
     held : list, optional
-        Its one item is what another pickler than ours is going to pickle, see
-        :func:`moves_of`. Ours is given this itself and calls :meth:`cut_off`; so only
-        then are received arrays moved, too.
+        A list with the one object that ``ForkingPickler`` will pickle, see
+        :func:`moves_of`. Without it, our own pickler is given this object and calls
+        :meth:`cut_off`; only then received arrays are moved too.
     lent : list of Block, optional
-        What copies are put into first; they are taken out.
+        Blocks to copy into first. Those that are used are removed from the list.
     """
 
     __slots__ = ("_held", "_moves", "_process", "_uncut", "lent")
@@ -99,11 +98,14 @@ class Moves:
         self._process = 0
 
     def serves(self, obj: object) -> bool:
-        """Return whether this is the object."""
+        """Return whether this is the object that will be pickled."""
         return self._held is not None and any(each is obj for each in self._held)
 
     def give_up(self) -> None:
-        """Let what has not been settled stay: pickling has failed, the message has its leases."""
+        """Undo the moves that are not settled: pickling has failed.
+
+        Their leases belong to the message, which gives them back.
+        """
         while self._moves:
             self._moves.pop()[1].stay()
 
@@ -114,7 +116,7 @@ class Moves:
 
     @property
     def takes_born(self) -> bool:
-        """Whether there can be anything for :meth:`move` here."""
+        """Whether this process may have arrays for :meth:`move`."""
         return born.started
 
     def move(self, message: Message, address: int, used: int) -> bytes | None:
@@ -131,26 +133,26 @@ class Moves:
         self._uncut.append(move)
 
     def cut_off(self) -> None:
-        """Let writes to received arrays that were named so far not reach the message.
+        """Keep later writes to the received arrays that are in the message from its reader.
 
-        To be called before anything is run that may write to them: methods by which
-        objects say how they are pickled.
+        The pickler calls it before it calls methods of objects, such as ``__reduce__``,
+        which may write to the arrays.
         """
         while self._uncut:
             self._uncut.pop().is_apart()
 
     def _add(self, message: Message, move: _Move) -> None:
-        # Asked of the system for those alone that move anything.
+        # getpid() is a system call, so only messages with moves make it.
         self._process = self._process or os.getpid()
         self._moves.append((message, move))
 
     def settle(self, data: Any) -> Any:
-        """Return the pickle with copies of those arrays that somebody still has.
+        """Return the pickle, with copies of those arrays that are still referenced.
 
         Parameters
         ----------
         data : bytes-like
-            What was pickled.
+            The pickle.
 
         Raises
         ------
@@ -158,11 +160,13 @@ class Moves:
             If there is no room for a copy. The message must not be sent then.
         """
         if not self._moves or self._process != os.getpid():
-            # A child that was forked in the middle of a pickling: it is the parent's.
+            # Another process: a child that was forked during pickling. The moves belong to
+            # the parent.
             return data
         while self._moves:
             message, move = self._moves[-1]
-            # What was taken back meanwhile is in the message by another lease, or a copy.
+            # If the lease has ended, it was taken back, and the message has the array by
+            # another lease, or a copy of it.
             if not move.lease.ended and not move.is_apart():
                 data = _copy(message, move, data)
             self._moves.pop()
@@ -208,7 +212,7 @@ def _address_of(view: memoryview) -> int | None:
 
 @contextmanager
 def moves_of(held: list[Any]) -> Iterator[Moves]:
-    """Tell whatever pickler comes to pickle the one item of a list, in this thread."""
+    """Let any pickler in this thread that pickles the one item of a list use these moves."""
     moves, outer = Moves(held), sending.mover
     sending.mover = moves
     try:
@@ -219,7 +223,7 @@ def moves_of(held: list[Any]) -> Iterator[Moves]:
 
 
 def _copy(message: Message, move: _Move, data: Any) -> Any:
-    """Copy an array into another block; return the pickle with the handle of that."""
+    """Copy an array into another block; return the pickle with that block's handle."""
     text = bytes(data)
     place = text.find(move.handle)
     if place == -1:
@@ -234,7 +238,7 @@ def _copy(message: Message, move: _Move, data: Any) -> Any:
     if not message.is_empty:
         handle = _copy_to(message, move)
     else:
-        # It was committed, by a channel that is not ours: the copy has one of its own.
+        # ForkingPickler has committed the message already, so the copy gets another one.
         apart = Message()
         try:
             handle = _copy_to(apart, move)
@@ -249,13 +253,13 @@ def _copy(message: Message, move: _Move, data: Any) -> Any:
 
 def _copy_to(message: Message, move: _Move) -> bytes:
     """Copy an array into a block of a message; return a handle as long as the move's."""
-    # Not by a view of the array: it may be freed at any moment. Its block
-    # stays as it is until this move has been settled.
+    # From its address, not through a view: the array may be freed at any moment. The lease
+    # keeps its block unchanged until the move is settled.
     handle = copy_memory(message, *move.memory())
     if len(handle) > len(move.handle):
         raise SegmentError(
-            f"strategy {move.lease.segment.strategy.name!r} names its segments by texts of very "
-            "different lengths; please report this",
+            f"strategy {move.lease.segment.strategy.name!r} returned locators of very different "
+            "lengths for its segments; please report this",
             operation="copy",
             errno=0,
             segment=None,

@@ -1,9 +1,9 @@
-"""A socket that reads and writes packets with descriptors beside them.
+"""A socket that reads and writes packets together with descriptors (SCM_RIGHTS).
 
 May import :mod:`shmreduce.compiled`, ``processors`` and, for a type, ``receive_buffer``.
 
-The socket module takes such a packet in half a dozen objects for each
-direction. ``_quick_packets.c``, where it was compiled, does it in one call.
+With the socket module, each direction needs half a dozen objects for a packet. If
+``_quick_packets.c`` was compiled, it is one call.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 __all__ = ["MOST_DESCRIPTORS", "PacketSocket", "PlainPacketSocket", "QuickPacketSocket"]
 
 MOST_DESCRIPTORS = 64
-"""Of one packet; the kernel's limit is 253 (unix(7), SCM_RIGHTS)."""
+"""In one packet. The kernel's limit is 253 (unix(7), SCM_RIGHTS)."""
 _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
-# Plain integers: to combine members of an enumeration takes longer than to send.
+# Plain integers: combining members of an enumeration would take longer than sending.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
 _STEP = 2e-4
-"""Seconds between two looks at what else runs."""
+"""Seconds of polling between two calls of all_taken()."""
 _module: Any = find_module(PACKETS)[0]
 
 
 class PlainPacketSocket(socket.socket):
     """One end of a pair of ``SOCK_SEQPACKET`` sockets, by the socket module.
 
-    It is closed in silence when it is dropped, as connections are.
+    Dropping it closes it without a ResourceWarning, as for connections.
     """
 
     __slots__ = ()
@@ -48,21 +48,21 @@ class PlainPacketSocket(socket.socket):
         self.close()
 
     def write(self, data: bytes, descriptors: Sequence[int], flags: int) -> None:
-        """Write a packet, and descriptors beside it, which stay the caller's.
+        """Write a packet, together with descriptors, which stay the caller's.
 
         Parameters
         ----------
         data : bytes
-            All of it.
+            The whole packet.
         descriptors : sequence of int
-            ``MOST_DESCRIPTORS`` at most.
+            At most ``MOST_DESCRIPTORS``.
         flags : int
-            Of sendmsg(2).
+            The flags of sendmsg(2).
 
         Raises
         ------
         OSError
-            As sendmsg(2) says. Nothing was written then.
+            The error of sendmsg(2). Nothing was written then.
         """
         if len(descriptors) > MOST_DESCRIPTORS:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -75,30 +75,29 @@ class PlainPacketSocket(socket.socket):
     def read(
         self, buffer: ReceiveBuffer, flags: int, patience: float = 0.0, spare: float = 0.0
     ) -> int:
-        """Read a packet into a buffer, with the descriptors beside it; return its size.
+        """Read a packet and its descriptors into a buffer; return the packet's size.
 
-        The descriptors are closed on exec. Where none is free the kernel drops
-        the rest (recvmsg(2), ``MSG_CTRUNC``).
+        The descriptors are closed on exec. If the process has too few free descriptors, the
+        kernel drops the rest (recvmsg(2), ``MSG_CTRUNC``).
 
         Parameters
         ----------
         buffer : ReceiveBuffer
-            Long enough. The descriptors are added to its own.
+            At least as long as the packet. The descriptors are added to its own.
         flags : int
-            Of recvmsg(2).
+            The flags of recvmsg(2).
         patience : float
-            Seconds for which to look again where there is nothing, and it must
-            not wait.
+            Seconds to poll if there is no packet and ``flags`` has ``MSG_DONTWAIT``.
         spare : float
-            Seconds for which to go on with that after the patience, as long as all who run
-            have a processor.
+            Seconds to go on polling after that, as long as no process waits for a
+            processor.
 
         Raises
         ------
         BlockingIOError
-            If there was nothing, and it must not wait.
+            If there was no packet, and ``flags`` has ``MSG_DONTWAIT``.
         OSError
-            As recvmsg(2) says.
+            The error of recvmsg(2).
         """
         until = time.perf_counter() + patience if patience else 0.0
         last = until + spare
@@ -148,4 +147,4 @@ def _add_descriptors(control: list[tuple[int, int, bytes]], descriptors: list[in
 
 
 PacketSocket: type[PlainPacketSocket] = PlainPacketSocket if _module is None else QuickPacketSocket
-"""The one of the two to use."""
+"""The class to use: the quick one if the module was compiled."""

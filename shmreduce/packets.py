@@ -1,16 +1,16 @@
-"""What goes through a channel of shmreduce at once: one packet for each message.
+"""Packets: what a channel of shmreduce sends for one message, by one system call.
 
 May import errors, signals, settings, :mod:`shmreduce.memory`, ``moving``,
 ``copying``, ``handle_calls``, ``pickled_calls``, ``pickling``, ``plain_objects`` and, for a
 number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
 
-A packet begins with what it is and how many segments it refers to, then their
-tokens, then the message: the pickle itself, or, for a large one, the handle of
-the block that has it. Descriptors of the segments travel beside it, in the same
-order. As many may be missing at the end as did not get through.
+A packet has its kind, the number of segments that it refers to, the segments'
+tokens, and then the body: the pickle itself or, if that is large, the handle of the
+block that has it. The descriptors of the segments travel with the packet (SCM_RIGHTS),
+in the order of the tokens; some at the end may be missing.
 
-In front of a pickle that is one call with a handle stands where the handle is; see
-``handle_calls``.
+If the pickle is one call with a handle, a packet of another kind says where in the
+pickle the handle is; see ``handle_calls``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shmreduce.errors import (
     ShmreduceError,
 )
 from shmreduce.handle_calls import (
-    HANDLE_AFTER,
+    LENGTH_PREFIX,
     around_handle,
     call_of,
     pickle_around,
@@ -85,16 +85,17 @@ __all__ = [
 ]
 
 INLINE_BODY = 144 << 10
-"""Bytes up to which a message stands in its packet; beyond, a block is quicker."""
+"""A body of up to so many bytes goes into its packet; for more, a block is faster."""
 SMALL_PACKET = 32 << 10
-"""Bytes. Of larger packets only a few have room in a pipe."""
+"""Bytes. Only a few larger packets fit into a socket's buffer."""
 LARGEST_PACKET = 192 << 10
-"""Bytes; below what the smallest usual buffer of a socket takes at once."""
+"""Bytes. Even the smallest usual socket buffer takes a packet of this size."""
 _HEAD = struct.Struct("<BB")
+"""Kind, number of segments."""
 _KINDS = _IN_PACKET, _IN_BLOCK = 1, 2
 _ONE_CALL = 3
 _CALL_HEAD = struct.Struct("<BB16sHH")
-"""Of the pickle of one call: kind, 1, token, the bytes before the handle's, the handle's."""
+"""Of one call: kind, 1, token, number of bytes before the handle, size of the handle."""
 _TOKEN_SIZE = 16
 _PLAIN = _HEAD.pack(_IN_PACKET, 0)
 _OF_ONE = _HEAD.pack(_IN_PACKET, 1)
@@ -107,11 +108,11 @@ class Packet:
     Parameters
     ----------
     data : bytes
-        All that is to be written, at once.
+        The packet's bytes, which are written by one system call.
     segments : sequence of Segment
-        Whose descriptors are to go with it.
+        The segments whose descriptors are sent with it.
     leases : sequence of Lease
-        What it gives to its reader.
+        The leases that pass to its reader.
     body : bytes, optional
         The handle of the block that has the message.
     """
@@ -130,15 +131,15 @@ class Packet:
         self._leases = leases
         self._body = body
         self.is_under_way = False
-        """Whether it may have been written, also if the writer was interrupted."""
+        """Whether it may have been written, even if a signal handler interrupted the writer."""
         self.afterwards: Callable[[], object] | None = None
-        """What its reader need not wait for: to be called when it was written."""
+        """Called once it was written: work that its reader need not wait for."""
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors to send along; they stay the segments'.
+        """Return the descriptors to send along. They stay the segments'.
 
-        Where none is free for one more, those before it are returned:
-        receivers then open the segments by their names.
+        If the process has no free descriptor for a segment, those of the segments before
+        it are returned. The receiver opens the other segments by name.
         """
         found = []
         for segment in self.segments:
@@ -151,16 +152,16 @@ class Packet:
         return found
 
     def goes_alone(self) -> None:
-        """Note that some of the descriptors do not go with it."""
+        """Note in the segments that some descriptors were not sent with the packet."""
         for lease in self._leases:
             lease.segment.sent_alone(lease.nonce)
 
     def in_block(self) -> Packet:
-        """Return a small packet of the same message, to be sent instead of this one.
+        """Return a small packet with the same message in a block, to be sent instead.
 
-        Or this one, where there is no room for a block.
+        Returns this packet if there is no room for a block.
         """
-        # That of one call is small, and begins in another way.
+        # A packet of one call is small anyway, and has another head.
         if self._body is not None or self.data[0] == _ONE_CALL:
             return self
         body = memoryview(self.data)[_HEAD.size + _TOKEN_SIZE * self.data[1] :]
@@ -179,7 +180,7 @@ class Packet:
             raise
 
     def is_read(self) -> bool:
-        """Return whether somebody has taken the block that has the message, if there is one."""
+        """Return whether a reader has claimed the message's block; True if it has no block."""
         if self._body is None:
             return True
         what = Handle.unpack(self._body)
@@ -190,33 +191,33 @@ class Packet:
         )
 
     def discard(self) -> None:
-        """Give back what the message refers to: it will not be sent.
+        """Give back the leases of a message that will not be sent.
 
-        That is what was given out for this message. Others whose pickles are
-        in it, as bytes, may be loaded from elsewhere.
+        Pickles that the message contains as bytes are not touched: they may be loaded
+        from elsewhere.
         """
         _take_back(self._leases)
 
 
 def _take_back(leases: Sequence[Lease]) -> None:
     for lease in leases:
-        # In a forked child it is the parent's.
+        # -1 in a forked child: there the lease belongs to the parent.
         if lease.segment.lock_fd != -1:
             lease.undo()
 
 
 def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
-    """Return the packet of the one object in a list, which is emptied.
+    """Return the packet of the one object in a list, and empty the list.
 
-    The object is sent as it was at this instant. Arrays that nobody has afterwards are
-    moved: those born in shared memory, and those that were received by value. Others are
-    copied, into ``lent`` blocks as far as they fit.
+    The packet has the object as it is now. Arrays to which no other reference is left are
+    moved, if they were born in shared memory or received by value. Others are copied, into
+    ``lent`` blocks as far as they fit.
 
     Raises
     ------
     OutOfSharedMemoryError, BudgetExceededError
-        If it is large and there is no room. Nothing is held then, as after any error of
-        pickling; the object may have gone.
+        If it is large and there is no room. After any error, all memory is given back; the
+        list may be empty already.
     """
     if quick_blocks.COMPILED and not lent:
         packet = _pack_one_buffer(held)
@@ -229,7 +230,7 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
         held.clear()
         data = moves.settle(pickled)
         if message is not None and data is not pickled:
-            # It is another pickle now, in ordinary memory.
+            # settle() returned another pickle, in ordinary memory.
             message.take_back(pickled)
     except BaseException:
         if message is not None:
@@ -241,15 +242,15 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
 
 
 def _pack_one_buffer(held: list[Any]) -> Packet | None:
-    """Do as :func:`pack_last` for an object that is one buffer, or a tuple of one and atoms.
+    """Do what :func:`pack_last` does, faster, for one buffer or a tuple of one and atoms.
 
-    Returns None if that is not so, or not as usual in any way: then nothing was done.
+    Returns None, without having done anything, for any other object and in unusual cases.
     """
     obj = held[0]
     place = place_among_atoms(obj) if type(obj) is tuple else None
     if place is not None:
         obj = obj[place]
-    # First: what nobody is asked about shall not load plugins.
+    # reducer_claim() may load plugins, which types without reducers must not cause.
     claim = None if type(obj) in UNASKED else reducer_claim(type(obj))
     if claim is None or get_spawning_popen() is not None:
         return None
@@ -259,7 +260,7 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
         return None
     view = memoryview(found[0])
     if view.nbytes < (at_least or 1) or not view.c_contiguous:
-        # Of what is small, or empty, the answer does not matter. Of gaps Message.carry() tells.
+        # Small or empty ones are pickled. For one with gaps, Message.carry() raises the error.
         return None
     around = around_handle(*found[1:])
     if around is None:
@@ -274,7 +275,7 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
             given = give_born(view, leases)
         if given is None:
             return None
-        # So that the caller's may be the last reference.
+        # The array is moved if no other reference is left: keep none in this frame.
         del obj, found, view
         held.clear()
         given.settle(leases)
@@ -299,7 +300,7 @@ def _of_one_call(
         head = _CALL_HEAD.pack(_ONE_CALL, 1, segment.token, len(around[0]), len(given.handle))
         data = head + pickled
     else:
-        # Without its beginning and its end.
+        # Without the PROTO opcode in front and the STOP opcode at the end.
         data = b"".join((_OF_ONE, segment.token, beside[0], memoryview(pickled)[2:-1], beside[1]))
     packet = Packet(data, (segment,), leases)
     packet.afterwards = given.afterwards
@@ -311,22 +312,22 @@ def _of_one_call(
 def pack_lent(
     lender: Lender, borrower: int | None, joined: Callable[[bytes], bytes]
 ) -> Packet | None:
-    """Return the packet of blocks that a process is lent, and of what goes with them.
+    """Return a packet that lends blocks to a process, together with other bytes.
 
     Parameters
     ----------
     lender : Lender
-        Has the blocks.
+        The owner of the blocks.
     borrower : int or None
-        The process id.
+        The process id of the borrower.
     joined : callable
-        Returns the bytes to be sent, with those that it takes among them. From these
-        :func:`~shmreduce.pickling.loads` makes a list of the blocks.
+        Takes a pickle of the list of blocks, for :func:`~shmreduce.pickling.loads`, and
+        returns it together with the other bytes to send.
 
     Returns
     -------
     Packet or None
-        None if there are no blocks to be lent.
+        None if there are no blocks to lend.
     """
     lent = lender.lend(borrower)
     if lent is None:
@@ -341,9 +342,9 @@ def pack_lent(
 
 
 def pack_bytes(data: memoryview) -> Packet:
-    """Return the packet of bytes; see :func:`pack_last`."""
+    """Return the packet of bytes; for errors see :func:`pack_last`."""
     if data.format != "B":
-        # They are assigned to those of a block, which are.
+        # A block's memoryview has format B, and slice assignment needs equal formats.
         data = data.cast("B")
     return _make(data, None)
 
@@ -372,10 +373,11 @@ def _in_packet(
     message: Message,
     leases: Sequence[Lease] = (),
 ) -> Packet:
-    """Commit a message and return its packet, which has the leases of others, too, if given."""
+    """Commit a message and return its packet, which gets the given leases in addition."""
     body = bytes(written) if kind == _IN_BLOCK else None
     if body is not None:
-        # Descriptors at the end may not get through, and without this one nothing would.
+        # The body's segment first: the last descriptors may be missing at the receiver, and
+        # without the body it cannot read anything.
         first = Handle.unpack(body).token
         segments = sorted(segments, key=lambda segment: segment.token != first)
     carried = len(segments) <= MOST_DESCRIPTORS
@@ -390,7 +392,7 @@ def _in_packet(
 
 
 def _move_to_block(body: memoryview, message: Message) -> bytes | None:
-    """Return the handle of a block with the bytes, None if they must go in the packet."""
+    """Copy bytes into a block and return its handle; None if they must go in the packet."""
     fits = body.nbytes <= LARGEST_PACKET - _HEAD.size - MOST_DESCRIPTORS * _TOKEN_SIZE
     try:
         given = message.allocate(body.nbytes, lambda: body)
@@ -401,11 +403,11 @@ def _move_to_block(body: memoryview, message: Message) -> bytes | None:
     if given is None:
         if fits:
             return None
-        # In parts it could get mixed up with what others send.
+        # Not in several packets: those of other writers could come between them.
         raise OutOfSharedMemoryError(
-            f"no room for a message of {body.nbytes} bytes, which is too large for one packet "
-            f"(of {LARGEST_PACKET} bytes). Read or drop arrays, raise the budget, or send it in "
-            "smaller parts",
+            f"no shared memory for a message of {body.nbytes} bytes, which is too large for one "
+            f"packet (of {LARGEST_PACKET} bytes). Read or drop arrays, raise the budget, or send "
+            "it in smaller parts",
             operation="send",
             errno=0,
             requested=body.nbytes,
@@ -424,17 +426,18 @@ def open_packet(buffer: ReceiveBuffer, size: int) -> Received:
     Parameters
     ----------
     buffer : ReceiveBuffer
-        With the descriptors that came beside it, which the packet uses.
+        Has the packet and the descriptors that came with it.
     size : int
         Bytes of the packet.
 
     Raises
     ------
     InvalidHandleError
-        If it is none.
+        If it is not a packet.
     """
     if buffer.descriptors:
-        # While the message is unpickled somebody may print.
+        # If stdout is closed, a segment may have got number 1. While the message is
+        # unpickled, somebody may print.
         all_clear_of_streams(buffer.descriptors)
     elif size >= _HEAD.size and buffer.startswith(_PLAIN):
         return PlainArrival(buffer, size)
@@ -442,7 +445,7 @@ def open_packet(buffer: ReceiveBuffer, size: int) -> Received:
 
 
 def load_whole(body: bytes | memoryview) -> Any:
-    """Unpickle a message that has everything in itself."""
+    """Unpickle a message that refers to no shared memory."""
     try:
         return pickle.loads(body)
     except OSError as error:
@@ -452,7 +455,7 @@ def load_whole(body: bytes | memoryview) -> Any:
 
 
 class PlainArrival:
-    """A packet that has its whole message in itself, as most do; as :class:`Arrival`."""
+    """A packet that refers to no segments, as most do; has the methods of :class:`Arrival`."""
 
     __slots__ = ("_body",)
 
@@ -476,7 +479,7 @@ class Arrival:
     Parameters
     ----------
     buffer : ReceiveBuffer
-        That it was read into, and whose the descriptors are. Must stay as it is
+        Has the packet, and owns the descriptors that came with it. Nobody may change it
         until that call has ended.
     size : int
         Bytes of the packet.
@@ -492,8 +495,8 @@ class Arrival:
             _refuse(memoryview(buffer)[:size], len(descriptors))
         self._kind = kind
         self._body = memoryview(buffer)[start:size]
-        # Of segments that are open here, too: one whose owner is dead is closed
-        # at any moment when nothing of it is in use, and comes from nowhere else.
+        # Kept even for segments that are open here. One whose owner is dead may be closed
+        # at any moment when none of it is in use, and can then be opened by nothing else.
         self._arrived: dict[bytes, int] = {}
         place = _HEAD.size
         for fd in descriptors:
@@ -507,7 +510,7 @@ class Arrival:
         Parameters
         ----------
         lender : Lender, optional
-            Who keeps what it has brought once that is dropped.
+            Keeps the message's blocks once the program has dropped them.
 
         Raises
         ------
@@ -516,18 +519,18 @@ class Arrival:
             message, which ``pickle.loads`` can try again.
         """
         if self._kind == _IN_BLOCK:
-            # No name for the body: it would stay in a traceback.
+            # No local variable for the block: a traceback would keep it in use.
             body = self._import_body
             return load_message(pickle.loads, body(_load_body).buffer, self._arrived, lender)
         return load_message(pickle.loads, self._body, self._arrived, lender)
 
     def contents(self) -> bytes:
-        """Return the bytes of the message; what they refer to stays as long as they do."""
+        """Return the bytes of the message; while they live, what they refer to is kept."""
         if self._kind == _IN_BLOCK:
             data = contents_of(self._import_body(_read_body))
         else:
             data = bytes(self._body)
-        # Who unpickles the bytes later does not have the descriptors.
+        # The descriptors will be closed by the time the bytes are unpickled.
         return with_arrived(self._arrived, _hold, data)
 
     def _import_body(self, again: Any) -> Block:
@@ -540,7 +543,7 @@ class Arrival:
 
 
 class CallArrival:
-    """A packet with the pickle of one call; as :class:`Arrival`.
+    """A packet with the pickle of one call; has the methods of :class:`Arrival`.
 
     Raises
     ------
@@ -555,7 +558,7 @@ class CallArrival:
         if size < _CALL_HEAD.size or len(descriptors) > 1:
             _refuse(memoryview(buffer)[:size], len(descriptors))
         _, _, token, before, self._handle_size = _CALL_HEAD.unpack_from(buffer)
-        self._handle_at = before + HANDLE_AFTER
+        self._handle_at = before + LENGTH_PREFIX
         self._body = memoryview(buffer)[_CALL_HEAD.size : size]
         self._arrived = {token: descriptors[0]} if descriptors else {}
 
@@ -564,18 +567,18 @@ class CallArrival:
         return load_message(self._call, self._body, self._arrived, lender)
 
     def _call(self, body: memoryview) -> Any:
-        """Do as ``pickle.loads``."""
+        """Do what ``pickle.loads`` would do, but faster."""
         data = bytes(body)
         start = self._handle_at
         end = start + self._handle_size
-        call = call_of(data[: start - HANDLE_AFTER], data[end:])
+        call = call_of(data[: start - LENGTH_PREFIX], data[end:])
         if call is None:
             return pickle.loads(data)
         function, arguments = call
         return function(data[start:end], *arguments)
 
     def contents(self) -> bytes:
-        """Return the bytes of the message; what they refer to stays as long as they do."""
+        """Return the bytes of the message; while they live, what they refer to is kept."""
         return with_arrived(self._arrived, _hold, bytes(self._body))
 
 
@@ -583,7 +586,7 @@ Received: TypeAlias = "Arrival | CallArrival | PlainArrival"
 
 
 class _HeldBytes(bytes):
-    """The bytes of a message, which keep open the segments that it refers to."""
+    """The bytes of a message. While they live, the segments that it refers to stay open."""
 
     _let_go: Callable[[], None]
 
@@ -593,18 +596,18 @@ class _HeldBytes(bytes):
         return held
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Nobody else can keep open what this process has.
+        # Plain bytes: another process cannot keep this process's segments open.
         return bytes, (bytes(self),)
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # While the interpreter ends the globals of the modules may be gone.
+        # During interpreter shutdown the modules' globals may be gone.
         if not is_ending():
             self._let_go()
 
 
 def _hold(data: bytes) -> bytes:
     let_go = hold_message(data)
-    # The others are copied once more, and are mostly small.
+    # _HeldBytes copies the bytes, which are mostly small.
     return data if let_go is None else _HeldBytes(data, let_go)
 
 

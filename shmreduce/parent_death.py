@@ -2,28 +2,26 @@
 
 May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.prctl` and ``fork_hooks``.
 
-The parent holds the writing end of a pipe, the *lifeline*, into which nothing is
-ever written; the child has asked the kernel for a signal (``F_SETSIG``,
-``O_ASYNC``: https://man7.org/linux/man-pages/man2/fcntl.2.html) on the reading
-end. When the parent is gone, however it went, the kernel closes the pipe and
-sends the signal. No thread waits for it, so that the child can fork without a
-warning about threads.
+The parent holds the writing end of a pipe, the *lifeline*, and never writes to it. The
+child asks the kernel for a signal on the reading end (``F_SETSIG``, ``O_ASYNC``:
+https://man7.org/linux/man-pages/man2/fcntl.2.html). When the parent ends, in whatever
+way, the kernel closes the pipe and sends the signal. No thread waits for it, so the child
+can fork without a warning about threads.
 
-Where Python handles the wanted signal, as it does SIGINT, the kernel sends a
-*notice* instead, whose handler raises the wanted one. For KeyboardInterrupt can
-be lost: one that is raised in a finalizer or in a hook of fork() is printed and
-dropped by the interpreter. Then it is raised again; and a child that is still
-there half a minute later is killed.
+If Python handles the wanted signal, as it does SIGINT, the kernel sends another signal
+instead, the *notice*, whose handler raises the wanted one. That is because a
+KeyboardInterrupt can be lost: if it is raised in a finalizer or in a hook of fork(), the
+interpreter prints and drops it. Then the signal is raised again. A child that is still
+alive half a minute later is killed.
 
-``PR_SET_PDEATHSIG`` alone would not do. It follows the *thread* that started
-the child, and fires when that thread ends while the process lives on. A child
-of the fork server has the server as its parent, and the server lives as long as
-its children. And a process that is told to die, but waits for its own children
-first, could not pass the message on. It is used where the kernel does not
-offer the signal on the pipe.
+``PR_SET_PDEATHSIG`` alone would not be enough. It follows the *thread* that started the
+child, and sends the signal when that thread ends, although the process lives on. The
+parent of a fork server's child is the server, which lives as long as its children. And a
+process that must die, but waits for its own children first, could not make them die. It
+is used only if the kernel does not offer the signal on the pipe.
 
-The race, the parent's death before the child has asked, is closed by looking at
-the pipe after asking.
+There is a race: the parent may die before the child has asked for the signal. So the child
+looks at the pipe after asking.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ __all__ = ["Lifeline", "cut_lifelines", "die_with_parent", "parent_is_gone"]
 
 
 class Lifeline:
-    """The parent's side: as long as it is not cut, the child does not get the signal.
+    """The parent's side: the child gets its signal when this is cut.
 
     Attributes
     ----------
     reader : Descriptor
-        For the child. The parent closes its own copy when the child is started.
+        For the child. The parent closes its own copy when the child has been started.
     """
 
     def __init__(self) -> None:
@@ -65,7 +63,7 @@ class Lifeline:
         _lifelines.add(self)
 
     def cut(self) -> None:
-        """Let the child get its signal now; nothing happens if it has ended."""
+        """Let the child get its signal now; do nothing if it has ended."""
         self._writer.close()
 
 
@@ -73,18 +71,18 @@ _lifelines: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 def cut_lifelines() -> None:
-    """Cut all lifelines of children of this process."""
+    """Cut the lifelines of all children of this process."""
     for lifeline in list(_lifelines):
         lifeline.cut()
 
 
 _held: list[Descriptor] = []
-"""In a child: the reading end of its lifeline, kept open to its end."""
+"""In a child, the reading end of its lifeline, which stays open until the child ends."""
 
 
 def _forget_in_forked_child() -> None:
-    # A forked process that kept the writing ends would keep its parent's other children
-    # alive; the reading end is that of the process that it was forked from.
+    # If a forked process kept the writing ends, the parent's other children would not notice
+    # the parent's death. The reading end belongs to the process that forked it.
     cut_lifelines()
     _held.clear()
 
@@ -100,13 +98,13 @@ def die_with_parent(reader: Descriptor, number: int, parent: int, *, group: bool
     reader : Descriptor
         The reading end of the lifeline. It is kept open from now on.
     number : int
-        The signal. If this process ignores it, as programs do with SIGINT that
-        a shell has put into the background, SIGTERM is taken, else SIGKILL.
-        A process that handles it has 30 seconds to end.
+        The signal. If this process ignores it, SIGTERM is used; if it ignores that too,
+        SIGKILL. (Programs that a shell runs in the background ignore SIGINT.) A process
+        that handles the signal has 30 seconds to end.
     parent : int
         The parent's process id.
     group : bool
-        Whether all processes of this one's group get it, where the kernel offers that.
+        Whether all processes of this one's group get it, if the kernel offers that.
 
     Raises
     ------
@@ -115,7 +113,7 @@ def die_with_parent(reader: Descriptor, number: int, parent: int, *, group: bool
 
     Notes
     -----
-    To be called by the main thread, as handlers of signals are set here.
+    Must be called by the main thread, since it sets signal handlers.
     """
     _held.append(reader)
     if sys.platform == "linux":
@@ -136,7 +134,7 @@ def _ask_for_signal(reader: int, number: int, parent: int, receiver: int) -> Non
         flags = fcntl.fcntl(reader, fcntl.F_GETFL)
         fcntl.fcntl(reader, fcntl.F_SETFL, flags | os.O_ASYNC)
     except OSError:
-        # Some sandboxes do not have it.
+        # Some sandboxes do not offer it.
         if os.getppid() == parent:
             set_parent_death_signal(chosen)
 
@@ -159,10 +157,10 @@ class _Notice:
         self._previous_hook = sys.unraisablehook
 
     def arrived(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Raise the wanted signal and see to it that the process ends."""
+        """Raise the wanted signal, and start a thread that makes sure the process ends."""
         self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._look_at_lost_errors
-        # Not threading.Thread, whose locks the interrupted code may hold. While the
-        # interpreter ends no thread can be started, nor is one needed.
+        # Not threading.Thread, whose locks the interrupted code may hold. RuntimeError
+        # during interpreter shutdown, when the process ends anyway.
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(self._see_to_the_end, ())
         signal.raise_signal(self._wanted)
@@ -184,9 +182,9 @@ class _Notice:
 
 
 _SECONDS_TO_END = 30.0
-"""What a process has for its ``finally`` clauses after the death of its parent."""
+"""The time for a process's ``finally`` clauses after the death of its parent."""
 _PAUSE = 0.05
-"""Seconds between two looks at whether the signal was lost."""
+"""Seconds between two checks whether the signal was lost."""
 
 
 def parent_is_gone() -> bool:

@@ -1,4 +1,4 @@
-"""Pickles of calls, which are made at the point of the stream where they stand.
+"""Pickles of calls, which the unpickler makes when it reaches them in the stream.
 
 May import the standard library only.
 """
@@ -16,17 +16,17 @@ __all__ = ["BEFORE_NAME", "BEGINNING", "CallOnLoad", "pickle_of_call", "start_of
 
 _PROTOCOL = 5
 BEGINNING = pickle.PROTO + bytes([_PROTOCOL])
-"""Of each pickle that is made here."""
+"""The beginning of every pickle that is made here."""
 BEFORE_NAME = BEGINNING + pickle.GLOBAL
-"""How one of a call begins whose function has a simple name."""
+"""The beginning of the pickle of a call whose function has a simple name."""
 _CALLED = pickle.REDUCE + pickle.STOP
 _MOST_CALLS = 64
 _calls: dict[Callable[..., Any], bytes] = {}
-"""How the pickle of a call of each function begins."""
+"""The beginning of the pickle of a call, by function."""
 
 
 class CallOnLoad:
-    """Pickles as a call, made at the point of the stream where it stands."""
+    """Pickles as a call, which the unpickler makes when it reaches it in the stream."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._function, self._arguments = function, arguments
@@ -38,15 +38,15 @@ class CallOnLoad:
 def pickle_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     """Return what ``pickle.dumps(CallOnLoad(function, *arguments))`` would, in half the time.
 
-    To find out how a function is named takes as long as all the rest. So a name that
-    was found to lead to it is kept.
+    Finding a function's name and checking that it leads to the function takes half of the
+    time. So the name is cached.
 
     Parameters
     ----------
     function : callable
-        Of a module, at its top level, or anything else that can be pickled.
+        A function at the top level of a module, or any other callable that can be pickled.
     arguments : tuple
-        What it is called with.
+        The arguments of the call.
 
     Examples
     --------
@@ -56,17 +56,17 @@ def pickle_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     start = start_of_call(function)
     if start is None:
         return pickle.dumps(CallOnLoad(function, *arguments), _PROTOCOL)
-    # Nothing but the arguments is in the memo, whose numbers they have given by themselves.
+    # GLOBAL puts nothing into the memo, so the memo indexes of the arguments are right.
     return b"".join((start, memoryview(pickle.dumps(arguments, _PROTOCOL))[2:-1], _CALLED))
 
 
 def start_of_call(function: Callable[..., Any]) -> bytes | None:
-    """Return how the pickle of a call of a function begins; None if its name is not simple."""
+    """Return the beginning of the pickle of a function's call; None if its name is not simple."""
     start = _calls.get(function)
     if start is None:
         if type(function) is not FunctionType or not _is_simple_name(function):
             return None
-        # This raises if there is no way to it by name.
+        # Raises if the function cannot be found by its name.
         pickle.dumps(function, _PROTOCOL)
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()

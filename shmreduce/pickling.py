@@ -1,13 +1,13 @@
-"""One run of a pickler: reducers by type, and what becomes of the message.
+"""One run of a pickler: it calls reducers by type, and commits or rolls back the message.
 
 May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
 ``copying``, ``pickled_calls``, ``plain_objects`` and ``presized_pickle``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
 
-While it dumps, a pickler keeps its :class:`Message` among its attributes. It is
-made when a reducer first needs it, committed when the dump succeeds and rolled
-back when it fails.
+During a dump, the pickler keeps its :class:`Message` as an attribute. The message
+is made when a reducer first needs it. It is rolled back if the dump fails; otherwise
+the caller of the dump commits it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pickle
 from _thread import allocate_lock, start_new_thread
 from contextlib import suppress
 
-# The reducers of the standard library import it when they need it; a child that
-# is forked in the middle of that waits for the import lock for ever.
+# Imported early. The reducers of the standard library import it when they first need
+# it, and a child that is forked during that import waits for the import lock for ever.
 from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
 from types import BuiltinFunctionType, FunctionType
@@ -81,15 +81,15 @@ __all__ = [
 ]
 
 _MESSAGE = "_shmreduce_message"
-"""Where a pickler keeps the message of the run under way; None until it is needed."""
+"""The pickler's attribute for the message of the current dump; None until it is needed."""
 _MOVER = "_shmreduce_mover"
-"""Where a pickler keeps who moves the arrays of that message, if anybody."""
+"""The pickler's attribute for the mover of that message's arrays, or None."""
 _PROTOCOL = 5
-"""The first with buffers out of band: https://peps.python.org/pep-0574/"""
+"""The first protocol with out-of-band buffers: https://peps.python.org/pep-0574/"""
 _REDUCED = (tuple, str)
-"""What ``__reduce__`` may return; a union would be made anew at each look."""
+"""What ``__reduce__`` may return. ``tuple | str`` would be built anew at each use."""
 _ALIGNMENT = 64
-"""Of the buffers in a block, as Arrow asks for:
+"""Alignment in bytes of the buffers in a block, as Arrow recommends:
 https://arrow.apache.org/docs/format/Columnar.html#buffer-alignment-and-padding"""
 
 
@@ -105,28 +105,28 @@ def ask_reducer(
     shared_memory: Callable[[], bool],
     in_pipe: bool,
 ) -> Any:
-    """Return what a reducer makes of an object, for ``reducer_override``.
+    """Return what a reducer returns for an object, for use in ``reducer_override``.
 
     Parameters
     ----------
     pickler : pickle.Pickler
-        In a dump by :func:`dump_message`.
+        A pickler that is in a dump by :func:`dump_message`.
     obj : object
-        What is being pickled.
+        The object that is being pickled.
     claim : ReducerClaim
-        Whom the registry named for its type.
+        The registry's answer for its type.
     outranked : mapping of type to callable
-        Reducers of the pickler's own that the registry goes before; any other
-        that is registered for this very class wins.
+        Entries of the pickler's ``dispatch_table`` that the registry overrides. Any other
+        entry for the object's class overrides the registry.
     shared_memory : callable
-        Whether a message that is begun now may use shared memory.
+        Returns whether a new message may use shared memory.
     in_pipe : bool
         As for :class:`Message`.
 
     Returns
     -------
     tuple, str or NotImplemented
-        As of ``__reduce__``; NotImplemented for the ordinary way.
+        The same as ``__reduce__`` returns; NotImplemented asks for ordinary pickling.
 
     Raises
     ------
@@ -154,10 +154,10 @@ def dump_message(
 ) -> Message | None:
     """Pickle an object by ``dump(pickler, obj)``, the pickler's own method.
 
-    Returns the message, to be committed or rolled back, or None if no reducer
-    needed one; it is ``begun`` if that is given. If pickling fails nothing is
-    held afterwards. ``mover`` is what :func:`take_mover` has said of the object,
-    if that was asked before.
+    Returns the message, which the caller commits or rolls back, or None if no reducer
+    needed one. If ``begun`` is given, that is the message. If pickling fails, all memory
+    is given back. ``mover`` is the result of :func:`take_mover` for the object, if the
+    caller has it already.
     """
     state = pickler.__dict__
     state[_MESSAGE] = begun
@@ -191,16 +191,17 @@ def load_message(
     data : bytes-like
         The pickle.
     arrived : mapping of bytes to int, optional
-        Descriptors of segments that came with it, by token; the caller's.
+        Descriptors of segments that came with it, by token. They stay the caller's.
     lender : Lender, optional
-        Who keeps the blocks that it brings once they are dropped.
+        Keeps the message's blocks once the program has dropped them.
     **options
-        Of ``load``.
+        Passed on to ``load``.
 
     Notes
     -----
-    If that fails, what the message holds is given back. An error that may pass
-    has the message in ``message_bytes`` instead, which can be loaded again.
+    If unpickling fails, the memory of the message is given back. But if the error is
+    temporary, such as a lack of descriptors, its ``message_bytes`` has the message,
+    which can be loaded again.
     """
     loading, outer = Loading(arrived), here.loading
     try:
@@ -216,12 +217,12 @@ def load_message(
         if _may_pass(error):
             _clear_frames(error)
             loading.undo()
-            # Unless this is another try already.
+            # Equal if this is a repeated try: then it is wrapped already.
             if error.message_bytes != data:
                 error.message_bytes = loads_again(bytes(data))
         elif isinstance(error, RecursionError):
-            # There may be too little stack left to discard it. Another thread has its own,
-            # and no function of Python is needed to start that.
+            # There may be too little stack left here to discard the message, so a new
+            # thread does it. Starting one with _thread calls no Python function.
             done = allocate_lock()
             done.acquire()
             try:
@@ -232,7 +233,7 @@ def load_message(
                 done.release()
             done.acquire()
         elif not isinstance(error, AlreadyLoadedError):
-            # What another loader has begun is that loader's, whole.
+            # AlreadyLoadedError: somebody else is loading this message, and owns all of it.
             discard_message(data)
         raise
     else:
@@ -244,12 +245,12 @@ def load_message(
         try:
             loading.close()
         except BaseException:
-            # Ctrl-C, maybe before anything was ended.
+            # Ctrl-C may have come before the first call did anything.
             loading.close()
             raise
-        # Connection.recv() passes a view of a BytesIO. In a traceback it would
-        # be collected together with it, and CPython 3.13 complains of a BytesIO
-        # that dies with views.
+        # Connection.recv() passes a view of a BytesIO. If a traceback kept the view, the
+        # cycle collector could free both together, and CPython 3.13 complains if a
+        # BytesIO is freed while views of it exist.
         del data
 
 
@@ -261,9 +262,9 @@ def _discard_apart(arrived: Mapping[bytes, int], data: bytes, tell: Callable[[],
 
 
 def loads_again(data: bytes) -> bytes:
-    """Return a pickle of what a message brings, which can be tried any number of times.
+    """Return a pickle that loads the message ``data``, and can be loaded again if that fails.
 
-    What a try that fails has claimed is given back, as by :func:`load_message`.
+    A failed try gives back what it has claimed, as :func:`load_message` does.
     """
     return pickle.dumps(CallOnLoad(_load_again, data), _PROTOCOL)
 
@@ -273,12 +274,15 @@ def _load_again(data: bytes) -> Any:
 
 
 def is_exhausted(error: BaseException) -> TypeGuard[OSError]:
-    """Return whether no descriptor was free, as to import what is needed to unpickle."""
+    """Return whether an error means that no descriptor is free.
+
+    Not only segments need one: so does the import of a module that is needed to unpickle.
+    """
     return isinstance(error, OSError) and error.errno in EXHAUSTED
 
 
 def unloaded(error: OSError, data: Any) -> AttachError:
-    """Return what to raise for a message that loads once a descriptor is free."""
+    """Return the error for a message that can be loaded once a descriptor is free."""
     found = AttachError(
         f"no descriptor is free to load the message: {error}. Close files or raise the limit "
         "(ulimit -n), then give message_bytes of this error to pickle.loads",
@@ -293,18 +297,18 @@ def unloaded(error: OSError, data: Any) -> AttachError:
 
 
 def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
-    """Whether somebody has registered this very class with the pickler itself."""
+    """Whether somebody has registered a reducer for exactly this class with the pickler."""
     reduce = pickler.dispatch_table.get(cls)
     return (
         reduce is not None
-        # How the class is pickled anywhere: what reducers are there to replace.
+        # An entry of copyreg holds for all picklers: our reducers are meant to replace it.
         and reduce is not copyreg.dispatch_table.get(cls)
         and reduce is not outranked.get(cls)
     )
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Drop the local variables of what has failed: views there would count as somebody's."""
+    """Clear the frames of an error's traceback: views in them would keep blocks in use."""
     seen: list[BaseException | None] = [None]
     left = [error]
     while left:
@@ -313,14 +317,14 @@ def _clear_frames(error: BaseException) -> None:
         left += [one for one in (each.__cause__, each.__context__) if one and one not in seen]
         trace = each.__traceback__
         while trace is not None:
-            # Frames that are running, as that of load_message, refuse.
+            # A frame that is still running, as that of load_message, cannot be cleared.
             with suppress(RuntimeError):
                 trace.tb_frame.clear()
             trace = trace.tb_next
 
 
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
-    """Whether the same message may load later: nothing of the block was claimed."""
+    """Whether the error is temporary: nothing was claimed, and the message may load later."""
     passing = AttachError | SegmentError | LeaseTimeoutError | OutOfLeasesError
     return isinstance(error, passing) and not isinstance(
         error, ProducerDied | SegmentGoneError | WrongHostError | ForeignSegmentError
@@ -343,14 +347,14 @@ def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
 
 
 class Pickled(NamedTuple):
-    """A pickle, and the message to be committed or rolled back if there is one."""
+    """A pickle, and its message, if there is one, to be committed or rolled back."""
 
     data: memoryview
     message: Message | None
 
 
 class Begun(NamedTuple):
-    """An object, what its reducer returned, and the message that this is part of."""
+    """An object, what its reducer returned for it, and the message that the reducer used."""
 
     obj: object
     reduced: tuple[Any, ...]
@@ -360,25 +364,25 @@ class Begun(NamedTuple):
 class Pickler(ForkingPickler):
     """Pickles for the channels of shmreduce.
 
-    What was registered by ``ForkingPickler.register``, or is done by a
-    ``reducer_override`` that somebody has given to that class, holds here too.
-    Large buffers that objects offer out of band go into one block per message.
+    It respects reducers that were registered by ``ForkingPickler.register``, and a
+    ``reducer_override`` that somebody has added to that class. Large out-of-band buffers
+    of objects go into one block per message.
 
     Parameters
     ----------
     file : binary file
-        Where to write; the caller's.
+        Where to write. It stays the caller's.
     keep_buffer : callable, optional
-        Takes a buffer offered out of band and returns False, or returns True
-        for one that is to be pickled like anything else.
+        The pickler's ``buffer_callback``: returns False for an out-of-band buffer that it
+        keeps, True for one that is to be pickled in-band.
     begun : Begun, optional
-        What a reducer has made already of the object to be dumped.
+        If the reducer was called for the object already: what it returned.
     message : Message, optional
-        What the object is a part of; ``begun`` has the same.
+        The message to add to; if ``begun`` is given, that of ``begun``.
     mover : Mover, optional
-        Who moves the arrays of the object.
+        Moves the arrays of the object.
     in_pipe : bool
-        As for :class:`Message`, where none is given.
+        As for :class:`Message`; used if no message is given.
     """
 
     def __init__(
@@ -415,7 +419,7 @@ class Pickler(ForkingPickler):
             )
         if result is NotImplemented:
             if self._mover is not None and not isinstance(obj, _NAMED):
-                # Its own methods are called now, and may write to arrays.
+                # The object's own methods are called now, and they may write to arrays.
                 self._mover.cut_off()
             others = override_of_others()
             if others is not None:
@@ -429,7 +433,7 @@ class Pickler(ForkingPickler):
 
 _NOBODY: Mapping[type, object] = {}
 _NAMED = (type, FunctionType, BuiltinFunctionType)
-"""What is pickled as a name, by no methods of its own."""
+"""Types whose instances are pickled by name, without a call of their methods."""
 
 
 def _always() -> bool:
@@ -437,7 +441,7 @@ def _always() -> bool:
 
 
 class _Buffers:
-    """The buffers of one message that were offered out of band, in order."""
+    """The out-of-band buffers of one message, in order."""
 
     __slots__ = ("kept",)
 
@@ -449,7 +453,7 @@ class _Buffers:
         try:
             raw = buffer.raw()
         except BufferError:
-            # Not contiguous: pickle says so.
+            # Not contiguous: pickle raises the error.
             return True
         if raw.nbytes < get_settings().inline_limit:
             return True
@@ -457,9 +461,9 @@ class _Buffers:
         return False
 
     def copy(self, message: Message) -> tuple[bytes, list[tuple[int, int, bool]]] | None:
-        """Copy them into a block; return its handle and (offset, size, read-only) of each.
+        """Copy them into a block; return its handle and each (offset, size, read-only).
 
-        Returns None if the message gets no block.
+        Returns None if the message does not get a block.
         """
         places = []
         end = 0
@@ -482,24 +486,24 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     Parameters
     ----------
     obj : object
-        What to pickle.
+        The object to pickle.
     block_from : int, optional
-        Bytes from which the pickle may be in a block of the message, for which
-        see :meth:`Message.handle_of`. If not given it never is, and is kept short, as one
-        for a pipe.
+        A pickle of at least this many bytes may be in a block of the message, see
+        :meth:`Message.handle_of`. By default it never is, and it is kept short, as for
+        a pipe.
     mover : Mover, optional
-        Who moves the arrays of the object; else whom :func:`take_mover` names.
+        Moves the arrays of the object; by default the result of :func:`take_mover`.
 
     Returns
     -------
     Pickled
-        The caller commits the message, or rolls it back. The data can be
-        unpickled by anybody, once, as any pickle.
+        The caller commits the message, or rolls it back. The data is an ordinary pickle:
+        any process can unpickle it, once.
 
     Raises
     ------
     OutOfSharedMemoryError, BudgetExceededError
-        If there is no room; nothing is held then, as after any other error.
+        If there is no room. After any error, all memory is given back.
 
     Examples
     --------
@@ -520,20 +524,20 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     try:
         reduced = claim.reducer.reduce(obj, message)
         if type(reduced) is tuple and len(reduced) == 2 and says_all(reduced[1]):
-            # Nobody has to be asked about any part of it: the quick pickler will do.
+            # No reducer claims any part of it, so the fast path can pickle it.
             return Pickled(memoryview(pickle_of_call(*reduced)), message)
     except BaseException:
         message.rollback()
         raise
     if type(reduced) is tuple:
         return _dump_whole(obj, mover, Begun(obj, reduced, message), block_from)
-    # In the ordinary way; or the reducer is at fault, and is told so there.
+    # NotImplemented; or an invalid result, for which the pickler below raises.
     message.rollback()
     return _dump_whole(obj, mover, block_from=block_from)
 
 
 def reducer_claim(cls: type) -> ReducerClaim | None:
-    """Return who reduces objects of a class in our channels; the registry, unless overruled."""
+    """Return the registry's claim on a class; None if ``ForkingPickler.register`` overrides it."""
     claim = get_registry().find(cls)
     if claim is None or cls in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
         return None
@@ -594,7 +598,8 @@ def _load_with_buffers(handle: bytes, places: list[tuple[int, int, bool]], data:
     everything = import_block(handle).buffer
     views = []
     for start, size, readonly in places:
-        # Not a slice: the ``obj`` of a view, which an object may ask for, is its bytes alone.
+        # Not a slice of the block: an object may look at ``obj`` of its view, and must find
+        # only its own bytes there.
         view = memoryview(make_root(everything, start, size)).cast("B")
         views.append(view.toreadonly() if readonly else view)
     return pickle.loads(data, buffers=views)

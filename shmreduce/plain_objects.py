@@ -1,10 +1,10 @@
-"""Small objects about whose parts nobody would be asked when they are pickled.
+"""Recognises small objects for which no reducer would be called, neither for their parts.
 
 May import :mod:`shmreduce.process_registry`.
 
-Most messages are such: a number, a few words, the call of a function with them. The
-pickler of the language does for them, which is five times as quick as one that
-asks for the reducer of each part.
+Most messages are such objects: a number, a few words, a function and its arguments.
+``pickle.dumps`` can pickle them, which is five times as fast as a pickler that looks
+for a reducer for each part.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["ATOMS", "PASSES_ON", "UNASKED", "is_plain", "override_of_others", "says_all"]
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
-"""What a pickler never asks anybody about."""
+"""Types for which a pickler never calls ``reducer_override``."""
 UNASKED = ATOMS | {tuple, list, dict, set, frozenset, FunctionType}
-"""What a pickler asks nobody about, or, of containers and functions, nobody of one buffer."""
+"""Types for whose objects no reducer's ``buffer_of`` is called."""
 PASSES_ON = "_shmreduce_passes_on"
-"""Where a ``reducer_override`` that asks our registry itself keeps the next."""
+"""The attribute of our own ``reducer_override`` that has the one which was there before it."""
 _FEW_ITEMS, _FEW_LEVELS = 16, 3
-"""How far an object is looked at: further would take as long as pickling."""
+"""Limits of what is looked at: looking at more would take as long as pickling it."""
 
 
 def override_of_others() -> Callable[..., Any] | None:
-    """Return the ``reducer_override`` that somebody else has given to ``ForkingPickler``."""
+    """Return the ``reducer_override`` of another library in ``ForkingPickler``, if any."""
     override: Callable[..., Any] | None = getattr(ForkingPickler, "reducer_override", None)
     if override is None:
         return None
@@ -40,7 +40,7 @@ def override_of_others() -> Callable[..., Any] | None:
 
 
 def is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
-    """Whether ``pickle.dumps`` does for an object what any of our picklers would.
+    """Whether ``pickle.dumps`` pickles an object as our picklers would.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
 
 
 def _functions_are_plain() -> bool:
-    # A pickler writes the name of one without a look at its tables of reducers.
+    # A pickler asks reducer_override about a function, but not its dispatch_table.
     return override_of_others() is None and get_registry().find(FunctionType) is None
 
 

@@ -1,7 +1,7 @@
 """A pool of worker processes with the interface of :class:`multiprocessing.pool.Pool`.
 
-May import everything below it: :mod:`shmreduce.pool_feeding` makes tasks of calls,
-:mod:`shmreduce.pool_supervisor` has the workers that do them.
+May import everything below it. :mod:`shmreduce.pool_feeding` turns calls into tasks,
+:mod:`shmreduce.pool_supervisor` runs the workers that do them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
-# Named as in multiprocessing.pool.
+# The states of multiprocessing.pool.
 RUN, CLOSE, TERMINATE = "RUN", "CLOSE", "TERMINATE"
 _INIT = "INIT"
 
@@ -77,14 +77,14 @@ class Pool:
     initargs : iterable
         Its arguments.
     maxtasksperchild : int, optional
-        After so many tasks a worker leaves and a new one takes its place.
+        After this many tasks a worker leaves, and a new one takes its place.
     context : multiprocessing context, optional
-        Starts the workers; by default :func:`shmreduce.get_context`'s. Arrays
-        travel by shared memory with a context of shmreduce, and with any after
+        Starts the workers; by default :func:`shmreduce.get_context` gives it. Arrays travel
+        by shared memory with a context of shmreduce, and with any other context after
         :func:`shmreduce.install`.
     retries : int
-        How often a task is tried again whose worker was killed. For tasks
-        that do no harm when they are begun twice.
+        How often a task is tried again if its worker was killed. Use it for tasks that
+        may safely run twice.
     shared_allocations : bool
         Whether tasks run in :func:`shmreduce.shared_allocations`: large arrays
         that they return and do not keep are moved to the caller, not copied.
@@ -92,12 +92,12 @@ class Pool:
     Raises
     ------
     ValueError, TypeError
-        If an argument is impossible; one that only shmreduce has is a
+        If an argument is impossible. For ``retries`` and ``shared_allocations`` it is a
         :class:`~shmreduce.ConfigurationError`, which is a ValueError.
     AllocatorUnavailableError
         With ``shared_allocations``, if the compiled allocator is missing.
     OSError
-        If a worker cannot be started. None is left then.
+        If a worker cannot be started. Those that were started have been ended then.
 
     Notes
     -----
@@ -113,7 +113,7 @@ class Pool:
     [1, 2, 3]
     """
 
-    # Of the class: __del__ is called for what was given arguments that it does not take.
+    # On the class: if __init__ raises TypeError for its arguments, __del__ is called still.
     _state = _INIT
 
     def __init__(
@@ -154,14 +154,14 @@ class Pool:
             broken=lambda error: error,
         )
         self._feeder = Feeder(self._supervisor)
-        # First: Ctrl-C may come before there is a pool that could be terminated.
+        # Before start(): if Ctrl-C interrupts that, the caller has no pool to terminate.
         self._terminate = util.Finalize(self, self._supervisor.terminate, exitpriority=15)
         self._supervisor.start()
         self._state = RUN
 
     @staticmethod
     def Process(ctx: Any, *args: Any, **kwds: Any) -> BaseProcess:  # noqa: N802
-        """Make a worker's process; subclasses may make others."""
+        """Make a worker's process; subclasses may override this."""
         process: BaseProcess = ctx.Process(*args, **kwds)
         return process
 
@@ -180,7 +180,7 @@ class Pool:
         warn: Callable[..., object] = warnings.warn,
         getpid: Callable[[], int] = os.getpid,
     ) -> None:
-        # Globals may be gone by now, defaults are not.
+        # At interpreter shutdown globals may be None; default arguments still exist.
         if self._state == "RUN" and self._pid == getpid():
             warn(f"unclosed running multiprocessing pool {self!r}", ResourceWarning, source=self)
 
@@ -198,11 +198,11 @@ class Pool:
 
     @property
     def _pool(self) -> list[BaseProcess]:
-        # The name that programs know.
+        # A private name of the standard library's pool that other packages use.
         return [worker.process for worker in self._supervisor.workers]
 
     def _repopulate_pool(self) -> None:
-        # Done by itself here.
+        # Another such name. Here the pool's thread does it anyway.
         self._supervisor.wake()
 
     def _check_running(self) -> None:
@@ -329,7 +329,7 @@ class Pool:
         TaskAbandonedError
             If the pool is terminated before all results are there.
         Exception
-            What the first item raised that raised; when all are done.
+            The exception of the first item that raised one, after all items are done.
         MissingExtraError
             If a progress bar is asked for and tqdm is not installed.
         ConfigurationError
@@ -443,7 +443,8 @@ class Pool:
             result: MapResult[_T] = MapResult(self, chunksize, len(items), progress=update)
             try:
                 self._supervisor.announce(result)
-                # Waiting for room while it waits anyway: inputs are not copied far ahead.
+                # map() waits anyway, so wait for room too: then inputs are not copied far
+                # ahead of the workers.
                 self._feeder.send_list(result, how, func, items, chunksize, tries, wait=True)
             finally:
                 self._supervisor.revoke(result)
@@ -495,15 +496,15 @@ class Pool:
         Returns
         -------
         IMapIterator
-            Raises what an item raised where its result would come; goes on behind that
-            with ``chunksize=1``, else has ended. Its ``next(timeout)`` waits for so many
-            seconds at most.
+            Raises the exception of an item in the place of its result. With ``chunksize=1``
+            it then goes on, otherwise it ends there. Its ``next(timeout)`` waits for so
+            many seconds at most.
 
         Raises
         ------
         Exception
-            As :meth:`map`; what becomes of items, WorkerDied and TaskAbandonedError
-            among it, comes from the iterator.
+            As :meth:`map`. The iterator raises what concerns single items, such as
+            WorkerDied and TaskAbandonedError.
 
         Examples
         --------
@@ -566,8 +567,9 @@ class Pool:
         return result
 
     def _feed(self, *arguments: Any) -> None:
-        # A method of the pool, which so lives until its thread ends: if it died as its
-        # last result came, it would wait for the pool's thread with the result's lock.
+        # A bound method, so that the pool lives until this thread ends. If it were freed
+        # when its last result arrives, its finalizer would wait for the pool's thread while
+        # it holds the result's lock, which that thread needs.
         self._feeder.send_announced(*arguments)
 
     # What all of them do
@@ -616,7 +618,7 @@ class Pool:
         """
         util.debug("terminating pool")
         self._state = TERMINATE
-        # Not by the finalizer alone, which is used up by a call that Ctrl-C ends.
+        # Not by calling the finalizer: it runs once only, even if Ctrl-C interrupts it.
         self._supervisor.terminate()
         self._terminate.cancel()
 

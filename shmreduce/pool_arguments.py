@@ -1,8 +1,8 @@
 """Checks the arguments of pools and executors.
 
-May import :mod:`shmreduce.errors` and ``born``. An impossible argument that the pool and
-executor of the standard library have too raises their errors; any other argument,
-``ConfigurationError``.
+May import :mod:`shmreduce.errors` and ``born``. If the pool or executor of the standard
+library has the argument too, an impossible value raises the same error as there; if only
+shmreduce has it, ``ConfigurationError``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def checked_retries(retries: int) -> int:
 
 
 def check_progress(progress: object) -> None:
-    """Raise ConfigurationError if a progress bar cannot be asked for like that."""
+    """Raise ConfigurationError if ``progress`` is neither a bool nor a string."""
     if not isinstance(progress, bool | str):
         _refuse("progress", progress, "give True, False, or a text to show beside the bar")
 
@@ -93,7 +93,7 @@ def check_shared_allocations(shared_allocations: object) -> None:
     if not isinstance(shared_allocations, bool):
         _refuse("shared_allocations", shared_allocations, "give True or False")
     if shared_allocations:
-        # Here, and not in each worker.
+        # Checked in the parent, so that the caller gets the error.
         check_allocator()
 
 

@@ -13,30 +13,29 @@ __all__ = ["Backpressure"]
 
 
 class Backpressure:
-    """How much may wait for a worker, of what comes from long iterables.
+    """Limits how many tasks of long iterables may wait for a worker.
 
-    Those who feed the pool wait here, so that a generator of large arrays is
+    The thread that feeds the pool waits here, so that a generator of large arrays is
     not read far ahead of the workers.
 
     Parameters
     ----------
     size : int
-        How many workers there are. As many tasks with shared memory may wait,
-        or a mebibyte of others for each.
+        The number of workers. For each of them, one task with shared memory or a mebibyte
+        of other tasks may wait.
     """
 
     def __init__(self, size: int) -> None:
         self._limit = size << 20
         self._used = 0
         self._closed = False
-        # Taken by its own ``with``: that of a Condition is Python code, in which
-        # Ctrl-C may come between the lock and the block, and it stays taken.
+        # Never ``with self._changed``, see interrupt_safe().
         lock = threading.RLock()
         self._lock = interrupt_safe(lock)
         self._changed = threading.Condition(lock)
 
     def acquire(self, weight: int) -> bool:
-        """Wait until there is room; False if there will be none, since the pool ends."""
+        """Wait until there is room; return False if the pool ends instead."""
         with self._lock:
             while not self._closed and self._used >= self._limit:
                 self._changed.wait()
@@ -52,7 +51,7 @@ class Backpressure:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let everybody go who waits."""
+        """Wake all threads that wait; nobody waits from now on."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()

@@ -2,15 +2,15 @@
 
 May import errors, ``connection``, ``packets``, ``pickling`` and what is below them.
 
-Pickling and sending are two steps here: a task is pickled when the user gives
-it to the pool and sent when a worker is free, and an error while an answer is
-unpickled must not be taken for a broken connection.
+Pickling and sending are separate steps. A task is pickled when the user gives it to
+the pool, and sent when a worker is free. An answer is received and then unpickled, so
+that an error of unpickling is not taken for a broken connection.
 
-With a context of :mod:`multiprocessing` messages are pickled by
-``ForkingPickler``, and share memory after :func:`shmreduce.install`. With one
-of :mod:`shmreduce.context` they always do, and answers bring the descriptors of
-their segments: a worker may be gone before its answer is read. Tasks need not:
-the pool lives as long as they do.
+With a context of :mod:`multiprocessing`, messages are pickled by ``ForkingPickler``,
+and share memory only after :func:`shmreduce.install`. With a context of
+:mod:`shmreduce.context` they always do, and the descriptors of an answer's segments
+travel with it, because the worker may have exited before its answer is read. Tasks do
+not need descriptors: the pool, which owns the segments, lives as long as its tasks.
 """
 
 from __future__ import annotations
@@ -50,26 +50,28 @@ __all__ = [
 ]
 
 STOP = b"\0"
-"""To a worker: leave. No pickle looks like that."""
+"""To a worker: leave. No pickle begins with this byte, nor with the next two."""
 _SEVERAL = b"\1"
-"""To a worker: several tasks, behind their number and their sizes. No pickle looks like that."""
+"""To a worker: the number of several tasks, their sizes, and the tasks."""
 _LENT = b"\2"
-"""To a worker: memory for what the task behind it returns. No pickle looks like that."""
+"""To a worker: blocks that it may use for its answer, and the task."""
 _LARGEST_WITH_LENT = 32 << 10
-"""Bytes of a task that memory is lent with: arrays do not count, and one copy more."""
+"""Memory is lent only with tasks of up to so many bytes, since it costs a copy of the task.
+
+The task's arrays do not count.
+"""
 READY = "ready"
-"""From a worker: the initializer is done."""
+"""From a worker: the initializer has returned."""
 FAILED = "failed"
 """From a worker: the initializer raised this exception."""
 RETURNED = "returned"
-"""From a worker: the next so many of its tasks are not going to be done here."""
+"""From a worker: it gives back this many of its tasks, the oldest that are not answered."""
 
 
 class Channel:
     """One end of a connection, and how messages on it are pickled.
 
-    As part of the arguments of a process that is being started it reaches the
-    child under every start method.
+    It can be passed to a child process as an argument, under every start method.
 
     Parameters
     ----------
@@ -85,24 +87,28 @@ class Channel:
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Close it; doing so again changes nothing."""
+        """Close it; do nothing if it is closed."""
         self._connection.close()
 
     def give_up(self) -> None:
-        """Give back the memory of what was sent and never read; the other side is dead."""
+        """Give back the memory of messages that the other side, which is dead, has not read."""
 
     def have_lender(self, lender: Lender) -> None:
-        """Have a lender keep large memory of answers, once dropped, for :meth:`send_task`."""
+        """Let a lender keep the large blocks of answers that the program has dropped.
+
+        :meth:`send_task` lends them to the worker again.
+        """
 
     @staticmethod
     def dumps(obj: object) -> Any:
-        """Pickle a task, for :meth:`send_bytes`; nothing is held if that fails."""
+        """Pickle a task, for :meth:`send_bytes`; if that fails, give back all memory."""
         return ForkingPickler.dumps(obj)
 
     def pack_last(self, held: list[Any]) -> Any:
-        """Pickle the one object in a list, an answer, for :meth:`send_packed`; it is emptied.
+        """Pickle the one object in a list, an answer, for :meth:`send_packed`; empty the list.
 
-        Nothing is held if that fails. Arrays that nobody has afterwards are moved.
+        Arrays to which no other reference is left are moved. If pickling fails, all memory
+        is given back.
         """
         with moves_of(held) as moves:
             data = ForkingPickler.dumps(held[0])
@@ -115,7 +121,7 @@ class Channel:
 
     @staticmethod
     def loads(data: Any) -> Any:
-        """Unpickle a message; what it holds is given back if that fails."""
+        """Unpickle a message; if that fails, give back its memory."""
         return ForkingPickler.loads(data)
 
     def send_bytes(self, data: Any) -> None:
@@ -128,11 +134,11 @@ class Channel:
         self.send_bytes(task)
 
     def send_tasks(self, tasks: list[Any]) -> None:
-        """Send pickled tasks, small ones if there are several, for :meth:`receive_tasks`."""
+        """Send one pickled task or several small ones, for :meth:`receive_tasks`."""
         self.send_bytes(tasks[0] if len(tasks) == 1 else _join(tasks))
 
     def receive_tasks(self) -> list[bytes]:
-        """Wait for what :meth:`send_tasks` sends; for errors see :meth:`receive_bytes`."""
+        """Wait for what :meth:`send_tasks` sends; raise the errors of :meth:`receive_bytes`."""
         data = self.receive_bytes()
         return _split(data) if data.startswith(_SEVERAL) else [data]
 
@@ -141,7 +147,7 @@ class Channel:
         self._connection.send_bytes(message)
 
     def receive_bytes(self) -> bytes:
-        """Wait for a message and return it as it came.
+        """Wait for a message, and return it without unpickling it.
 
         Raises
         ------
@@ -151,7 +157,9 @@ class Channel:
         return self._connection.recv_bytes()
 
     def receive(self) -> Callable[[], Any] | None:
-        """Return what unpickles the next answer, to be called once; None if it is not there yet.
+        """Return a function that unpickles the next answer, to be called once, or None.
+
+        None means that no answer has arrived yet.
 
         Raises
         ------
@@ -161,12 +169,12 @@ class Channel:
         return functools.partial(self.loads, self.receive_bytes())
 
     def poll(self) -> bool:
-        """Whether a message, or the end, is there."""
+        """Whether a message can be read, or the connection has ended."""
         return self._connection.poll(0)
 
 
 class _OwnChannel(Channel):
-    """One end of a connection of our own."""
+    """One end of a :class:`shmreduce.connection.Connection`."""
 
     _connection: connection.Connection
 
@@ -179,11 +187,11 @@ class _OwnChannel(Channel):
 
     def close(self) -> None:
         super().close()
-        # A forked child of a worker has nothing of what was lent to that.
+        # This also runs in a forked child of a worker, to which nothing was lent.
         self._borrowed.clear()
 
     def give_up(self) -> None:
-        # The last one alone: large tasks are sent to those who read.
+        # Only the last one can be unread: a large task is sent only to an idle worker.
         if self._in_block is not None:
             self._in_block.discard()
             self._in_block = None
@@ -193,12 +201,13 @@ class _OwnChannel(Channel):
         self._lender = lender
 
     def send_task(self, task: Any, borrower: int | None) -> None:
-        # What could not be opened there.
+        # Blocks that were lent with the task before and that the worker could not open.
         self._take_back_lent()
         if self._lender is None or not self._lender.has_some or len(task) > _LARGEST_WITH_LENT:
             self.send_bytes(task)
             return
-        # Without a lease for them, say, they are their owner's again.
+        # If they cannot be lent, for want of leases for example, pack_lent() has given them
+        # back, and the task is sent without.
         with contextlib.suppress(ShmreduceError):
             self._lent = packets.pack_lent(
                 self._lender, borrower, lambda lent: _with_lent(lent, task)
@@ -225,7 +234,8 @@ class _OwnChannel(Channel):
         if not data.startswith(_LENT):
             return data
         lent, task = _without_lent(data)
-        # No descriptor is free, say: one's own memory will do, and the lender takes it back.
+        # If the blocks cannot be opened, for want of a descriptor for example, the worker
+        # uses memory of its own, and the lender takes the blocks back.
         with contextlib.suppress(ShmreduceError):
             self._borrowed = pickling.loads(lent)
         return task
@@ -234,13 +244,13 @@ class _OwnChannel(Channel):
         try:
             return packets.pack_last(held, self._borrowed)
         finally:
-            # What is not needed goes back to its owner.
+            # Blocks that were not needed go back to their owner.
             self._borrowed.clear()
 
     @staticmethod
     def loads(data: Any) -> Any:
         if len(data) <= packets.SMALL_PACKET and MARK not in data:
-            # Without shared memory there is nothing that could have to be given back.
+            # It refers to no shared memory, so if it fails, there is none to give back.
             return packets.load_whole(data)
         return pickling.loads(data)
 
@@ -248,7 +258,7 @@ class _OwnChannel(Channel):
         packet = packets.pack_bytes(memoryview(data))
         if packet.segments:
             self._in_block = packet
-        # Without memory in the kernel (ENOBUFS) for the moment the other side still lives.
+        # Patient: if the kernel is out of memory (ENOBUFS), the other side is still alive.
         self._connection.transmit(packet, patient=True)
 
     def send_packed(self, message: Any) -> None:
@@ -291,7 +301,7 @@ def _unpickle(arrival: packets.Received, buffer: ReceiveBuffer, lender: Lender |
 
 
 def channel_class(context: Any) -> type[Channel]:
-    """Return what the channels of a context are."""
+    """Return the class of a context's channels."""
     first, second = make_channels(context)
     first.close()
     second.close()
@@ -309,11 +319,11 @@ _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 def close_in_forked_children(channel: Channel) -> None:
-    """See to it that forked children do not keep this end of the connection.
+    """Close this end of the connection in processes that this one forks.
 
-    A worker would not see the end of its parent while a sibling has the
-    parent's end, nor a parent the end of its worker while the worker's own
-    children have its end.
+    Otherwise a worker would not notice its parent's death while a sibling had a copy of
+    the parent's end, nor a parent the worker's death while the worker's own children had
+    a copy of the worker's end.
     """
     _channels.add(channel)
 

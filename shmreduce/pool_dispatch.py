@@ -1,7 +1,7 @@
 """The tasks of one pool: which worker gets one, and what becomes of it if the worker dies.
 
 May import errors, ``pool_worker_handle``, and for types alone ``pool_results`` and
-``pool_tasks``. How a worker is told and how it answers is described in
+``pool_tasks``. The protocol between the pool and its workers is described in
 :mod:`shmreduce.pool_supervisor`.
 
 Which worker gets a task
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 __all__ = ["Dispatcher"]
 
 _SHORT_TASK = 1e-3
-"""Seconds: tasks that take less are worth sending ahead."""
+"""Seconds. Only tasks that take less are sent ahead."""
 _FEWEST_AHEAD, _MOST_AHEAD = 4, 32
-"""Short tasks that a worker may have, which need not sleep between them then: as many as
-take as long as one that is not short."""
+"""Limits of the number of short tasks that a worker may have, so that it need not sleep
+between them: as many as together take ``_SHORT_TASK`` seconds."""
 _BYTES_AHEAD = 16 << 10
-"""Bytes of tasks that may be sent at once to a worker that is not reading."""
+"""Bytes of tasks that may be sent in one packet to a worker that is not reading."""
 
 
 class Dispatcher:
@@ -71,10 +71,10 @@ class Dispatcher:
     max_tasks : int or None
         How many tasks a worker is sent before it leaves.
     died : callable
-        Makes the exception of a task whose worker was killed; takes what
-        :class:`~shmreduce.WorkerDied` takes.
+        Makes the exception of a task whose worker was killed; takes the arguments of
+        :class:`~shmreduce.WorkerDied`.
     broken : callable
-        Makes the exception of tasks that nobody can do, from the error that
+        Makes the exception of tasks that cannot be done, from the error that
         kept workers from starting.
     """
 
@@ -85,33 +85,34 @@ class Dispatcher:
         broken: Callable[[BaseException], BaseException],
     ) -> None:
         self.broken_by: BaseException | None = None
-        """Why workers cannot be started."""
+        """The error that keeps workers from starting, if there is one."""
         self._max_tasks = max_tasks
         self._died = died
         self._broken = broken
         self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._waiting: collections.deque[Task] = collections.deque()
         self._announced: dict[Receiver, None] = {}
-        """Who waits for answers to tasks that are announced."""
+        """The receivers for which more tasks will be submitted, as an ordered set."""
         self._mean_seconds = 5 * _SHORT_TASK
 
-    # What is to be done
+    # Tasks that come in
 
     def submit(self, task: Task) -> None:
-        """Take a task; its receiver is answered."""
+        """Take a task; its receiver will get the answer."""
         self._inbox.put(task)
 
     def announce(self, receiver: Receiver) -> None:
-        """Take note that tasks will come whose answers are for it; see :meth:`abandon`."""
+        """Note that more tasks for this receiver will come; see :meth:`abandon`."""
         self._announced[receiver] = None
 
     def revoke(self, receiver: Receiver) -> None:
-        """Take note that there are no more of those announced; once more does nothing."""
+        """Note that no more tasks for this receiver will come; may be called again."""
         self._announced.pop(receiver, None)
 
     def has_work(self, workers: Sequence[WorkerHandle]) -> bool:
-        """Return whether there are tasks, or may be, that are not answered."""
-        # Those announced first: who is revoked has put its last task into the inbox before.
+        """Return whether any task is unanswered, or may still come."""
+        # _announced before the inbox: a receiver's last task is in the inbox before the
+        # receiver is revoked, so it is seen in one of the two.
         return bool(
             self._announced
             or self._waiting
@@ -120,7 +121,7 @@ class Dispatcher:
         )
 
     def take_submitted(self) -> None:
-        """Let what was submitted wait for a worker, or fail if there will be none."""
+        """Move submitted tasks to those that wait; fail them if no worker can be started."""
         while True:
             try:
                 task = self._inbox.get_nowait()
@@ -153,12 +154,12 @@ class Dispatcher:
         """Return how many tasks a worker may have."""
         if self._mean_seconds >= _SHORT_TASK:
             return 1
-        # Of no time at all it would be any number.
+        # The mean may be near 0: at most _MOST_AHEAD tasks.
         short = max(self._mean_seconds, _SHORT_TASK / _MOST_AHEAD)
         return max(_FEWEST_AHEAD, int(_SHORT_TASK / short))
 
     def _send_next(self, worker: WorkerHandle) -> bool:
-        """Send the next task to an idle worker; False if there is none, or it takes none."""
+        """Send the next task to an idle worker; return False if none could be sent."""
         while self._waiting and self._may_get(worker, 1):
             task = self._waiting.popleft()
             if self._begin(task):
@@ -166,7 +167,7 @@ class Dispatcher:
         return False
 
     def _prefetch(self, worker: WorkerHandle, count: int) -> None:
-        """Send the next tasks, in one packet, to a worker that is at another one."""
+        """Send the next tasks, in one packet, to a worker that is busy with another."""
         receiver = worker.tasks[0].receiver
         tasks: list[Task] = []
         room = _BYTES_AHEAD
@@ -182,15 +183,15 @@ class Dispatcher:
             self._send(worker, tasks)
 
     def _may_get(self, worker: WorkerHandle, count: int) -> bool:
-        """Return whether a worker can take so many tasks more."""
+        """Return whether a worker can take this many more tasks."""
         if not worker.ready or worker.disconnected or worker.lost_answers:
             return False
         return self._max_tasks is None or worker.sent + count <= self._max_tasks
 
     def _begin(self, task: Task) -> bool:
-        """Take note that a worker gets a task; False if nobody wants it any more."""
+        """Prepare a task for sending; return False if its future was cancelled."""
         task.leave_queue()
-        # One that is given to a second worker was wanted when the first got it.
+        # begin() is called once only: not again if the task goes to a second worker.
         if task.started or task.receiver.begin():
             task.started = True
             return True
@@ -198,7 +199,7 @@ class Dispatcher:
         return False
 
     def _send(self, worker: WorkerHandle, tasks: list[Task]) -> bool:
-        """Send tasks to a worker, whose they are from now on; False if it takes no more."""
+        """Send tasks to a worker and note that it has them; return False if it takes no more."""
         if not worker.tasks:
             worker.busy_since = time.monotonic()
         worker.tasks.extend(tasks)
@@ -209,14 +210,14 @@ class Dispatcher:
             else:
                 worker.channel.send_tasks([task.data for task in tasks])
         except ConnectionError:
-            # It has died. Its process will be seen to end, and the tasks go on then.
+            # The worker has died. The supervisor will see that, and call recover().
             return False
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, ShmreduceError):
-                # Nobody knows how much of it was written: as if it had died.
+                # Part of the message may have been written: the connection is unusable.
                 worker.process.kill()
                 return False
-            # No memory for a large one.
+            # There is no memory for a large task.
             for task in tasks:
                 worker.tasks.pop()
                 worker.sent -= 1
@@ -226,14 +227,14 @@ class Dispatcher:
     # Answers, and workers that give none
 
     def answer(self, worker: WorkerHandle, succeeded: bool, value: Any) -> None:
-        """Give the answer of a worker to whoever waits for that of its oldest task."""
+        """Pass a worker's answer to the receiver of the worker's oldest task."""
         worker.answered += 1
         task = worker.tasks.popleft()
         task.done()
         task.receiver.answer(task.index, succeeded, value)
 
     def note_pace(self, worker: WorkerHandle, answers: int) -> None:
-        """Take note that a worker has given so many answers since it was last seen to."""
+        """Update the mean duration of a task: a worker has given this many answers."""
         if answers:
             now = time.monotonic()
             mean = (now - worker.busy_since) / answers
@@ -241,19 +242,19 @@ class Dispatcher:
             worker.busy_since = now
 
     def take_returned(self, worker: WorkerHandle, count: int) -> None:
-        """Let tasks wait for another that a worker was sent and is not going to do."""
+        """Let tasks that a worker has given back wait for another worker."""
         count = min(count, len(worker.tasks))
         returned = [worker.tasks.popleft() for _ in range(count)]
         worker.sent -= count
         self._waiting.extendleft(reversed(returned))
 
     def lose_answer(self, worker: WorkerHandle) -> None:
-        """Take note that a worker has answered, and that nobody can read it."""
+        """Note that a worker has answered its oldest task, but the answer cannot be read."""
         worker.answered += 1
         worker.lost_answers.append(worker.tasks.popleft())
 
     def recover(self, worker: WorkerHandle, exitcode: int | None) -> None:
-        """Let the tasks of a worker that has died wait for another, or fail."""
+        """Let the tasks of a worker that has died wait for another worker, or fail them."""
         begun = worker.progress.begun - worker.answered
         again = []
         for task in worker.lost_answers:
@@ -276,19 +277,19 @@ class Dispatcher:
         worker.lost_answers.clear()
 
     def take_back(self, worker: WorkerHandle) -> None:
-        """Let the tasks of a worker that was ended wait, as if it had not got them."""
+        """Let the tasks of a worker that the pool has ended wait, as if they had not been sent."""
         self._waiting.extend([*worker.lost_answers, *worker.tasks])
         worker.lost_answers.clear()
         worker.tasks.clear()
 
     def reject_all(self, error: BaseException) -> None:
-        """Fail what waits and what will be submitted: no worker can be started."""
+        """Fail all tasks that wait or will be submitted: no worker can be started."""
         self.broken_by = error
         while self._waiting:
             self._fail(self._waiting.popleft(), self._broken(error))
 
     def abandon(self, error: BaseException) -> None:
-        """Fail what will not be done any more."""
+        """Fail all tasks that are left, and those announced: the pool has ended."""
         for receiver in list(self._announced):
             receiver.abandon(error)
         self.take_submitted()

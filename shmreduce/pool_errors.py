@@ -22,12 +22,12 @@ _set_cause = BaseException.__dict__["__cause__"].__set__
 
 
 class _Announced(threading.local):
-    """What the current thread has begun to unpickle."""
+    """The answer that the current thread is unpickling."""
 
     text: str | None = None
-    """The traceback of the exception, if it is one."""
+    """The traceback of its exception, once that has been unpickled."""
     for_executor: bool = False
-    """Whether the answer is for a program that uses :mod:`concurrent.futures`."""
+    """Whether the answer is for an executor, and not for a pool."""
 
 
 _announced = _Announced()
@@ -38,17 +38,17 @@ def _announce(text: str) -> None:
 
 
 class WithTraceback:
-    """Pickles as the exception of a task, behind its traceback.
+    """Pickles as the exception of a task, with the text of its traceback in front.
 
-    So the traceback is there also if the exception cannot be unpickled, as those
-    of classes that take other arguments than they pass on cannot.
+    So the parent has the traceback even if the exception cannot be unpickled, which
+    happens if its class does not pass all its arguments on to ``Exception``.
     """
 
     def __init__(self, error: BaseException) -> None:
         self.exc = error
         self.tb = f'\n"""\n{formatted(error, error.__traceback__)}"""'
-        # Its frames hold the task's arrays. Its class may refuse attributes, as that of a
-        # frozen dataclass.
+        # The frames hold the task's arrays. Not ``error.__traceback__ = None``: the class
+        # may refuse assignments, as a frozen dataclass does.
         _forget_traceback(error, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,24 +61,24 @@ def _rebuild(_: None, error: BaseException, text: str) -> BaseException:
 
 
 def _remote_traceback(text: str) -> Exception:
-    """Return a traceback of a worker as the cause that programs know."""
+    """Return a worker's traceback as an exception of the class that the standard library uses."""
     made: type[Exception] = RemoteTraceback
     if _announced.for_executor:
-        # Private there: some version may not have it.
+        # A private name: another version of Python may not have it.
         with suppress(ImportError):
             from concurrent.futures.process import _RemoteTraceback as made
     return made(text)
 
 
 def in_words(error: BaseException, value: object) -> WithTraceback:
-    """Return what can be told of a result, or an exception, that this error kept from pickling.
+    """Return a description of a result, or an exception, that could not be pickled.
 
-    Behind the traceback of the task's exception, or of the pickling.
+    Its traceback is that of the task's exception or, for a result, of the pickling.
     """
     failed = value if isinstance(value, WithTraceback) else WithTraceback(error)
     lost = value.exc if isinstance(value, WithTraceback) else value
     told = error
-    # It needs the repr() of both, which is the user's and may raise anything.
+    # MaybeEncodingError calls repr() of both, which may raise anything.
     with suppress(Exception):
         told = MaybeEncodingError(error, lost)
     words = WithTraceback(told)
@@ -87,12 +87,12 @@ def in_words(error: BaseException, value: object) -> WithTraceback:
 
 
 def expect_answer(*, for_executor: bool) -> None:
-    """Begin to unpickle another answer, in the parent.
+    """Prepare this thread, in the parent, to unpickle another answer.
 
     Parameters
     ----------
     for_executor : bool
-        Whether the causes of exceptions are those of :mod:`concurrent.futures`, and not of
+        Whether tracebacks are of the class of :mod:`concurrent.futures`, and not of that of
         :mod:`multiprocessing.pool`.
     """
     _announced.text = None
@@ -100,12 +100,12 @@ def expect_answer(*, for_executor: bool) -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return an error of unpickling an answer, with what the answer was, in the parent."""
+    """Return an error of unpickling an answer, with the traceback of the task's exception."""
     text = _announced.text
     if text is None:
         return error
     if not isinstance(error, ShmreduceError):
-        # Which say themselves what to do.
+        # Our own errors say what to do.
         error.add_note(
             "while the exception of a task was unpickled: its class must take the arguments that "
             "it gives to Exception, or define __reduce__"

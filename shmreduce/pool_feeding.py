@@ -1,4 +1,4 @@
-"""Feeding a pool: the items of a call become tasks, and these go to the workers.
+"""Feeding a pool: makes tasks of a call's items, and submits them to the supervisor.
 
 May import errors, ``pool_supervisor``, ``pool_tasks``, ``signals``, and ``pool_results``
 for types alone.
@@ -24,12 +24,12 @@ __all__ = ["Feeder", "chunks_of", "sized_chunks"]
 
 
 class Feeder:
-    """Makes tasks of a pool's calls, and gives them to its workers.
+    """Makes tasks of a pool's calls, and submits them to its supervisor.
 
     Parameters
     ----------
     supervisor : Supervisor
-        Of the workers.
+        Runs the pool's workers.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -45,14 +45,14 @@ class Feeder:
         *,
         wait: bool = False,
     ) -> bool:
-        """Pickle a task and give it to the workers; False if the pool has ended.
+        """Pickle a task and submit it; return False if the pool has ended.
 
         Parameters
         ----------
         result, index, first, call, retries
             As for :func:`~shmreduce.pool_tasks.make_task`.
         wait : bool
-            Wait first while too much waits for the workers.
+            Wait first, while too many tasks wait for the workers.
         """
         try:
             dumps = self._supervisor.dumps
@@ -60,7 +60,7 @@ class Feeder:
         except Exception as error:
             if is_from_handler(error):
                 raise
-            # As in the standard library it is the call that fails, not the caller.
+            # As in the standard library, get() raises it, and not the method that was called.
             result.answer(index, False, error)
             return True
         if wait:
@@ -88,7 +88,7 @@ class Feeder:
         *,
         wait: bool,
     ) -> None:
-        """Send items whose number is known; what they raise goes to the result."""
+        """Send items whose number is known; pass errors of the iterable to the result."""
         count = -(-len(items) // chunksize)
         sent = 0
         try:
@@ -101,9 +101,9 @@ class Feeder:
             result.forget(count - sent)
         except Exception as error:
             if is_from_handler(error):
-                # Nor is it to wait for the tasks that were given to workers.
+                # To the caller at once, without waiting for the tasks that were sent.
                 raise
-            # The iterable's own.
+            # The iterable has raised it.
             result.forget(count - sent - 1)
             result.answer(sent, False, error)
 
@@ -115,7 +115,7 @@ class Feeder:
         chunksize: int,
         retries: int,
     ) -> None:
-        """Send items as they come, for a result that is announced; what they raise goes to it."""
+        """Send items as they come, for an announced result; pass the iterable's errors to it."""
         index = 0
         try:
             for chunk in chunks_of(iterable, chunksize):
@@ -126,7 +126,7 @@ class Feeder:
                 index += 1
             result.expect(index)
         except BaseException as error:
-            # The iterable's own, SystemExit included: somebody waits.
+            # The iterable has raised it. Even SystemExit: a thread waits for the result.
             result.answer(index, False, error)
             result.expect(index + 1)
         finally:
@@ -134,7 +134,7 @@ class Feeder:
 
 
 def sized_chunks(iterable: Any, chunksize: int | None, workers: int) -> tuple[Any, int]:
-    """Return items that have a length, and how many make one task.
+    """Return the items as something that has a length, and how many make one task.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def sized_chunks(iterable: Any, chunksize: int | None, workers: int) -> tuple[An
     chunksize : int or None
         What the user asked for; None for about four tasks for each worker.
     workers : int
-        How many there are.
+        The number of workers.
     """
     items = iterable if hasattr(iterable, "__len__") else list(iterable)
     if chunksize is None:
@@ -154,7 +154,7 @@ def sized_chunks(iterable: Any, chunksize: int | None, workers: int) -> tuple[An
 
 
 def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the items of an iterable by so many; the last chunk may have fewer.
+    """Yield the items of an iterable in chunks of ``size``; the last may have fewer.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Progress bars for a pool's calls that were asked for one.
+"""Progress bars for calls of a pool.
 
 May import :mod:`shmreduce.extras`.
 """
@@ -32,9 +32,9 @@ def make_bar(progress: bool | str, total: int | None) -> Any:
 
 
 def length_of(iterable: Any) -> int | None:
-    """Return how many items there are; None where nobody can tell, as of a huge range."""
+    """Return how many items there are; None if len() fails, as for a generator or huge range."""
     try:
         return len(iterable)
     except Exception:
-        # Whatever it raises: only the bar has a use for it.
+        # A user's __len__ may raise anything, and a bar works without a length.
         return None

@@ -1,8 +1,8 @@
-"""What a pool's asynchronous calls return: results that are yet to come.
+"""The results that a pool's asynchronous calls return before they have arrived.
 
-May import ``thread_locks``. The pool's manager thread calls ``answer`` and
-``abandon``; everything else is for users, and behaves as the classes of the
-same names in :mod:`multiprocessing.pool`.
+May import ``thread_locks``. The pool's thread calls ``answer`` and ``abandon``;
+everything else is for users, and behaves as in the classes of the same names in
+:mod:`multiprocessing.pool`.
 """
 
 from __future__ import annotations
@@ -33,40 +33,39 @@ _T = TypeVar("_T")
 
 
 class Receiver(Protocol):
-    """Whoever waits for the answers to tasks."""
+    """What receives the answers to tasks: a result, or the promise of a future."""
 
     def begin(self) -> bool:
-        """Say whether a task that is about to be given to a worker is still wanted."""
+        """Return whether a task that is about to be sent to a worker is still wanted."""
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
         """Take the value of one task, or its exception."""
 
     def abandon(self, error: BaseException) -> None:
-        """Take note that no more answers will come."""
+        """Fail with this error: no more answers will come."""
 
 
 def call(callback: Callable[[Any], object] | None, value: Any) -> None:
-    """Call a user's callback; what it raises is reported, and the pool goes on."""
+    """Call a user's callback; report what it raises, and go on."""
     if callback is None:
         return
     try:
         callback(value)
-    except BaseException:  # also SystemExit: whoever waits for the result gets it
+    except BaseException:  # even SystemExit, which would end the pool's thread
         report = (*sys.exc_info(), threading.current_thread())
-        # The hook may raise as well: standard error is closed, say.
+        # The hook may raise as well, for example if standard error is closed.
         with contextlib.suppress(BaseException):
             threading.excepthook(threading.ExceptHookArgs(report))
 
 
 class _Event:
-    """As :class:`threading.Event`; Ctrl-C in who waits does not keep it from being set."""
+    """As :class:`threading.Event`, but Ctrl-C in a waiting thread never leaves it locked."""
 
     def __init__(self) -> None:
-        # Taken by its own ``with``: that of a Condition is Python code, in which
-        # Ctrl-C may come between the lock and the block, and it stays taken.
+        # Never ``with self._condition``, see interrupt_safe().
         self._lock = threading.Lock()
         self._locked = interrupt_safe(self._lock)
-        # Made by the first who waits: most results are there before they are asked for.
+        # Made by the first thread that waits: most results arrive before anybody waits.
         self._condition: threading.Condition | None = None
         self._is_set = False
 
@@ -88,12 +87,12 @@ class _Event:
 
 
 class ApplyResult(Generic[_T]):
-    """The result of :meth:`Pool.apply_async`, once it is there.
+    """The result of :meth:`Pool.apply_async`.
 
     Parameters
     ----------
     pool : object
-        Kept alive until the result is there.
+        Kept alive until the result has arrived.
     callback, error_callback : callable, optional
         Called in the pool's thread with the value, or the exception.
     """
@@ -112,7 +111,7 @@ class ApplyResult(Generic[_T]):
         self._value: Any = None
 
     def ready(self) -> bool:
-        """Whether the result is there."""
+        """Whether the result has arrived."""
         return self._event.is_set()
 
     def successful(self) -> bool:
@@ -131,7 +130,7 @@ class ApplyResult(Generic[_T]):
         Raises
         ------
         multiprocessing.TimeoutError
-            If it is not there after ``timeout`` seconds.
+            If it has not arrived after ``timeout`` seconds.
         """
         self.wait(timeout)
         if not self.ready():
@@ -153,7 +152,7 @@ class ApplyResult(Generic[_T]):
         self._finish()
 
     def abandon(self, error: BaseException) -> None:
-        """Fail, without a callback: the pool was terminated by its user."""
+        """Fail without calling a callback: the user has terminated the pool."""
         if not self.ready():
             self._success, self._value = False, error
             self._event.set()
@@ -169,7 +168,7 @@ AsyncResult = ApplyResult
 
 
 class MapResult(ApplyResult[list[_T]]):
-    """The result of :meth:`Pool.map_async`: a list, once all of it is there.
+    """The result of :meth:`Pool.map_async`: a list, which arrives chunk by chunk.
 
     Parameters
     ----------
@@ -180,7 +179,7 @@ class MapResult(ApplyResult[list[_T]]):
     length : int
         How many items there are.
     progress : callable, optional
-        Called in the pool's thread with the number of items that have come.
+        Called in the pool's thread with the number of items of each chunk that arrives.
     """
 
     def __init__(
@@ -197,17 +196,17 @@ class MapResult(ApplyResult[list[_T]]):
         self._chunksize = chunksize
         self._progress = progress
         self._left = -(-length // chunksize)
-        # Chunks are answered by the pool's thread, and by the caller's if they
-        # cannot be pickled.
+        # answer() is called by the pool's thread, and by the caller's thread for chunks
+        # that cannot be pickled.
         self._locked = interrupt_safe(threading.Lock())
         if not length:
-            # As in the standard library no callback is called: nothing was.
+            # As in the standard library, no callback is called for no items.
             self._event.set()
             self._pool = None
 
     @property
     def _number_left(self) -> int:
-        # The name that programs know, which show how far it is.
+        # A private name of the standard library's that programs use to show progress.
         return self._left
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
@@ -217,7 +216,7 @@ class MapResult(ApplyResult[list[_T]]):
                 start = index * self._chunksize
                 self._value[start : start + self._chunksize] = value
             elif not succeeded and self._success:
-                # The first one is what get() raises; it does so when all chunks are done.
+                # get() raises the first exception, after all chunks have been answered.
                 self._success, self._value = False, value
             self._left -= 1
             last = self._left == 0
@@ -227,7 +226,7 @@ class MapResult(ApplyResult[list[_T]]):
             self._finish()
 
     def forget(self, chunks: int) -> None:
-        """Expect so many chunks fewer: they will not be sent."""
+        """Expect this many chunks fewer: they will not be sent."""
         with self._locked:
             self._left -= chunks
             last = chunks > 0 and self._left == 0
@@ -241,19 +240,19 @@ class IMapIterator(Generic[_T]):
     Parameters
     ----------
     pool : object
-        Kept alive until the last result is there.
+        Kept alive until the last result has arrived.
     in_chunks : bool
-        Whether an answer is a list of results. Behind the error of a chunk nothing comes:
-        how many results are missing there nobody knows.
+        Whether an answer is a list of results. Then the iterator ends after the error of a
+        chunk, since the number of results that are missing there is not known.
     bar : tqdm.tqdm, optional
-        Moved on by each result that is taken, closed at the end.
+        Advanced by each result that is taken, closed at the end.
     """
 
     def __init__(self, pool: object, *, in_chunks: bool = False, bar: Any = None) -> None:
         self._pool: object = pool
         self._in_chunks = in_chunks
         self._bar = bar
-        # Taken by its own ``with``, as that of an event.
+        # Never ``with self._condition``, see interrupt_safe().
         lock = threading.Lock()
         self._locked = interrupt_safe(lock)
         self._condition = threading.Condition(lock)
@@ -273,7 +272,7 @@ class IMapIterator(Generic[_T]):
         Raises
         ------
         multiprocessing.TimeoutError
-            If it is not there after ``timeout`` seconds.
+            If it has not arrived after ``timeout`` seconds.
         StopIteration
             If there are no more.
         """
@@ -326,13 +325,13 @@ class IMapIterator(Generic[_T]):
             self._news()
 
     def expect(self, length: int) -> None:
-        """Take note of how many results there will be."""
+        """Take the number of answers that there will be."""
         with self._locked:
             self._length = length
             self._news()
 
     def abandon(self, error: BaseException) -> None:
-        """Fail once what has come is taken."""
+        """Fail after the results that have arrived."""
         with self._locked:
             self._abandoned = error
             self._news()

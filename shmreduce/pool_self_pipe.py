@@ -1,4 +1,4 @@
-"""A self-pipe: any thread wakes the thread that waits in a selector.
+"""A self-pipe, by which any thread can wake the thread that waits in a selector.
 
 May import ``thread_locks``.
 """
@@ -21,17 +21,17 @@ class SelfPipe:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._woken = False
-        # Reentrant: a finalizer may interrupt wake() and call it.
+        # Reentrant: the cycle collector may run a finalizer in wake(), which calls wake().
         self._lock = interrupt_safe(threading.RLock())
 
     def fileno(self) -> int:
-        """Return the descriptor that the selector looks at."""
+        """Return the descriptor to register with the selector."""
         return self._reader.fileno()
 
     def wake(self) -> None:
-        """Wake whoever selects, once."""
+        """Wake the thread that selects; do nothing if that has been done already."""
         if self._woken:
-            # It is not drained yet: whoever selects will look around after this.
+            # Not drained yet: after drain() the thread will see what this caller has done.
             return
         with self._lock:
             if not self._woken and self._writer.fileno() != -1:
@@ -39,7 +39,7 @@ class SelfPipe:
                 self._woken = True
 
     def drain(self) -> None:
-        """Take note that it has been woken."""
+        """Read what :meth:`wake` wrote, in the thread that was woken."""
         with self._lock:
             self._reader.recv(16)
             self._woken = False

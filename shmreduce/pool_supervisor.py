@@ -1,44 +1,42 @@
-"""The life of one pool's workers, and the thread that looks after them.
+"""The workers of one pool, and the thread that starts, watches and ends them.
 
 May import errors, ``fork_hooks``, ``interrupts``, ``parent_death``, ``pool_backpressure``,
 ``pool_channel``, ``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``,
 ``pool_worker_handle``, ``pool_worker_progress``, and for types alone ``pool_results`` and
-``pool_tasks``. The thread starts workers, replaces those that died, and hears what they
-say; which task goes to which of them is decided in :mod:`shmreduce.pool_dispatch`.
+``pool_tasks``. Which worker gets which task is decided in :mod:`shmreduce.pool_dispatch`.
 
 The protocol
 ------------
-Each worker has a connection of its own, in both directions, and nothing is
-shared between workers but numbers that each writes for itself: whoever is
-killed, at whatever instant, leaves no lock taken and no half message in
-anybody else's way.
+Each worker has its own connection to the parent, in both directions. Workers share
+nothing but a table of numbers, in which each writes only its own. So a worker that is
+killed, at any instant, leaves no lock taken and no half message in the way of others.
 
-1. The parent starts the worker. It calls the initializer and says ``ready``,
-   or ``failed`` with the exception, and leaves.
-2. The parent sends tasks, several small ones in one packet where many wait. A
+1. The parent starts the worker. The worker calls the initializer. Then it sends
+   ``ready``, or it sends ``failed`` with the exception and leaves.
+2. The parent sends tasks; if many are waiting, several small ones in one packet. A
    worker does them one by one, in order, and sends one answer
    ``(succeeded, value)`` for each, in order. So answers carry no number: an
-   answer belongs to the oldest task that has none.
-3. Before it looks into a task the worker counts it in shared memory
-   (:class:`~shmreduce.pool_worker_progress.WorkerProgress`), and notes there
-   which item of it it is at.
+   answer belongs to the oldest unanswered task.
+3. Before it unpickles a task, the worker counts it in shared memory
+   (:class:`~shmreduce.pool_worker_progress.WorkerProgress`). There it also notes
+   which item of the task it is working on.
 4. A worker leaves after ``maxtasksperchild`` tasks, when it is told to stop,
    and when its connection ends. It is killed when the pool is terminated or
    its parent dies.
 
-Who may die where
------------------
-The thread watches the process itself (pidfd_open(2)), not the connection, of
-which a worker's own children may have a copy. When a worker has died, the
-answers that it still sent are read first. A new worker takes its place, and
-:mod:`shmreduce.pool_dispatch` tells what becomes of its tasks.
+When a process dies
+-------------------
+The thread watches the worker process itself (pidfd_open(2)). It does not rely on the
+end of the connection, of which the worker's own children may have a copy. When a worker
+has died, the answers that it had sent are read first. Then a new worker takes its place,
+and :mod:`shmreduce.pool_dispatch` decides about its tasks.
 
-If a worker dies before it is ready the pool tries again, with pauses. It gives up,
-failing what waits, after as many such deaths in a row as it has workers and
-ten more; two more if the initializer raised.
+If a worker dies before it is ready, the pool tries again after a pause. The pool gives
+up, and fails the tasks that wait, when (number of workers + 10) of them have died so in a
+row; (number of workers + 2) if the initializer raised.
 
-The parent's death ends the workers: idle ones read the end of the connection,
-busy ones get a signal (:mod:`shmreduce.parent_death`).
+When the parent dies, its workers end: idle ones read the end of the connection, busy
+ones get a signal (:mod:`shmreduce.parent_death`).
 """
 
 from __future__ import annotations
@@ -87,16 +85,16 @@ _LEAVE = 0.5
 _GRACE = 5.0
 """Seconds that a worker has to end after SIGTERM."""
 _RETRY_DELAY = 0.02
-"""Seconds to wait after a worker could not be started, more each time."""
+"""Seconds to wait after the first worker that could not be started; the pause grows."""
 _LONGEST_RETRY_DELAY = 1.0
 _FAILED_STARTS = 10
-"""Workers, beyond the pool's size, that may fail to start in a row."""
+"""This many workers more than the pool's size may fail to start in a row."""
 _LOCK_POLL = 0.1
-"""Seconds to wait for the turn to start a worker before looking around."""
+"""Seconds to wait for ``_starting`` before checking whether the pool is terminated."""
 
 
 def make_abandoned() -> BaseException:
-    """Return what a result is that nobody is going to make, since its pool was terminated."""
+    """Return the exception of a result that will not come, since its pool was terminated."""
     return TaskAbandonedError(
         "the pool was terminated before this result arrived: call close() and join() instead of "
         "terminate(), or get the results before the end of the `with` block"
@@ -104,11 +102,12 @@ def make_abandoned() -> BaseException:
 
 
 _starting = threading.Lock()
-"""Held while a worker is started: one forked meanwhile would keep its connection."""
+"""Held while any pool starts a worker: another worker that was forked meanwhile would
+inherit both ends of the connection."""
 
 
 def _renew_lock() -> None:
-    # A forked worker was forked while it was held.
+    # The lock was held when a worker was forked, and nobody releases the worker's copy.
     global _starting
     _starting = threading.Lock()
 
@@ -126,14 +125,14 @@ class Supervisor:
     make_process : callable
         Called with the context and the arguments of ``Process``.
     size : int
-        How many workers there are.
+        The number of workers.
     options : WorkerOptions
-        What they are told when they start.
+        Passed to each worker when it starts.
     died : callable
-        Makes the exception of a task whose worker was killed; takes what
-        :class:`~shmreduce.WorkerDied` takes.
+        Makes the exception of a task whose worker was killed; takes the arguments of
+        :class:`~shmreduce.WorkerDied`.
     broken : callable
-        Makes the exception of tasks that nobody can do, from the error that
+        Makes the exception of tasks that cannot be done, from the error that
         kept workers from starting.
     abandoned : callable, optional
         Makes the exception of tasks that were not done when the workers were killed.
@@ -151,11 +150,11 @@ class Supervisor:
     ) -> None:
         self.size = size
         self.wanted = size
-        """How many there are to be now; up to ``size``."""
+        """How many workers there should be now; up to ``size``."""
         self.workers: list[WorkerHandle] = []
         self.backpressure = Backpressure(size)
         self.dumps = channel_class(context).dumps
-        """Pickles what :func:`~shmreduce.pool_tasks.make_task` is given."""
+        """The pickling function for :func:`~shmreduce.pool_tasks.make_task`."""
         self._context = context
         self._make_process = make_process
         self._options = options
@@ -167,11 +166,11 @@ class Supervisor:
         self._next_start = 0.0
         self._closing = self._terminating = self._stopping = self.ended = False
         self._at_once = False
-        """Whether workers have no time to end."""
+        """Whether workers get SIGKILL without time to end by themselves."""
         self._gently = False
-        """Whether workers that are idle are asked to leave first."""
+        """Whether idle workers are asked to leave before they get a signal."""
         self._killing = False
-        """Whether workers have their time to end already."""
+        """Whether :meth:`_kill` has begun to end the workers."""
         self._self_pipe: SelfPipe
         self._selector: selectors.BaseSelector
         self._lender = Lender(self.wake)
@@ -180,12 +179,12 @@ class Supervisor:
     # From other threads
 
     def start(self) -> None:
-        """Start the workers, and then the thread: a fork before it is safer than one after.
+        """Start the workers and then the thread: forking is safer with fewer threads.
 
         Raises
         ------
         OSError
-            If one cannot be started. None is left then.
+            If a worker cannot be started. Those that were started have been ended then.
         """
         self._self_pipe = SelfPipe()
         self._selector = selectors.DefaultSelector()
@@ -201,31 +200,31 @@ class Supervisor:
                 self._kill()
                 self._close()
             else:
-                # What there is belongs to the thread.
+                # The workers and the selector belong to the thread now.
                 self.terminate()
             raise
 
     def submit(self, task: Task) -> None:
-        """Give a task to the workers; its receiver is answered."""
+        """Give a task to the workers; its receiver will get the answer."""
         self._dispatcher.submit(task)
         self.wake()
 
     def announce(self, receiver: Receiver) -> None:
-        """Say that tasks will come whose answers are for it, also after :meth:`close`.
+        """Note that more tasks for this receiver will come, even after :meth:`close`.
 
-        It is told if they never come.
+        If the pool ends before that, the receiver is abandoned.
         """
         self._dispatcher.announce(receiver)
 
     def revoke(self, receiver: Receiver) -> None:
-        """Say that there are no more of those announced; once more does nothing."""
+        """Note that no more tasks for this receiver will come; may be called again."""
         self._dispatcher.revoke(receiver)
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread look around; from any thread, and from a finalizer.
+        """Make the thread check what there is to do; from any thread, and from a finalizer.
 
-        Nothing happens before :meth:`start`, and in a forked child.
+        Does nothing before :meth:`start`, and in a forked child.
         """
         if self.thread.ident is None or self.is_inherited:
             return
@@ -235,50 +234,52 @@ class Supervisor:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process was forked by the one that has the workers."""
+        """Whether this process was forked by the one that started the workers."""
         return os.getpid() != self._options.parent
 
     @property
     def broken_by(self) -> BaseException | None:
-        """Why workers cannot be started; None if they can."""
+        """The error that keeps workers from starting; None if they can be started."""
         return self._dispatcher.broken_by
 
     @property
     def closing(self) -> bool:
-        """Whether the workers leave when everything is done."""
+        """Whether the workers will leave when all tasks are done."""
         return self._closing
 
     def close(self) -> None:
-        """Let the workers leave when everything is done."""
+        """Let the workers leave when all tasks are done."""
         self._closing = True
         self.wake()
 
     def terminate(self) -> None:
-        """Kill the workers now, and wait until that is done; not those of a parent."""
+        """End the workers now, and wait until they have ended; do nothing in a forked child."""
         if self.is_inherited:
             return
         self._gently = True
         self.stop(at_once=False)
         self.join(_GRACE)
         if not self._killing and threading.current_thread() is not self.thread:
-            # The thread may be writing to a worker that is stopped: on connections of
-            # multiprocessing nothing but its death ends that.
+            # The thread may block in a write to a worker that is stopped (SIGSTOP). On a
+            # connection of multiprocessing only the worker's death ends that.
             self._kill_all()
         self.join()
 
     def stop(self, *, at_once: bool) -> None:
-        """Have the workers killed, and do not wait for that; not those of a parent.
+        """Have the workers killed, without waiting for it; do nothing in a forked child.
 
         Parameters
         ----------
         at_once : bool
-            By SIGKILL; else by SIGTERM, and by SIGKILL those that are there seconds later.
+            Whether to send SIGKILL at once. Otherwise the workers get SIGTERM, and those
+            that are alive some seconds later get SIGKILL.
         """
         if self.is_inherited:
             return
         if at_once:
             self._at_once = True
-        # First what makes the thread end, which does the rest as well: Ctrl-C may come.
+        # First the flag that makes the thread end. The thread does the rest too, even if
+        # Ctrl-C interrupts this.
         self._terminating = True
         self.wake()
         self.backpressure.close()
@@ -290,7 +291,7 @@ class Supervisor:
             worker.process.kill()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until there are no workers, for ``timeout`` seconds at most."""
+        """Wait until all workers have ended, for ``timeout`` seconds at most."""
         if threading.current_thread() is not self.thread and self.thread.ident is not None:
             self.thread.join(timeout)
 
@@ -326,7 +327,7 @@ class Supervisor:
         return True
 
     def _wait_for_events(self) -> None:
-        """Wait for news, and deal with them."""
+        """Wait for messages and deaths of workers, and for :meth:`wake`; handle them."""
         timeout = self._lender.look_after()
         if not self._has_all_workers():
             until_start = max(0.0, self._next_start - time.monotonic())
@@ -341,7 +342,7 @@ class Supervisor:
             else:
                 self._receive(worker)
         for worker in ended:
-            # When the pool is terminated they are killed, and none of their tasks is tried again.
+            # If the pool is terminated, _kill() removes them, and no task is tried again.
             if not self._terminating:
                 self._handle_death(worker)
 
@@ -357,7 +358,7 @@ class Supervisor:
             try:
                 self._add_worker()
             except Exception as error:
-                # No descriptor, no process or no memory is free at the moment.
+                # For want of a descriptor, a process or memory: try again later.
                 self._failed_to_start(error)
                 return
 
@@ -367,7 +368,8 @@ class Supervisor:
         progress.begin(0)
         turn = _starting
         while not turn.acquire(timeout=_LOCK_POLL):
-            # The collector may have this pool end in the thread that has the turn.
+            # The cycle collector may run this pool's finalizer in the thread that holds the
+            # lock. That thread then waits for this one, so this one must stop waiting.
             if self._terminating:
                 raise InterruptedError("the pool is terminated")
         try:
@@ -379,16 +381,16 @@ class Supervisor:
             self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, worker)
             self._selector.register(worker.sentinel, selectors.EVENT_READ, worker)
         except BaseException:
-            # No memory for it, or its user watches too many files (epoll_ctl(2)). What
-            # it did would never be seen.
+            # No memory, or the user has reached the limit of watched files (epoll_ctl(2)).
+            # Nobody would notice what this worker does.
             worker.process.kill()
             worker.exit_code()
             self._remove(worker)
             raise
 
     def _start_worker(self, slot: int, progress: WorkerProgress) -> WorkerHandle:
-        # In turn from here on: a worker that is forked by another pool meanwhile must
-        # not have these ends.
+        # Under the lock from here on: a worker that another pool forks must not inherit
+        # these ends.
         ours, theirs = make_channels(self._context)
         lifeline = Lifeline()
         try:
@@ -402,7 +404,8 @@ class Supervisor:
             process.start()
             theirs.close()
             if not self._options.shared_allocations:
-                # There what is dropped is where the next results are born.
+                # With shared_allocations, memory that the program drops must go back to the
+                # worker at once, which allocates its next results there.
                 ours.have_lender(self._lender)
             return WorkerHandle(process, ours, lifeline, progress, slot)
         except BaseException:
@@ -414,7 +417,7 @@ class Supervisor:
             lifeline.reader.close()
 
     def _handle_death(self, worker: WorkerHandle) -> None:
-        """Deal with the end of a worker's process."""
+        """Read the last answers of a worker that has died, and reassign its tasks."""
         while not worker.disconnected and worker.channel.poll():
             self._receive(worker)
         exitcode = worker.exit_code()
@@ -439,7 +442,7 @@ class Supervisor:
             try:
                 worker.channel.send_bytes(STOP)
             except OSError:
-                # It has left already; its process will be seen to end.
+                # It has left already, which the thread will notice.
                 continue
 
     def _remove(self, worker: WorkerHandle) -> None:
@@ -454,12 +457,12 @@ class Supervisor:
         """End all workers, and wait for that."""
         self._killing = True
         gently = self._gently and not self._at_once
-        # Those that have yet to begin, too.
+        # Workers that are not ready yet are among them.
         idle = [worker for worker in self.workers if gently and not worker.tasks]
         for worker in self.workers:
             if worker not in idle:
                 worker.process.terminate()
-        for worker in self._left_of(idle):
+        for worker in self._ask_to_leave(idle):
             worker.process.terminate()
         deadline = time.monotonic() + (0.0 if self._at_once else _GRACE)
         for worker in self.workers:
@@ -471,13 +474,13 @@ class Supervisor:
             self._dispatcher.take_back(worker)
             self._remove(worker)
 
-    def _left_of(self, idle: list[WorkerHandle]) -> list[WorkerHandle]:
-        """Ask workers to leave; return those that have not.
+    def _ask_to_leave(self, idle: list[WorkerHandle]) -> list[WorkerHandle]:
+        """Ask idle workers to leave; return those that have not.
 
-        Forked ones may ignore a signal, as their parent does.
+        SIGTERM might not end them: a forked worker ignores it if its parent does.
         """
         for worker in idle:
-            # One that has ended, perhaps.
+            # OSError if it has ended already.
             with suppress(OSError):
                 worker.channel.send_bytes(STOP)
         deadline = time.monotonic() + _LEAVE
@@ -490,20 +493,21 @@ class Supervisor:
         self._selector.close()
         self._self_pipe.close()
 
-    # What workers say
+    # Messages of workers
 
     def _receive(self, worker: WorkerHandle) -> None:
-        """Read what a worker has to say: all answers that are there for certain."""
+        """Read a worker's message, and further answers that have arrived for certain."""
         before = worker.answered
         while self._receive_one(worker) and not self._terminating:
-            # A worker begins with a task when it has sent the answer to the one before. So
-            # the next is there, and needs no look at all descriptors, and no turn, of its own.
+            # A worker begins a task after it has sent the answer to the one before. If it
+            # has begun two tasks that are not answered here, the next answer has arrived,
+            # and is read without another select().
             if not worker.tasks or worker.progress.begun - worker.answered < 2:
                 break
         self._dispatcher.note_pace(worker, worker.answered - before)
 
     def _receive_one(self, worker: WorkerHandle) -> bool:
-        """Read one message of a worker; False if there is none, or will be none."""
+        """Read one message of a worker; return False if there is none."""
         try:
             unpickle = worker.channel.receive()
         except (EOFError, OSError):
@@ -516,38 +520,40 @@ class Supervisor:
             kind, value = unpickle()
         except ProducerDied as error:
             if error.pid == worker.process.pid:
-                # Its answer's memory went with it, as on connections of multiprocessing.
+                # The answer's memory went away with the worker, which happens on
+                # connections of multiprocessing.
                 self._lose_answer(worker)
                 return not worker.disconnected
             kind, value = False, error
         except BaseException as error:
-            # What is unpickled is the user's, and may raise anything.
+            # Unpickling runs the user's code, which may raise anything.
             kind, value = False, explained(error)
         if not worker.ready and kind != READY:
-            # Before it is ready it answers nothing: the error cannot be unpickled.
+            # Its first message is READY or FAILED: here the error of the initializer, which
+            # could not be unpickled.
             kind = FAILED
         if kind == READY:
             worker.ready = True
             self._failures = 0
         elif kind == FAILED:
             worker.initializer_failed = True
-            # It will raise in the next worker too.
+            # Little patience: the initializer will probably raise in the next worker too.
             self._failed_to_start(value, patience=2)
         elif kind == RETURNED:
             self._dispatcher.take_returned(worker, value)
         elif worker.tasks:
             self._dispatcher.answer(worker, bool(kind), value)
         else:
-            # It was asked nothing. Nobody knows what its next answer would belong to.
+            # An answer without a task: the worker's next answers cannot be assigned either.
             worker.process.kill()
             self._stop_listening(worker)
             return False
         return True
 
     def _lose_answer(self, worker: WorkerHandle) -> None:
-        """Deal with an answer that cannot be read, since its worker has died."""
+        """Handle an answer that cannot be read, since its worker has died."""
         if worker.ready and worker.tasks:
-            # The answers behind it may be whole.
+            # Answers that came after it may still be readable.
             self._dispatcher.lose_answer(worker)
         else:
             self._stop_listening(worker)

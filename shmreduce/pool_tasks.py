@@ -1,4 +1,4 @@
-"""One task of a pool: the pickled call, and who waits for its answer.
+"""One task of a pool: the pickled call, and the receiver of its answer.
 
 May import :mod:`shmreduce.memory` and :mod:`shmreduce.pool_results` (types only).
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EACH", "EACH_STARRED", "ONCE", "Call", "Task", "make_task"]
 
-# How a worker calls the function. Plain numbers: they are in every message.
+# How a worker calls the function. Plain numbers, since every task's pickle has one.
 ONCE = 0
 """``function(*arguments, **keywords)``"""
 EACH = 1
@@ -39,7 +39,7 @@ Call: TypeAlias = "tuple[int, Callable[..., Any], Any, Mapping[str, Any]]"
 
 _HANDLE = re.compile(re.escape(MARK))
 _HEAVY = 1 << 20
-"""Bytes that a task with shared memory counts for, at least."""
+"""The least weight of a task with shared memory, in bytes."""
 
 
 class Task:
@@ -48,18 +48,18 @@ class Task:
     Parameters
     ----------
     receiver : Receiver
-        Who waits for the answer.
+        Receives the answer.
     index : int
         Which of the receiver's tasks it is.
     first : int or None
-        Index of the task's first item in the iterable that the user gave; None
+        Index of the task's first item in the iterable that the user passed; None
         for a single call.
     tries : list of bytes
         The pickles, one for each try.
     repeats : int
-        How many more tries there may be with the last of them.
+        How often the last pickle may be tried again.
     handles : bool
-        Whether shared memory goes with it.
+        Whether the pickles refer to shared memory.
     """
 
     __slots__ = (
@@ -94,11 +94,11 @@ class Task:
         self._handles = handles
         self._foreign = _foreign_handles(tries) if handles else frozenset()
         self.weight = max(len(tries[0]), _HEAVY if handles else 0)
-        """What it counts for among those that wait for a worker."""
+        """Its share of the backpressure's limit, in bytes, while it waits for a worker."""
         self.deaths = 0
-        """Workers that were killed before they had begun with it, in a row."""
+        """How many workers in a row have died before they began it."""
         self.started = False
-        """Whether a worker was given it."""
+        """Whether it has been sent to a worker."""
         self._release: Callable[[int], object] | None = None
 
     @property
@@ -107,17 +107,17 @@ class Task:
         return self.tries[-1]
 
     def wait_in_queue(self, release: Callable[[int], object]) -> None:
-        """Take note of what takes the weight back when it no longer waits."""
+        """Note the function that releases the task's weight when it no longer waits."""
         self._release = release
 
     def leave_queue(self) -> None:
-        """Take note that it no longer waits for a worker."""
+        """Release its weight: it no longer waits for a worker."""
         if self._release is not None:
             self._release(self.weight)
             self._release = None
 
     def next_try(self) -> bool:
-        """Go on to the next try, if there is one; the memory of this one is given back."""
+        """Go on to the next try and give back the memory of this one; False if there is none."""
         if self.repeats > 0:
             self.repeats -= 1
         elif len(self.tries) > 1:
@@ -128,7 +128,7 @@ class Task:
         return True
 
     def done(self) -> None:
-        """Take note that a worker has taken the current try; the others go."""
+        """Drop all tries: a worker has loaded the current one, and the others are discarded."""
         if self.tries:
             self.tries.pop()
         self.discard()
@@ -151,12 +151,12 @@ def make_task(
     retries: int,
     dumps: Callable[[Any], bytes | memoryview],
 ) -> Task:
-    """Pickle a call: the arrays in it are those of this moment.
+    """Pickle a call, with the contents that its arrays have now.
 
     Raises
     ------
     Exception
-        Whatever pickling raises; nothing is held then.
+        Whatever pickling raises. All memory is given back then.
     """
     tries = [dumps(call)]
     if _HANDLE.search(tries[0]) is None:
@@ -172,8 +172,9 @@ def make_task(
 
 
 def _foreign_handles(tries: Sequence[bytes | memoryview]) -> frozenset[Handle]:
-    """Return what pickles refer to that are arguments: they may be loaded elsewhere, and later.
+    """Return the handles in pickles that the user passed as arguments.
 
-    Of a single try it cannot be told.
+    Discarding the task must not discard them, since they may still be loaded elsewhere. They
+    are the handles that all tries have in common, so with a single try they are not known.
     """
     return common_handles(tries[0], tries[1]) if len(tries) > 1 else frozenset()

@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 __all__ = ["WorkerOptions", "work"]
 
 _LONG_TASK = 1e-3
-"""Seconds: those that were sent ahead behind a task that takes longer go to whoever is idle."""
+"""Seconds. After a task that took longer, the worker gives back those that were sent ahead."""
 _INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 
 
 class _ProgramFile:
-    """Pickles as what gives a worker the main module of a program that is over.
+    """Makes a worker import the main module even if the program's file has been executed.
 
-    Where the main thread has come to the end of its file, Python takes
-    ``__file__`` from the main module, before it waits for other threads and for
-    executors. A worker that is started from then on would not be told by
-    :mod:`multiprocessing` which file to load, and could not find the functions in it.
+    When the main thread reaches the end of its file, Python deletes ``__file__`` of the
+    main module, and only then waits for other threads and for executors. From then on
+    :mod:`multiprocessing` does not tell a new worker which file to load, and the worker
+    could not find the functions in it.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _ProgramFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         main = sys.modules.get("__main__")
-        # A module that `-m` runs keeps its name, which is what is told then.
+        # A module that `-m` runs keeps its __spec__, whose name multiprocessing passes on.
         named = getattr(main, "__spec__", None) is not None
         if self._path is None or named or hasattr(main, "__file__"):
             return str, ()
@@ -63,7 +63,7 @@ class _ProgramFile:
 
 
 class WorkerOptions:
-    """What all workers of a pool are told when they start.
+    """The options that all workers of a pool get when they start.
 
     Parameters
     ----------
@@ -74,16 +74,17 @@ class WorkerOptions:
     max_tasks : int or None
         How many tasks to do before leaving.
     catch : type
-        What is an answer when a task raises it. Anything else ends the worker.
+        Exceptions of this class become the answer of the task that raised them. Any other
+        exception ends the worker.
     parent : int
         The parent's process id.
     plain_errors : bool
-        A result that cannot be pickled is answered by the pickler's exception,
-        and not by ``MaybeEncodingError``; the causes of exceptions are those of
-        :mod:`concurrent.futures`.
+        Whether to behave as :mod:`concurrent.futures` does: the answer for a result that
+        cannot be pickled is the pickler's exception, and not ``MaybeEncodingError``, and
+        tracebacks are of the class of that module.
     shared_allocations : bool
-        Tasks run in :func:`shmreduce.shared_allocations`; results that only
-        the worker has are moved.
+        Whether tasks run in :func:`shmreduce.shared_allocations`. Results to which the
+        worker keeps no reference are moved.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class WorkerOptions:
         plain_errors: bool = False,
         shared_allocations: bool = False,
     ) -> None:
-        # The first: the others may be of the main module.
+        # The first attribute, so that it is unpickled first: the others may be objects of
+        # the main module.
         self.program_file = _ProgramFile()
         self.initializer = initializer
         self.initargs = initargs
@@ -130,15 +132,15 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
             if options.initializer is not None:
                 options.initializer(*options.initargs)
         except Exception as error:
-            # On the worker's stderr too: nobody may ever ask for a result.
+            # Reported here too: perhaps nobody ever asks for a result.
             if options.plain_errors:
-                # Where concurrent.futures says it; without a handler that is stderr.
+                # As concurrent.futures does. Without a handler logging writes to stderr.
                 import logging
 
                 logger = logging.getLogger("concurrent.futures")
                 logger.critical("Exception in initializer:", exc_info=True)
             else:
-                # Standard error may be closed.
+                # Writing fails if standard error is closed.
                 with contextlib.suppress(Exception):
                     sys.stderr.write(formatted(error, error.__traceback__))
             return not _tell(channel, FAILED, WithTraceback(error))
@@ -161,18 +163,19 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
         if not _answer(channel, data, progress, options, around):
             return
         if isinstance(data, Exception) and not isinstance(data, ShmreduceError):
-            # No memory, say: there may have been more tasks in the packet, which go to
-            # the next worker. What the other errors are about travels alone.
+            # MemoryError while a packet was received. It may have had more tasks, so leave:
+            # they go to the next worker. A task for which one of our own errors is raised
+            # is alone in its packet.
             return
-        # Arrays of this task are not to live until the next one comes.
+        # Do not keep this task's arrays while waiting for the next one.
         del data
         if received and time.monotonic() - began > _LONG_TASK:
-            # The next may be as long, and others have nothing to do.
+            # The next task may take as long, and other workers may be idle.
             if not _tell(channel, RETURNED, len(received)):
                 return
             received.clear()
         if gc.isenabled():
-            # The young generation only: what a task leaves in cycles is there.
+            # The youngest generation only: that is where a task's garbage cycles are.
             gc.collect(0)
 
 
@@ -183,9 +186,9 @@ def _receive(channel: Channel, received: collections.deque[bytes | Exception]) -
     except (EOFError, OSError):
         return False
     except (ShmreduceError, MemoryError) as error:
-        # The memory of a large task cannot be opened: no descriptor is free, say.
-        # Anything else has been raised by the handler of a signal. Nobody has asked for
-        # an answer then, and nobody knows how much of a message was read.
+        # The memory of a large task cannot be opened, for example for want of a descriptor.
+        # Any other exception comes from a signal handler and ends the worker: part of a
+        # message may have been read.
         received.append(error)
     return True
 
@@ -197,16 +200,16 @@ def _answer(
     options: WorkerOptions,
     around: AbstractContextManager[object] | None,
 ) -> bool:
-    """Do one task and send its answer; False if there is nobody to send it to."""
-    # In a list, so that there is no reference to it but one that others can drop.
+    """Do one task and send its answer; return False if the parent is gone."""
+    # In a list, which pack_last() empties: so no frame keeps a reference to the result.
     held = [_run(channel, data, progress, options.catch, around)]
     try:
         message = channel.pack_last(held)
     except KeyboardInterrupt:
         raise
     except options.catch as error:
-        # Where there is no value any more it was pickled, and not moved: no memory, say.
-        # Ours say themselves what to do.
+        # If the list is empty, the result was pickled, and then could not be moved. Our own
+        # errors say what to do, so they are not wrapped either.
         if not held or isinstance(error, ShmreduceError) or options.plain_errors:
             return _tell(channel, False, WithTraceback(error))
         return _tell(channel, False, in_words(error, held[0][1]))

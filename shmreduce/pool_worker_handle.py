@@ -31,7 +31,7 @@ _REAP = 1.0
 _PAUSE = 0.02
 
 _others_read_exit_codes = False
-"""Whether this program was seen to wait for children that it does not know, as servers do."""
+"""Whether other code in this process has reaped a worker, as a server's SIGCHLD handler does."""
 
 
 class WorkerHandle:
@@ -60,17 +60,17 @@ class WorkerHandle:
         self.answered = 0
         self.tasks: collections.deque[Task] = collections.deque()
         self.lost_answers: list[Task] = []
-        """Tasks that it had answered, but the memory of the answer went with it."""
+        """Tasks that it has answered, but the memory of the answers went away with it."""
         self.busy_since = 0.0
-        """When it got, or could begin, its oldest task."""
+        """When it got its oldest task, or answered the task before."""
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that is ready when the process has ended."""
+        """A descriptor that becomes readable when the process has ended."""
         return self._end.fileno()
 
     def close(self) -> None:
-        """Close what the parent has of it; it has ended."""
+        """Close the parent's descriptors for a worker that has ended."""
         self.channel.close()
         self.channel.give_up()
         self.lifeline.cut()
@@ -79,30 +79,32 @@ class WorkerHandle:
     def await_end(self, seconds: float) -> None:
         """Wait until the process has ended, for so many seconds at most.
 
-        ``Process.join`` would wait for what it has forked, too, where that lives on.
+        Not by ``Process.join``: that would also wait for processes that the worker has
+        forked, if they live on.
         """
         wait([self.sentinel], seconds)
 
     def exit_code(self) -> int | None:
-        """Wait for the exit code of the process, which has ended; None if nobody can know it."""
+        """Return the exit code of the process, which has ended; None if it cannot be known."""
         global _others_read_exit_codes
         process = self.process
         process.join(_PAUSE)
-        # The kernel keeps none for a program that ignores the signal.
+        # While SIGCHLD is ignored, the kernel keeps no exit codes (waitpid(2)).
         kept = signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN
         patience = _REAP if kept and not _others_read_exit_codes else 0.0
         deadline = time.monotonic() + patience
-        # Another thread, in active_children() say, may be just about to note it.
+        # Another thread, for example in active_children(), may have got the exit code and
+        # not stored it yet.
         while process.exitcode is None and time.monotonic() < deadline:
             process.join(_PAUSE)
         if kept and process.exitcode is None and _was_read(process):
-            # By a handler of SIGCHLD, say. It will read those of the other workers, too.
+            # Probably a SIGCHLD handler: it will take those of the other workers, too.
             _others_read_exit_codes = True
         return process.exitcode
 
 
 def _was_read(process: BaseProcess) -> bool:
-    """Whether the kernel has given somebody the exit code of a child."""
+    """Whether somebody has got the exit code of a child from the kernel already."""
     if process.pid is None:
         return False
     try:
@@ -119,18 +121,18 @@ def describe_death(
     index: int | None,
     task: Task | None,
 ) -> BaseException:
-    """Return the exception that tells of a worker's end.
+    """Return the exception that reports a worker's death.
 
     Parameters
     ----------
     died : callable
-        Makes it; takes what :class:`~shmreduce.WorkerDied` takes.
+        Makes the exception; takes the arguments of :class:`~shmreduce.WorkerDied`.
     worker, exitcode
-        Which one, and how it ended.
+        The worker, and its exit code.
     index : int or None
-        Of the item that it was at.
+        Index of the item that it was working on.
     task : Task or None
-        What it was doing; None if it was being started.
+        The task that it was doing; None if it was being started.
     """
     name = signal_name(exitcode)
     if name is not None:
@@ -153,15 +155,15 @@ def describe_death(
 
 def _remedy(name: str | None, task: Task | None) -> str:
     if name == "SIGKILL":
-        advice = "the kernel does that when memory is out (see dmesg)"
+        advice = "the kernel does that when memory runs out (see dmesg)"
     elif name in {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}:
         advice = "PYTHONFAULTHANDLER=1 shows where"
     elif name is None:
         advice = (
             "does the function call sys.exit() or os._exit(), or was it Ctrl-C?"
             if task is not None
-            else "its standard error tells why; a program that is imported again by 'spawn' or "
-            "'forkserver' needs: if __name__ == \"__main__\":"
+            else "its standard error says why; 'spawn' and 'forkserver' import the program's file "
+            'again, so it needs: if __name__ == "__main__":'
         )
     else:
         advice = "somebody sent it this signal"

@@ -1,4 +1,4 @@
-"""How far each worker of a pool is, in memory that outlives a worker.
+"""The progress of each worker of a pool, in memory that outlives the worker.
 
 May import :mod:`shmreduce.descriptor` and ``anonymous`` of the memory.
 """
@@ -21,14 +21,13 @@ _PER_WORKER = 2
 class ProgressTable:
     """The progress of all workers of a pool: a few words of shared memory.
 
-    As part of the arguments of a process that is being started it reaches the
-    child under every start method. The memory goes with the last process that
-    has it.
+    It can be passed to a child process as an argument, under every start method. The
+    kernel frees the memory when the last process that has it open is gone.
 
     Parameters
     ----------
     descriptor : Descriptor
-        Of the memory; this object's from now on.
+        The memory's descriptor. It belongs to this object from now on.
     """
 
     def __init__(self, descriptor: Descriptor) -> None:
@@ -37,7 +36,7 @@ class ProgressTable:
 
     @classmethod
     def for_workers(cls, count: int) -> ProgressTable:
-        """Make a table for so many workers."""
+        """Make a table for this many workers."""
         number = anonymous_file("shmreduce-pool")
         descriptor = Descriptor(number)
         os.truncate(number, _WORD * _PER_WORKER * count)
@@ -48,14 +47,14 @@ class ProgressTable:
 
 
 class WorkerProgress:
-    """How far one worker is.
+    """The progress of one worker.
 
     Parameters
     ----------
     table : ProgressTable
-        Where it is written.
+        The table that has its words.
     slot : int
-        Which worker it is.
+        The worker's place in the table.
     """
 
     __slots__ = ("_slot", "_table", "_words")
@@ -74,14 +73,14 @@ class WorkerProgress:
 
     @property
     def position(self) -> int:
-        """Which item of its task it is at."""
+        """Which item of its task it is working on."""
         return self._words[1]
 
     def begin(self, tasks: int) -> None:
-        """Take note that the worker begins with one task more, at its first item."""
+        """Note that the worker begins its task number ``tasks``, with the first item."""
         self._words[1] = 0
         self._words[0] = tasks
 
     def go_on(self, position: int) -> None:
-        """Take note of which item of its task the worker is at."""
+        """Note which item of its task the worker begins."""
         self._words[1] = position

@@ -1,6 +1,6 @@
 """Calls prctl(2): names of threads, and a signal at the death of the parent.
 
-May import :mod:`shmreduce.errors` only. Linux alone has this system call:
+May import :mod:`shmreduce.errors` only. Only Linux has this system call:
 https://man7.org/linux/man-pages/man2/prctl.2.html
 """
 
@@ -103,7 +103,7 @@ def _prctl(option: int, argument: int) -> None:
     if function(option, argument, 0, 0, 0) < 0:
         error = ctypes.get_errno()
         raise PlatformError(
-            f"prctl({option}) failed ({os.strerror(error)}): the system does not offer it to "
+            f"prctl({option}) failed ({os.strerror(error)}): the system does not allow it to "
             "this process",
             missing=f"prctl({option})",
         )

@@ -2,11 +2,11 @@
 
 May import errors and :mod:`shmreduce.memory`.
 
-A large pickle travels in a block. As its length is not known beforehand, it would have
-to be made in ordinary memory and copied; its pages would be touched for the first time,
-which takes longer than the copy. But messages are alike: a list of as many items as last
-time takes about as many bytes as last time. So the block can be allocated before, warm
-from the last message.
+A large pickle travels in a block. Its length is not known beforehand, so it would have to
+be made in ordinary memory, and then copied. The first access to that memory's pages takes
+longer than the copy. But messages are alike: a list with as many items as the last one
+takes about as many bytes. So the block can be allocated first; its memory is warm from
+the last message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PresizedBuffer", "expected_size", "remember_size"]
 
 _SPARE = 16
-"""A block is larger by this part of what is expected."""
+"""The block is larger than the expected size by 1/16."""
 _MOST_KINDS = 64
 _CONTAINERS = frozenset((list, tuple, dict, set, frozenset))
 
@@ -35,13 +35,13 @@ _sizes: dict[object, int] = {}
 
 def _kind_of(obj: object) -> object:
     kind = type(obj)
-    # Of others, to ask for the length may take long.
+    # Of other types len() may take long.
     length = len(cast("Sized", obj)) if kind in _CONTAINERS else 0
     return kind.__module__, kind.__qualname__, length
 
 
 def expected_size(obj: object) -> int:
-    """Return how many bytes the last large pickle of such an object had, 0 if there was none.
+    """Return the size of the last large pickle of an object of this type and length, or 0.
 
     Examples
     --------
@@ -56,7 +56,7 @@ def expected_size(obj: object) -> int:
 
 
 def remember_size(obj: object, nbytes: int) -> None:
-    """Note how many bytes a pickle had; 0 for one that needed no block."""
+    """Note the size of an object's pickle; 0 for one that needed no block."""
     if not nbytes:
         _sizes.pop(_kind_of(obj), None)
         return
@@ -66,17 +66,16 @@ def remember_size(obj: object, nbytes: int) -> None:
 
 
 class PresizedBuffer:
-    """What a pickler writes to: a block, and ordinary memory for what it has no room for.
+    """The file that a pickler writes to: a block, and ordinary memory for what does not fit.
 
     Parameters
     ----------
     message : Message
-        Which gives the block, and keeps it if it is still there when the
-        message is complete.
+        Allocates the block. It keeps the block if the pickle is left there.
     nbytes : int
-        How long the pickle is expected to be.
+        The expected size of the pickle.
     least : int
-        Bytes that are worth a block.
+        A smaller pickle is not left in the block.
     """
 
     __slots__ = ("_end", "_least", "_message", "_process", "_rest", "_view")
@@ -90,12 +89,12 @@ class PresizedBuffer:
         try:
             given = message.allocate(nbytes + nbytes // _SPARE)
         except ShmreduceError:
-            # No memory, no descriptor, no lease. What is really needed may be less, or nothing.
+            # Not enough memory, descriptors or leases. The pickle may turn out to be smaller.
             given = None
         self._view = None if given is None else given[0]
 
     def write(self, data: Any) -> int:
-        """Take what the pickler has written, as a file does."""
+        """Write what the pickler passes, as a file does."""
         self._leave_parents_block()
         raw = data if type(data) is bytes else pickle.PickleBuffer(data).raw()
         end = self._end + len(raw)
@@ -109,7 +108,7 @@ class PresizedBuffer:
         return len(raw)
 
     def getbuffer(self) -> memoryview:
-        """Return the pickle: in the block, or in ordinary memory if it does not suit the block."""
+        """Return the pickle: in the block, or in ordinary memory if its size does not suit it."""
         self._leave_parents_block()
         view, end = self._view, self._end
         if view is not None and self._rest is None and end > max(self._least, len(view) // 2):
@@ -117,14 +116,14 @@ class PresizedBuffer:
         return self._leave_block()
 
     def getvalue(self) -> bytes:
-        """Return the pickle, which leaves the block, as bytes."""
+        """Return the pickle as bytes, and give the block back."""
         self._leave_parents_block()
         return bytes(self._leave_block())
 
     def _leave_parents_block(self) -> None:
-        """Go on in ordinary memory, in a child that was forked in the middle of the pickling."""
+        """Go on in ordinary memory if this is a child that was forked during pickling."""
         if self._view is not None and os.getpid() != self._process:
-            # What the parent had written before the fork stays as it is.
+            # The block is the parent's, so only read what was written before the fork.
             self._gather()
 
     def _leave_block(self) -> memoryview:
@@ -135,7 +134,7 @@ class PresizedBuffer:
         return (self._rest or io.BytesIO()).getbuffer()
 
     def _gather(self) -> None:
-        """Have in ordinary memory what is in the block."""
+        """Copy what is in the block to ordinary memory."""
         view, rest = self._view, self._rest
         if view is not None:
             whole = io.BytesIO()

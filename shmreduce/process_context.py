@@ -1,4 +1,4 @@
-"""The processes that were started together, seen from their parent: joined as one.
+"""Processes that were started together, and that their parent joins together.
 
 May import errors, ``interrupts``, ``parent_death`` (types only), ``process_ends``,
 ``spawn_child`` and ``thread_locks``.
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 __all__ = ["ProcessContext", "SpawnContext", "StartedProcess", "stop"]
 
 _TERMINATION_SECONDS = 30.0
-"""How long a process has after SIGTERM where no grace period was given, as in torch."""
+"""How long a process has after SIGTERM if no grace period was given, as in torch."""
 _KILL_SECONDS = 5.0
 """How long the kernel has to end a process that was sent SIGKILL."""
 _TURN_SECONDS = 0.1
-"""How long a thread waits for its turn before it looks whether it was interrupted."""
+"""How long a thread waits for its turn before it checks whether it was interrupted."""
 
 
 class StartedProcess:
-    """A process with what its parent keeps for it."""
+    """A process, and what its parent keeps for it."""
 
     def __init__(
         self, process: BaseProcess, pickler: PicklerChoice, report: ReportFile, lifeline: Lifeline
@@ -58,17 +58,17 @@ class StartedProcess:
 
     def reap(self) -> None:
         """Collect the exit code of the process, whose sentinel is ready."""
-        # Does not wait for the sentinel of multiprocessing, for want of a timeout.
+        # Without a timeout: with one, multiprocessing would wait for its own sentinel first.
         self.process.join()
         self.lifeline.cut()
         self._end.close()
 
     @property
     def exit_code(self) -> int:
-        """Of the process, which has ended; 255 where that cannot be known.
+        """The exit code of the process, which has ended; 255 if it cannot be known.
 
-        In a program that ignores SIGCHLD the kernel keeps no exit codes; what
-        tells success then is the outcome.
+        In a program that ignores SIGCHLD the kernel keeps no exit codes. Then it is 0 if
+        the report says that the function has returned.
         """
         code = self.process.exitcode
         if code is None:
@@ -109,7 +109,8 @@ class ProcessContext:
         self._results: dict[int, Any] = {}
         self._failure: ProcessException | None = None
         self._stop: _Stop | None = None
-        # Who waits closes descriptors, whose numbers are somebody else's at once.
+        # One thread waits at a time: it closes the sentinels of processes that have ended,
+        # and their numbers may be reused while another thread still waits for them.
         self._turn = threading.RLock()
 
     def __repr__(self) -> str:
@@ -188,7 +189,7 @@ class ProcessContext:
             self._turn.release()
 
     def _my_turn(self, deadline: float, interrupts: Interrupts) -> bool:
-        """Wait until no other thread joins; False if the time is over."""
+        """Wait until no other thread joins; return False if the time is over."""
         left = _remaining(deadline)
         while not self._turn.acquire(
             timeout=_TURN_SECONDS if left is None else min(left, _TURN_SECONDS)
@@ -210,12 +211,12 @@ class ProcessContext:
             self._stop = _Stop(self, grace_period)
         if not self._stop.advance(deadline, interrupts):
             return False
-        # It refers to this context: without it what is held goes with the last reference.
+        # It refers to this context: without the cycle the context is freed when dropped.
         self._stop = None
-        # Results of the others, and their exceptions, are for nobody.
+        # Nobody can load the results and exceptions of the other processes any more.
         for child in self._children:
             child.report.give_up(child.pickler)
-        # A copy: what is raised refers to this context by its traceback.
+        # A copy, since the traceback of what is raised refers to this context.
         raise copy(self._failure)
 
     def results(self, timeout: float | None = None) -> list[Any]:
@@ -272,7 +273,7 @@ class ProcessContext:
                     interrupts.pass_on()
                     ready.discard(interrupts)
                 if ready:
-                    # What ended at the same time belongs to the same look.
+                    # Include processes that have ended meanwhile, to compare their failures.
                     ready |= self._known_to_have_ended()
             ended = [self.sentinels.pop(each) for each in ready]
             for index in ended:
@@ -282,7 +283,7 @@ class ProcessContext:
         return ended
 
     def _known_to_have_ended(self) -> set[Any]:
-        """Return the sentinels of processes whose exit code can be had, by whomever collected."""
+        """Return the sentinels of processes whose exit code is known, whoever collected it."""
         return {
             sentinel
             for sentinel, index in self.sentinels.items()
@@ -320,13 +321,13 @@ class ProcessContext:
             except Exception as error:
                 error.add_note(f"while the result of process {index} was loaded")
                 raise
-            # A result is loaded once: its arrays belong to the first who loads it.
+            # By-value arrays of a result can be loaded only once, so the file is not needed.
             child.report.close()
         return self._results[index]
 
 
 SpawnContext = ProcessContext
-"""The name that torch had for :class:`ProcessContext` first."""
+"""The older name of :class:`ProcessContext` in torch."""
 
 
 class _Stop:
@@ -335,8 +336,9 @@ class _Stop:
     Parameters
     ----------
     processes : ProcessContext
+        The context.
     grace_period : float or None
-        As of :meth:`ProcessContext.join`.
+        As for :meth:`ProcessContext.join`.
     """
 
     def __init__(self, processes: ProcessContext, grace_period: float | None) -> None:
@@ -376,17 +378,17 @@ class _Stop:
 
 
 def stop(children: Iterable[StartedProcess], grace_period: float) -> None:
-    """Stop processes that nobody can join any more, however often one is interrupted."""
+    """Stop processes that nobody can join any more, even if Ctrl-C is pressed repeatedly."""
     with Interrupts(every=True):
         _Stop(ProcessContext(children), grace_period).advance(math.inf)
 
 
 def _leave(process: BaseProcess) -> None:
-    """Do nothing to a process that has time to end by itself."""
+    """Do nothing: the process has time to end by itself."""
 
 
 def _terminate(process: BaseProcess) -> None:
-    # It may have ended since.
+    # The process may have ended in the meantime.
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
 
@@ -407,7 +409,7 @@ def _remaining(deadline: float) -> float | None:
 def _raised(
     outcome: Raised, pickler: PicklerChoice, index: int, pid: int
 ) -> ProcessRaisedException:
-    """Return the error for an exception, with that as its cause if it can be loaded."""
+    """Return the error for an exception, which is its cause if it can be unpickled."""
     error = ProcessRaisedException(
         f"\n\n-- Process {index} terminated with the following error:\n{outcome.text}", index, pid
     )
@@ -415,7 +417,7 @@ def _raised(
     if outcome.error is not None:
         try:
             cause = pickler.loads(outcome.error)
-        # Whatever the constructor of somebody's exception raises.
+        # Unpickling calls the exception's constructor, which may raise anything.
         except Exception as failure:
             reason = f"{type(failure).__name__}: {failure}"
         else:

@@ -1,4 +1,4 @@
-"""What a parent can know of the end of a child process.
+"""How a parent notices the end of a child process, and what it can tell about it.
 
 May import :mod:`shmreduce.descriptor`.
 """
@@ -18,12 +18,12 @@ __all__ = ["Sentinel", "signal_name"]
 
 
 class Sentinel:
-    """What is ready when a child process itself has ended.
+    """A descriptor that becomes readable when a child process itself has ended.
 
     Parameters
     ----------
     process : multiprocessing.Process
-        Which has been started.
+        A process that has been started.
     """
 
     def __init__(self, process: BaseProcess) -> None:
@@ -31,22 +31,22 @@ class Sentinel:
         self._pidfd = _open_pidfd(process)
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for, until this is closed."""
+        """Return the descriptor to wait for. It is valid until this object is closed."""
         return self._process.sentinel if self._pidfd is None else self._pidfd.fileno()
 
     def close(self) -> None:
-        """Close what was opened for it; the sentinel of multiprocessing stays open."""
+        """Close the descriptor, unless it is the sentinel of multiprocessing."""
         if self._pidfd is not None:
             self._pidfd.close()
 
 
 def _open_pidfd(process: BaseProcess) -> Descriptor | None:
-    """Return what is ready when the process itself ends; None where there is none.
+    """Return a pidfd of the process; None if its sentinel must be used.
 
-    The sentinel of multiprocessing is a pipe that is inherited by what the
-    child forks, and so is ready only when all of that has ended too; except
-    with a fork server, which gives it to no child. Of a fork server's child,
-    too, the pid may be another process's by now (pidfd_open(2)).
+    The sentinel of multiprocessing is a pipe. Processes that the child forks inherit it, so
+    it becomes ready only when they have ended too. That is not so with a fork server, whose
+    children do not inherit it. And no pidfd can be opened for a fork server's child, whose
+    pid may belong to another process by now (pidfd_open(2)).
     """
     popen = getattr(process, "_popen", None)
     if getattr(popen, "method", None) not in {"fork", "spawn"} or process.pid is None:
@@ -54,13 +54,13 @@ def _open_pidfd(process: BaseProcess) -> Descriptor | None:
     try:
         pidfd = os.pidfd_open(process.pid)
     except (AttributeError, OSError):
-        # Not Linux, an old kernel, a sandbox: the sentinel will do.
+        # Not Linux, an old kernel or a sandbox: use the sentinel.
         return None
     return Descriptor(pidfd)
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """Return which signal killed a process, None if its exit code tells of none."""
+    """Return the name of the signal that killed a process; None if none did."""
     if exit_code is None or exit_code >= 0:
         return None
     try:

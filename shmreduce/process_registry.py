@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclass
 class _Process:
-    """What this process has, made on first need."""
+    """The registry and plugins of this process, made when first needed."""
 
     registry: Registry = field(default_factory=Registry)
     plugins: Plugins | None = None
@@ -71,7 +71,7 @@ def _renew_locks() -> None:
     _process.registry.renew_lock()
 
 
-# Another thread may have held them at the moment of the fork.
+# At the fork, another thread of the parent may have held the locks.
 renew_in_children(_renew_locks)
 
 
@@ -85,7 +85,7 @@ def get_plugins() -> Plugins:
     """
     settings = get_settings()
     plugins = _process.plugins
-    # Asked for each message.
+    # The fast path, which every message takes.
     if plugins is not None and plugins.settled_with is settings:
         return plugins
     if plugins is not None:
@@ -98,19 +98,19 @@ def get_plugins() -> Plugins:
 
 
 def import_plugins(settings: Settings) -> Plugins:
-    """Import the plugins that settings ask for, and do not register them yet.
+    """Import the plugins that settings ask for, without registering them yet.
 
-    To be called before a lock is taken under which plugins are needed. No plugin's module
-    is imported under a lock: another thread that imports it may be waiting for that lock,
-    while this one waits until the module is imported.
+    Call it before taking a lock under which plugins are needed. No plugin's module may be
+    imported under a lock: another thread that is importing the module may wait for the lock,
+    while the thread that holds the lock waits for the import.
 
     Raises
     ------
     PluginError
-        If ``settings.plugins`` names one that is not installed.
+        If ``settings.plugins`` names a plugin that is not installed.
     """
-    # Not above: importlib.metadata and pluggy take as long to import as all else
-    # that a child needs which is sent no arrays.
+    # Imported late: importlib.metadata and pluggy take as long to import as everything
+    # else that a child without arrays needs.
     from shmreduce.discovery import Plugins
 
     with _process.lock:
@@ -129,21 +129,21 @@ def get_registry() -> Registry:
 
 
 def get_array_factory() -> ArrayFactory | None:
-    """Return who makes arrays for ``shmreduce.empty`` and its like, or None."""
+    """Return the factory that makes the arrays of ``shmreduce.empty`` and the like, or None."""
     return get_plugins().array_factory()
 
 
 def get_memory_handlers() -> MemoryHandlers | None:
-    """Return what makes an array library allocate by ``shared_allocations``, or None."""
+    """Return a plugin's memory handlers, for ``shared_allocations``, or None."""
     plugins = get_plugins()
     with _process.lock:
         return plugins.memory_handlers()
 
 
 def plugin_report(*, ask: bool = False) -> list[PluginReport]:
-    """Tell what became of each installed plugin; conflicts are told, not raised.
+    """Return a report on each installed plugin; conflicts are reported, not raised.
 
-    With ``ask``, also which of its reducers do not work on this machine.
+    With ``ask``, it also says which of the reducers do not work on this machine.
 
     Examples
     --------
@@ -159,12 +159,12 @@ def plugin_report(*, ask: bool = False) -> list[PluginReport]:
 
 
 def tell_found() -> Told | None:
-    """Return what spares children to look for the plugins that are installed, if anything does."""
+    """Return what a child needs instead of a search for plugins; None if it must search."""
     return None if _process.plugins is None else _process.plugins.tell()
 
 
 def take_over_found(told: Told | None) -> None:
-    """Do not look for plugins where the parent process has looked already."""
+    """Use the plugins that the parent process found, instead of searching again."""
     _process.found_by_parent = told
 
 
@@ -214,7 +214,7 @@ def register_reducer(reducer: Reducer) -> None:
     origin = f"registered in {caller.f_code.co_filename}, line {caller.f_lineno}"
     with _process.lock:
         for inherited in list(_process.taken_over):
-            # The child runs the line that the parent ran: one and the same registration.
+            # A child that runs the parent's main module registers the same reducer again.
             if _equivalent(inherited, reducer):
                 unregister_reducer(inherited)
         _process.registry.register(reducer, origin)
@@ -255,15 +255,15 @@ def unregister_reducer(reducer: Reducer) -> None:
 
 
 def registered_by_hand() -> list[Reducer]:
-    """List the reducers that no plugin brings, which children must be handed."""
+    """List the reducers that were not registered by a plugin, which children must be sent."""
     return list(_process.by_hand)
 
 
 def take_over_reducers(reducers: Iterable[Reducer]) -> None:
-    """Register what the parent process had registered by hand.
+    """Register the reducers that the parent process had registered by hand.
 
-    A reducer that this process has registered itself, while importing its
-    main module say, stays as it is.
+    If this process has registered an equal one, for example while it imported its main
+    module, that one stays.
     """
     with _process.lock:
         for reducer in reducers:

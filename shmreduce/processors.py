@@ -31,9 +31,9 @@ def usable_processors() -> int:
 
 
 def all_taken() -> bool:
-    """Return whether more runs, or waits to run, than there are processors for.
+    """Return whether more threads run, or wait to run, than there are processors.
 
-    That is what proc_loadavg(5) says of this instant. True where nobody tells.
+    Reads the number of this instant from proc_loadavg(5). True if it cannot be read.
 
     Examples
     --------
@@ -41,7 +41,7 @@ def all_taken() -> bool:
     True
     """
     try:
-        # As bytes: to import the codec of a text file takes longer than all the rest.
+        # As bytes: importing a codec for text would take longer than everything else here.
         with Path("/proc/loadavg").open("rb", buffering=0) as file:
             running, _, _ = file.read().split()[3].partition(b"/")
             return int(running) > usable_processors()
@@ -50,10 +50,10 @@ def all_taken() -> bool:
 
 
 def cache_size() -> int | None:
-    """Return how many bytes the largest cache of a processor has, or None where nobody tells.
+    """Return the size in bytes of a processor's largest cache; None if it is not known.
 
-    As the kernel says (https://docs.kernel.org/admin-guide/abi-stable.html). What the
-    C library says is at times that of the host, all sockets of it, on a virtual machine.
+    The kernel says it (https://docs.kernel.org/admin-guide/abi-stable.html). On a virtual
+    machine the C library sometimes returns the sum of all caches of the host.
 
     Examples
     --------

@@ -3,10 +3,10 @@
 May import ``connection``, ``packets`` and everything below them, and
 :mod:`multiprocessing.queues`.
 
-Packets are whole, so neither writers nor readers of a queue take a lock: one
-that is killed blocks nobody. What a queue carries is pickled by ``put``, in
-the thread that calls it: the receiver gets the object as it was then, whatever
-becomes of it afterwards.
+Each message is one packet, so writers and readers of a queue take no lock, and
+one that is killed blocks nobody. ``put`` pickles the object in the thread that
+calls it, so the receiver gets the object as it was then, even if it is changed
+afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     _StandardJoinableQueue = multiprocessing.queues.JoinableQueue[Any]
     _StandardSimpleQueue = multiprocessing.queues.SimpleQueue[Any]
 else:
-    # They cannot be subscribed before Python 3.13.
+    # These classes are not generic before Python 3.13.
     _StandardQueue = multiprocessing.queues.Queue
     _StandardJoinableQueue = multiprocessing.queues.JoinableQueue
     _StandardSimpleQueue = multiprocessing.queues.SimpleQueue
@@ -55,61 +55,61 @@ _T = TypeVar("_T")
 _ANY_NUMBER: int = synchronize.SEM_VALUE_MAX  # type: ignore[attr-defined]
 _FLUSH_PRIORITY = -5
 _CLOSE_PRIORITY = 10
-"""As in multiprocessing.queues: at exit queues are closed before they are flushed."""
+"""As in multiprocessing.queues: at exit, queues are closed first and then flushed."""
 
 
 class _LockOnDemand:
-    """One of the locks of a standard queue, which nothing here takes, made when it is asked for.
+    """A lock that standard queues have and ours do not need; made when it is first accessed.
 
-    Other code may ask for it: the standard library's pool takes ``_rlock`` of its queue of
-    tasks. But most queues would have semaphores for nothing, whose names stay in /dev/shm
-    if everybody who knows them is killed.
+    Other code may need it: the standard library's pool takes ``_rlock`` of its task queue.
+    But most queues would have semaphores for nothing, whose names stay in /dev/shm if all
+    processes that know them are killed.
 
-    A queue has one such lock in all processes, or no lock. The process that made the queue
-    can make it at any time, and passes it on with the queue. Another process has it if it
-    was made before the queue was passed on; if not, that process could only make a second
-    one, which would keep nobody out, so there is no such attribute there. Queues of a class
-    that somebody derives have their locks from the beginning: its methods may take them in
-    any process.
+    A queue has the same lock in all processes, or none. The process that made the queue can
+    make the lock at any time, and passes it on with the queue. Another process has the lock
+    only if it was made before the queue was passed on. Otherwise that process could only make
+    a second lock, which would exclude nobody, so there the attribute does not exist. Queues
+    of derived classes have their locks from the beginning, since the methods of such a class
+    may take them in any process.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, queue: Any, owner: type | None = None) -> Any:
-        """Make the lock; not asked again then, since the queue's own attribute goes first."""
+        """Make the lock, as an attribute of the queue, which from then on hides this one."""
         if queue is None:
             return self
         if queue._maker is None or queue._maker.pid != os.getpid():
             raise AttributeError(
-                f"{type(queue).__name__}.{self._name} does not exist in this process: it is "
-                "made when the process that made the queue asks for it, and is passed on with "
-                "the queue from then on; let that process ask for it first"
+                f"{type(queue).__name__}.{self._name} does not exist in this process: only the "
+                "process that made the queue can make it, and it had not when it passed the queue "
+                "on; access it there before the queue is passed on"
             )
-        # Of two threads that ask at the same time, both get the first one's.
+        # setdefault: two threads that get here at the same time get the same lock.
         return vars(queue).setdefault(self._name, queue._maker.context.Lock())
 
 
 class _Maker(NamedTuple):
-    """Who made a queue: only there are its locks made."""
+    """The process that made a queue, the only one that may make its locks."""
 
     pid: int
     context: Any
 
 
 class _LocksOnDemand:
-    """What the queues have in the place of the locks of the standard library's."""
+    """Replaces the locks of the standard library's queues; see :class:`_LockOnDemand`."""
 
     _maker: _Maker | None = None
-    """None in processes that got the queue with its state; see :class:`_LockOnDemand`."""
+    """None in a process that unpickled the queue."""
     _rlock: Any = _LockOnDemand()
     _wlock: Any = _LockOnDemand()
 
     def _promise_locks(self, ctx: Any) -> None:
-        """Let the locks be made, by this process alone."""
+        """Note that this process, and no other, may make the locks."""
         self._maker = _Maker(os.getpid(), ctx)
         if type(self).__module__ != __name__:
-            # As soon as it is asked for, the lock is there.
+            # A derived class: access both locks, so that they are made now.
             _ = self._rlock, self._wlock
 
     def _made_locks(self) -> tuple[Any, Any]:
@@ -117,22 +117,22 @@ class _LocksOnDemand:
         return vars(self).get("_rlock"), vars(self).get("_wlock")
 
     def _take_over_locks(self, rlock: Any, wlock: Any) -> None:
-        """Have the locks that came with a queue's state, and no others."""
+        """Set the locks that came with a queue's state."""
         for name, lock in (("_rlock", rlock), ("_wlock", wlock)):
             if lock is not None:
                 setattr(self, name, lock)
 
 
 class SimpleQueue(_LocksOnDemand, _StandardSimpleQueue, Generic[_T]):
-    """A queue that is a pipe and nothing else; see :class:`multiprocessing.SimpleQueue`.
+    """A queue that is only a pipe; see :class:`multiprocessing.SimpleQueue`.
 
-    ``put`` waits when the pipe is full, which is after thousands of small
-    messages, or some hundreds where ``net.core.wmem_max`` is small.
+    ``put`` waits when the pipe is full: after thousands of small messages, or after some
+    hundreds if ``net.core.wmem_max`` is small.
 
     Parameters
     ----------
     ctx : multiprocessing context
-        Of the processes that share the queue.
+        The context of the processes that share the queue.
 
     Raises
     ------
@@ -199,7 +199,7 @@ class SimpleQueue(_LocksOnDemand, _StandardSimpleQueue, Generic[_T]):
             If the queue is closed.
         """
         held = [obj]
-        # So that the caller's may be the last reference.
+        # Arrays without any other reference are moved: keep none in this frame.
         del obj
         self._writer.send_last(held)
 
@@ -213,11 +213,11 @@ class _Unsendable:
         self.obj = obj
         self.error = error
         self.is_under_way = False
-        """As of a packet."""
+        """As for :class:`Packet`."""
 
 
 class _Feeder(NamedTuple):
-    """What the thread that feeds the pipe works with; not the queue, which may be dropped."""
+    """What the feeder thread needs of a queue; not the queue, which may be dropped meanwhile."""
 
     buffer: collections.deque[Any]
     not_empty: threading.Condition
@@ -229,7 +229,7 @@ class _Feeder(NamedTuple):
     free: Any
 
     def run(self) -> None:
-        """Send what is in the buffer until the mark of the end comes."""
+        """Send the items of the buffer until ``_END`` comes."""
         debug("starting thread to feed data to pipe")
         while True:
             with self.not_empty:
@@ -237,7 +237,7 @@ class _Feeder(NamedTuple):
                 while not self.buffer:
                     self.not_empty.wait()
                 item = self.buffer.popleft()
-                # What is put from now on must queue up behind this.
+                # From now on put() must not send by itself, ahead of this item.
                 self.busy[0] = True
                 if item is not _END:
                     item.is_under_way = True
@@ -254,18 +254,18 @@ class _Feeder(NamedTuple):
         try:
             if isinstance(item, _Unsendable):
                 raise item.error
-            # put() has promised it: nobody is there to be told.
+            # Patient: put() has returned, so no caller is left who could try again.
             self.writer.transmit(item, patient=True)
         except Exception as error:
             if self.ignores_broken_pipe and getattr(error, "errno", 0) == errno.EPIPE:
                 return False
-            # What it needs may be gone already while the process ends.
+            # While the process exits, what the thread uses may be gone already.
             if is_exiting():
                 info("error in queue thread: %s", error)
                 return False
-            # As if the object had been taken out of the queue.
+            # The object is dropped, so its place in the queue is free.
             self.free.release()
-            # What is behind it is sent also if nobody can be told: standard error is closed, say.
+            # Reporting may fail, for example if standard error is closed. Go on with the next.
             with contextlib.suppress(Exception):
                 self.on_error(error, item.obj if isinstance(item, _Unsendable) else item)
         return True
@@ -274,15 +274,15 @@ class _Feeder(NamedTuple):
 class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
     """A queue of any length or a bounded one; see :class:`multiprocessing.Queue`.
 
-    ``put`` pickles, and writes to the pipe as well if that is possible at once;
-    if not, a thread does it.
+    ``put`` pickles the object, and writes it to the pipe if that is possible without
+    waiting; otherwise a thread writes it.
 
     Parameters
     ----------
     maxsize : int
-        Most objects that may be under way; 0 for any number.
+        The largest number of objects in the queue; 0 for any number.
     ctx : multiprocessing context
-        Of the processes that share the queue.
+        The context of the processes that share the queue.
 
     Raises
     ------
@@ -332,8 +332,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
         if not after_fork:
-            # Taken by its own ``with``: that of a Condition is Python code, in which
-            # Ctrl-C may come between the lock and the block, and it stays taken.
+            # put() uses _locked, never ``with self._notempty``, see interrupt_safe().
             lock = threading.Lock()
             self._locked = interrupt_safe(lock)
             self._notempty = threading.Condition(lock)
@@ -343,8 +342,8 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
     def put(self, obj: _T, block: bool = True, timeout: float | None = None) -> None:
         """Put an object in, as it is now.
 
-        An object that cannot be pickled is dropped, and told of on standard
-        error, as :class:`multiprocessing.Queue` does.
+        If it cannot be pickled, the object is dropped and the error is printed on standard
+        error, as by :class:`multiprocessing.Queue`.
 
         Parameters
         ----------
@@ -353,7 +352,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
         block : bool
             Whether to wait for room in a bounded queue.
         timeout : float, optional
-            Seconds to wait at most.
+            Wait for so many seconds at most.
 
         Raises
         ------
@@ -362,7 +361,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
         OutOfSharedMemoryError, BudgetExceededError
             If it is large and there is no shared memory for it.
         RuntimeError
-            If it has to wait for a reader and no thread can be started. It is not in
+            If the pipe is full and no thread can be started. The object is not put into
             the queue then.
         ValueError
             If the queue is closed.
@@ -380,7 +379,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
         block : bool
             Whether to wait for one.
         timeout : float, optional
-            Seconds to wait at most.
+            Wait for so many seconds at most.
 
         Raises
         ------
@@ -400,7 +399,8 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
                     seconds = timeout if block and timeout is not None else 0.0
                     arrival = self._receive_within(buffer, seconds)
             finally:
-                # Also if Ctrl-C comes when the object is out of the queue: its place is free.
+                # buffer[0] is set once a message has been read. Its place is free then, even
+                # if Ctrl-C has interrupted this.
                 if buffer[0]:
                     self._sem.release()
             obj: _T = arrival.load()
@@ -409,16 +409,16 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
             give_buffer(buffer)
 
     def close(self) -> None:
-        """Put nothing more in; what was put is still sent."""
+        """Let this process put nothing more in; what it has put is still sent."""
         super().close()
         if self._used and self._thread is None:
-            # Else the thread does it, when everything has been sent.
+            # If there is a thread, it does this when everything has been sent.
             self._reader.close()
             self._writer.close()
 
     def _receive_within(self, buffer: ReceiveBuffer, seconds: float) -> Received:
         deadline = time.monotonic() + seconds
-        # Another reader may be faster.
+        # A loop, since another reader may take the message after poll() has seen it.
         while self._reader.poll(max(0.0, deadline - time.monotonic())):
             arrival = self._reader.receive(buffer, wait=False)
             if arrival is not None:
@@ -438,7 +438,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
         try:
             return pack_last(held)
         except ShmreduceError:
-            # Not the object's fault: the caller can do something about it.
+            # No shared memory, for example: the caller can do something about that.
             self._sem.release()
             raise
         except Exception as error:
@@ -460,7 +460,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
                     self._buffer.append(item)
                     self._notempty.notify()
         except BaseException:
-            # Ctrl-C, or no thread can be had (a limit of processes).
+            # Ctrl-C, or no thread can be started (RLIMIT_NPROC).
             with self._locked:
                 if item in self._buffer:
                     self._buffer.remove(item)
@@ -470,7 +470,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
             raise
 
     def _take_back(self, item: Packet | _Unsendable) -> None:
-        """Let the queue be as before a ``put``: nobody has seen the item."""
+        """Undo a ``put`` whose item nobody has seen."""
         if isinstance(item, Packet):
             item.discard()
         self._sem.release()
@@ -482,9 +482,9 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
             self._writer.transmit(item, wait=False)
         except OSError as error:
             if not is_from_system(error):
-                # A signal handler's TimeoutError, say: nobody knows whether it was sent.
+                # A signal handler has raised it, perhaps after the packet was sent.
                 raise
-            # It has to wait; or the thread is told in its turn what is wrong.
+            # The pipe is full; after any other error the thread tries, and reports it.
             item.is_under_way = False
             return False
         return True
@@ -514,14 +514,14 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
 
 
 class JoinableQueue(Queue[_T], _StandardJoinableQueue):
-    """A queue that counts what is done; see :class:`multiprocessing.JoinableQueue`.
+    """A queue that counts unfinished tasks; see :class:`multiprocessing.JoinableQueue`.
 
     Parameters
     ----------
     maxsize : int
-        Most objects that may be under way; 0 for any number.
+        The largest number of objects in the queue; 0 for any number.
     ctx : multiprocessing context
-        Of the processes that share the queue.
+        The context of the processes that share the queue.
 
     Raises
     ------
@@ -562,7 +562,7 @@ class JoinableQueue(Queue[_T], _StandardJoinableQueue):
         del obj
         item = self._pack(held)
         with self._cond:
-            # Before anybody can get it and call task_done().
+            # Counted before anybody can get the item and call task_done().
             self._unfinished_tasks.release()
             self._add(item)
 

@@ -23,11 +23,11 @@ _module: Any = find_module(PACKETS)[0]
 
 
 class ReceiveBuffer(bytearray):
-    """Room for one packet, and the owner of the descriptors that come with it.
+    """A buffer for one packet, which also owns the descriptors that come with it.
 
-    They are in ``descriptors`` when :meth:`PacketSocket.read` returns, so a signal
-    handler that raises later leaves none open. Where the module in C is used, nor does
-    one that raises before.
+    They are in ``descriptors`` when :meth:`PacketSocket.read` returns, so that none stays
+    open if a signal handler raises after that. With the module in C, none stays open if it
+    raises before that either.
 
     Parameters
     ----------
@@ -50,17 +50,17 @@ class ReceiveBuffer(bytearray):
         self.descriptors: list[int] = []
 
     def close_descriptors(self) -> None:
-        """Close all that came, and forget them."""
+        """Close the descriptors, and remove them from the list."""
         if _module is not None:
             _module.close_descriptors(self.descriptors)
             return
-        # One expression, of calls in C: in a loop a handler could raise when a number is
-        # out of the list and not closed yet, or closed and still in the list.
+        # One expression that makes its calls in C. In a loop, a signal handler could raise
+        # between pop() and close(), and the descriptor would stay open.
         numbers = map(self.descriptors.pop, repeat(-1, len(self.descriptors)))
         deque(map(os.close, numbers), maxlen=0)
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # While the interpreter ends the globals of the module may be gone.
+        # During interpreter shutdown the module's globals may be gone.
         if self.descriptors and not is_ending():
             with contextlib.suppress(OSError):
                 self.close_descriptors()

@@ -4,15 +4,14 @@ May import errors, contracts and ``thread_locks``.
 
 The rule for types
 ------------------
-A reducer claims a class itself, or its qualified name. A claim on a name
-holds for the class that calls itself so (``__module__`` and
-``__qualname__``), and for the class found under that name once its module is
-imported.
+A reducer claims a class itself, or a qualified name. A claim on a name holds
+for the class whose ``__module__`` and ``__qualname__`` make up that name, and
+for the class that is found under the name once its module is imported.
 
-An object of class C is handled by the reducer that claims C. Otherwise the
-bases of C are gone through in the order of its MRO, and the first that is
-claimed by a reducer with ``subclasses = True`` decides. Claims without
-``subclasses`` say nothing about derived classes and are passed over.
+The reducer that claims C handles the objects of class C. If there is none, the
+registry goes through the bases of C in MRO order; the first base that is
+claimed by a reducer with ``subclasses = True`` decides. A reducer without
+``subclasses`` never handles derived classes.
 
 One class has one reducer: a second claim is a :class:`ReducerConflictError`.
 """
@@ -45,7 +44,7 @@ _ABSENT: Final = object()
 
 
 class ReducerClaim(NamedTuple):
-    """A reducer, and who registered it from where, in words."""
+    """A reducer, and a text that says who registered it from where."""
 
     reducer: Reducer
     origin: str
@@ -53,14 +52,14 @@ class ReducerClaim(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyClaim:
-    """A strategy, and who registered it from where, in words."""
+    """A strategy, and a text that says who registered it from where."""
 
     strategy: SharingStrategy
     origin: str
 
 
 def qualified_name(cls: type) -> str:
-    """Return the name by which a class knows itself.
+    """Return a class's own name, with its module's.
 
     Examples
     --------
@@ -103,8 +102,8 @@ class Registry:
         self._by_class: dict[type, ReducerClaim] = {}
         self._by_name: dict[str, ReducerClaim] = {}
         self._strategies: dict[str, StrategyClaim] = {}
-        # Answers per class, by id: half the time of a WeakKeyDictionary. The
-        # weak references' callbacks run before an id can be used again.
+        # Answers by id(class): that takes half the time of a WeakKeyDictionary. The
+        # callback of the weak reference drops an answer before its id can be reused.
         self._answers: dict[int, ReducerClaim | None] = {}
         self._watched: dict[int, weakref.ref[type]] = {}
         self._generation = 0
@@ -190,15 +189,14 @@ class Registry:
     def find(self, cls: type) -> ReducerClaim | None:
         """Return who handles objects of exactly this class, or None.
 
-        Answers are remembered, also "nobody". A name that leads to a class
-        without being the class's own counts from the next change of the
-        registry if its module is imported after the class was first asked
-        about.
+        Answers are remembered, and so is None. So a claim on an alias of a class is
+        missed if the alias's module is imported only after the class was first looked
+        up; it counts from the next change of the registry.
 
         Raises
         ------
         ReducerConflictError
-            If two reducers turn out to have claimed one class under two names.
+            If two reducers have claimed the same class under two names.
         """
         answer = self._answers.get(id(cls), _ABSENT)
         if answer is not _ABSENT:
@@ -222,7 +220,7 @@ class Registry:
     def _find_and_remember(self, cls: type) -> ReducerClaim | None:
         with self._lock:
             answer = None
-            # type.__mro__: a metaclass may hide the attribute behind its own.
+            # Not cls.__mro__: a metaclass may define an attribute of that name.
             for base in type.__dict__["__mro__"].__get__(cls):
                 claim = self.find_exact(base)
                 if claim is not None and (base is cls or claim.reducer.subclasses):
@@ -252,7 +250,7 @@ class Registry:
         return None if present is None else self.find_exact(present)
 
     def _forget_answers(self) -> None:
-        # New objects, not clear(): a thread in find() keeps its old ones whole.
+        # New dictionaries, not clear(): another thread in find() still uses the old ones.
         self._answers = {}
         self._watched = {}
         self._generation += 1
@@ -301,7 +299,7 @@ class Registry:
             self._generation += 1
 
     def unregister_strategy(self, strategy: SharingStrategy) -> None:
-        """Give up the name of ``strategy``; one that is not registered is no error."""
+        """Give up the name of ``strategy``; do nothing if it is not registered."""
         with self._lock:
             self._strategies = {
                 name: claim
@@ -330,7 +328,7 @@ def _checked_types(reducer: Reducer) -> tuple[type | str, ...]:
             "classes and qualified names: put it into a tuple",
             reducer=describe(reducer),
             type_name=None,
-            reason="types is no sequence",
+            reason="types is not a sequence",
         )
     types = tuple(reducer.types)
     wrong = [each for each in types if not isinstance(each, type) and not _is_name(each)]

@@ -3,10 +3,10 @@
 May import ``borrowed_socket`` and :mod:`multiprocessing.connection`.
 :mod:`shmreduce.forking` and :mod:`shmreduce.managers` use it.
 
-A :class:`multiprocessing.connection.Connection` may be a pipe, a Unix socket
-or a TCP socket, and pickles in the same way for all. While shmreduce is installed,
-``Connection.send`` looks at the socket first: if it is not a Unix socket, the
-arrays are pickled in the ordinary way. Managers over TCP send by the same method.
+A :class:`multiprocessing.connection.Connection` may be a pipe, a Unix socket or a TCP
+socket, and pickles in the same way for all of them. While shmreduce is installed,
+``Connection.send`` checks first: if it is a socket other than a Unix socket, arrays are
+pickled in the ordinary way. Managers over TCP send by the same method.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REMEMBERED = "_shmreduce_crosses_hosts"
 
 
 class _Thread(threading.local):
-    """What the current thread is sending to."""
+    """Whether the current thread is sending to another host."""
 
     crosses_hosts = False
 
@@ -36,14 +36,14 @@ _thread = _Thread()
 
 
 def shared_memory_allowed() -> bool:
-    """Return whether what this thread pickles now may refer to shared memory."""
+    """Return whether a message that this thread pickles now may refer to shared memory."""
     return not _thread.crosses_hosts
 
 
 def crosses_hosts(connection: Connection) -> bool:
     """Return whether the peer of an open connection may be on another host.
 
-    The answer is kept with the connection, since it costs system calls. The
+    The answer is stored in the connection, since it costs system calls. The
     descriptor stays the connection's.
 
     Raises
@@ -74,25 +74,25 @@ def make_send(
     discard: Callable[[Any], None],
     is_active: Callable[[], bool],
 ) -> Callable[[Connection, Any], None]:
-    """Return a ``Connection.send`` that minds where the message goes.
+    """Return a ``Connection.send`` that uses no shared memory if the peer is on another host.
 
     Parameters
     ----------
     previous : callable
-        The ``send`` in force until now.
+        The ``send`` that is replaced.
     dumps : callable
-        Pickles an object to bytes, ``ForkingPickler.dumps``.
+        Pickles an object to bytes: ``ForkingPickler.dumps``.
     discard : callable
-        Gives back what the bytes of a message hold that could not be sent.
+        Gives back the memory of a message that could not be sent.
     is_active : callable
-        Whether shmreduce is installed still; where not, ``previous`` is used.
+        Whether shmreduce is still installed; if not, ``previous`` is called.
     """
-    # A send that somebody else put in place is called, not replaced.
+    # If another library has replaced send(), its function is called, not bypassed.
     is_standard = getattr(previous, "__module__", None) == Connection.__module__
 
     def send(self: Connection, obj: Any) -> None:
         """Send a picklable object; see :meth:`multiprocessing.connection.Connection.send`."""
-        # The standard method tells of closed and read-only connections.
+        # If the connection is closed or read-only, the standard method raises the error.
         if not is_active() or self.closed or not self.writable:
             previous(self, obj)
             return
@@ -111,10 +111,10 @@ def make_send(
 
 
 def send_or_discard(connection: Connection, data: Any, discard: Callable[[Any], None]) -> None:
-    """Send the bytes of a message; if that fails, ``discard`` gives back what they hold."""
+    """Send the bytes of a message; if that fails, ``discard`` gives back its memory."""
     try:
         connection.send_bytes(data)
     except Exception:
-        # The peer cannot have got a whole message, so nobody will claim it.
+        # The peer cannot have received the whole message, so it will not claim the memory.
         discard(data)
         raise

@@ -37,7 +37,7 @@ class Settings:
         ``file_descriptor`` and ``file_system``. ``SHMREDUCE_STRATEGY``.
     inline_limit : int
         By-value buffers of fewer bytes are pickled in the ordinary way, unless a message
-        has many of 4 KiB and more. ``SHMREDUCE_INLINE_LIMIT``.
+        has many buffers of at least 4 KiB. ``SHMREDUCE_INLINE_LIMIT``.
     budget : int or None
         Bytes of shared memory that the whole family of processes may use. None means
         80 % of what is available when the family begins. ``SHMREDUCE_BUDGET``.
@@ -45,18 +45,18 @@ class Settings:
         Memory that nothing has used for this many seconds goes back to the
         operating system. ``SHMREDUCE_IDLE_SECONDS``.
     idle_keep : int
-        Bytes of idle memory that a process keeps nevertheless: so many for by-value
-        arrays, and as many for shared ones. ``SHMREDUCE_IDLE_KEEP``.
+        Bytes of idle memory that a process keeps nevertheless: this many for by-value
+        arrays, and as many again for shared arrays. ``SHMREDUCE_IDLE_KEEP``.
     message_timeout : float or None
-        Seconds after which a message that nobody has read is given up. None means
-        never. ``SHMREDUCE_MESSAGE_TIMEOUT``.
+        Seconds after which the memory of a message that nobody has read is freed. None
+        means never. ``SHMREDUCE_MESSAGE_TIMEOUT``.
     short_wait : float
         Seconds for which a reader of a channel of shmreduce polls for a message before
-        it sleeps; after 0.3 ms only while no process waits for a processor. 0 means
-        never. ``SHMREDUCE_SHORT_WAIT``.
+        it sleeps. After 0.3 ms it goes on polling only while no process waits for a
+        processor. 0 means that it never polls. ``SHMREDUCE_SHORT_WAIT``.
     on_exhausted : {"raise", "pickle"}
-        Whether an array for which there is no shared memory left raises an
-        error or is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.
+        What happens to an array for which no shared memory is left: an error is raised,
+        or the array is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.
     autoload : bool
         Whether installed plugins are loaded without being named. The
         environment variable switches it off: ``SHMREDUCE_DISABLE_AUTOLOAD=1``.
@@ -70,7 +70,7 @@ class Settings:
     Raises
     ------
     ConfigurationError
-        If a value is impossible; it names the setting and what is possible.
+        If a value is impossible. The message names the setting and what is possible.
 
     Notes
     -----
@@ -87,12 +87,13 @@ class Settings:
     """
 
     strategy: str | None = None
-    # Up to there pickling is as quick as a block, or quicker. From 85 KiB on it takes four times
-    # as long: the pickler makes its buffer half as large again, and one of 128 KiB malloc(3) gets
-    # from mmap(2) each time (M_MMAP_THRESHOLD), and gives what lies beside it back. With warm
-    # memory a block would be quicker from 48 KiB on, and three times as quick from 64 KiB on
-    # where the pipe is the standard library's, which holds no more (pipe(7)). But the first
-    # block of a process takes as long as some 25 such messages.
+    # Up to this size, pickling is at least as fast as a block. From 85 KiB on it takes four
+    # times as long: the pickler allocates half as much again for its buffer, and from 128 KiB
+    # on (M_MMAP_THRESHOLD) malloc(3) gets the buffer from mmap(2) each time, and gives the
+    # memory beside it back to the kernel. With warm memory a block would be faster from 48 KiB
+    # on; with a pipe of the standard library, which holds 64 KiB (pipe(7)), it would take a
+    # third of the time from there on. But the first block of a process takes as long as some
+    # 25 such messages.
     inline_limit: int = 80 * KIBIBYTE
     budget: int | None = None
     idle_seconds: float = 5.0
@@ -120,7 +121,7 @@ class Settings:
         if not isinstance(self.autoload, bool):
             _reject("autoload", self.autoload, "must be True or False")
         for setting in ("plugins", "blocked"):
-            # Lists are accepted, but the settings are hashable and compared.
+            # Lists are accepted, but stored as tuples: settings are hashed and compared.
             object.__setattr__(self, setting, _name_tuple(setting, getattr(self, setting)))
 
     def changed(self, **changes: Any) -> Settings:
@@ -138,7 +139,7 @@ class Settings:
         Raises
         ------
         ConfigurationError
-            If there is no setting of that name or its value is impossible.
+            If there is no setting of that name, or its value is impossible.
 
         Examples
         --------
@@ -163,9 +164,9 @@ def _check_bytes(setting: str, value: object, minimum: int) -> None:
 
 def _check_seconds(setting: str, value: Any, *, minimum_allowed: bool) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Clocks, to which it is added, are floats.
+    # A huge int cannot be added to the float that a clock returns.
     fits = isinstance(value, float) or (is_number and value <= sys.float_info.max)
-    # Not-a-number fails both comparisons.
+    # NaN fails both comparisons.
     if is_number and fits and (value > 0 or (minimum_allowed and value == 0)):
         return
     rule = "zero or more" if minimum_allowed else "more than zero"
@@ -224,12 +225,12 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     Parameters
     ----------
     environment : mapping of str to str, optional
-        ``os.environ`` where not given. An empty variable counts as not set.
+        By default ``os.environ``. An empty variable counts as not set.
 
     Raises
     ------
     ConfigurationError
-        If a variable cannot be understood; it names variable and remedy.
+        If a variable cannot be understood. The message says what to set it to.
 
     Examples
     --------
@@ -251,7 +252,7 @@ give a number of bytes, such as 32768, 32K or 1.5G
         try:
             settings = settings.changed(**{setting: parse(text)})
         except (ValueError, KeyError, OverflowError) as error:
-            # ConfigurationError is a ValueError too: the setting's own check.
+            # ConfigurationError is a ValueError: the check in Settings failed.
             detail = f" ({error})" if isinstance(error, ConfigurationError) else ""
             raise ConfigurationError(
                 f"environment variable {variable}={text!r}: {remedy}{detail}",
@@ -294,6 +295,6 @@ def get_settings() -> Settings:
 
 
 def set_settings(settings: Settings) -> None:
-    """Put other settings in force; for installation only."""
+    """Replace the settings in force; only for :func:`shmreduce.install` and its like."""
     global _current
     _current = settings

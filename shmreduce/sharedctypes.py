@@ -15,5 +15,5 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import *  # noqa: F403 - its names, whatever they are
 
-# The import system takes what stands here when the import ends.
+# The import system returns what is in sys.modules when the import has ended.
 sys.modules[__name__] = sharedctypes

@@ -1,11 +1,11 @@
-"""How long readers look for a message before they sleep.
+"""How long readers poll for a message before they sleep.
 
 May import :mod:`shmreduce.compiled` and :mod:`shmreduce.settings`.
 
-To sleep and to be woken takes tens of microseconds, a hundred on a virtual
-processor; an answer is often quicker. So a reader looks for it first. The
-channels of shmreduce do that by themselves; while shmreduce is installed, those of
-:mod:`multiprocessing` do it, too, see :func:`make_methods`.
+Sleeping and being woken takes tens of microseconds, on a virtual processor a hundred. An
+answer often arrives sooner. So a reader polls first. The channels of shmreduce always
+do; those of :mod:`multiprocessing` do while shmreduce is installed, see
+:func:`make_methods`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 __all__ = ["ShortWaits", "make_methods", "poll_after_look"]
 
 _ANYWAY = 3e-4
-"""Seconds for which a reader looks whoever else runs; for longer only where processors are free.
+"""Seconds for which a reader polls in any case. It goes on only while processors are free.
 
-A processor that looks is none that the kernel would wake somebody on.
+The kernel wakes nobody on a processor that is busy polling.
 """
 _MOST_SLEEPS = 255
-"""Waits in a row for which a reader sleeps at once, after looking was in vain."""
+"""After polling in vain, a reader sleeps at once for at most so many waits in a row."""
 _REMEMBERED = "_shmreduce_short_waits"
 _IN_VAIN, _AT_ONCE = 0, 1
-"""What ``await_input`` says of what did not come, and of what was there before it looked."""
+"""Results of ``await_input``: nothing arrived; or a message was there before it polled."""
 _module: Any = find_module(PACKETS)[0]
 
 
 class ShortWaits:
-    """The waits of one reader.
+    """Decides when one reader polls and when it sleeps at once.
 
-    Each time that nothing came, the reader sleeps twice as often before it looks
-    again: to look in vain costs next to nothing. What was there before tells
-    nothing: where there are more processes than processors, it is so all the time,
-    and who looks keeps the others from writing.
+    Each time that it polls in vain, the reader sleeps at once for twice as many waits
+    before it polls again. So useless polling costs next to nothing. A message that was
+    there before the reader polled does not count as a success: with more processes than
+    processors that is usual, and polling would keep the others from writing.
     """
 
     __slots__ = ("_in_vain", "_sleeps")
@@ -51,10 +51,10 @@ class ShortWaits:
         self._sleeps = self._in_vain = 0
 
     def limits(self, at_most: float | None = None) -> tuple[float, float] | None:
-        """Return for how long to look this time, None for not at all.
+        """Return for how many seconds to poll this time; None for not at all.
 
-        That is in seconds, together not more than ``at_most``: how long at any rate, and
-        how long after that as long as all who run have a processor.
+        The first number is for polling in any case; the second is for polling after that
+        while no process waits for a processor. Together they are at most ``at_most``.
         """
         if self._sleeps > 0:
             self._sleeps -= 1
@@ -68,18 +68,18 @@ class ShortWaits:
         return at_once, limit - at_once
 
     def in_vain(self) -> None:
-        """Take note that nothing came."""
+        """Note that nothing arrived."""
         self._in_vain = self._sleeps = min(2 * self._in_vain + 1, _MOST_SLEEPS)
 
     def worth_while(self) -> None:
-        """Take note that something came."""
+        """Note that a message arrived."""
         self._in_vain = 0
 
     def look(self, fd: int, at_most: float | None = None) -> bool:
-        """Look whether there is something to be read, or comes soon.
+        """Poll a descriptor for a short time; return whether it can be read.
 
-        Only with the compiled module: in Python it would keep the interpreter's other
-        threads from working.
+        Only with the compiled module: polling in Python would keep the interpreter's other
+        threads from running.
         """
         if _module is None:
             return False
@@ -98,12 +98,12 @@ class ShortWaits:
 def poll_after_look(
     waits: ShortWaits, fd: int, timeout: float | None, poll: Callable[[float | None], bool]
 ) -> bool:
-    """Look whether there is something to be read, and if not, ``poll(timeout)`` sleeps for it.
+    """Return whether ``fd`` can be read: poll it for a short time, then ``poll(timeout)`` sleeps.
 
-    It sleeps for what is left of the ``timeout``, in seconds, None for ever.
+    It sleeps for the rest of ``timeout`` seconds; for ever if that is None.
     """
     if timeout is not None and timeout <= 0:
-        # That is no wait, and tells nothing of waits.
+        # The caller does not wait, so this must not influence when the reader polls.
         return poll(timeout)
     began = time.monotonic()
     if waits.look(fd, timeout):
@@ -118,33 +118,33 @@ def make_methods(
     poll: Callable[[Any, float | None], bool],
     is_active: Callable[[], bool],
 ) -> tuple[Callable[..., Any], Callable[[Any, float | None], bool]]:
-    """Return a ``Connection._recv_bytes`` and a ``_poll`` that look before they sleep.
+    """Return a ``Connection._recv_bytes`` and a ``_poll`` that poll before they sleep.
 
-    By these methods the connections, queues and pools of the standard library receive.
-    The main thread looks, and no other: one that receives for others, as that of a
-    pool does, would take a processor from those it works for.
+    Connections, queues and pools of the standard library receive by these methods. Only the
+    main thread polls: a thread that receives for others, as that of a pool, would take a
+    processor from them.
 
     Parameters
     ----------
     recv_bytes, poll : callable
-        The methods in force until now.
+        The methods that are replaced.
     is_active : callable
-        Whether shmreduce is installed still; where not, these are all.
+        Whether shmreduce is still installed; if not, only the old methods are called.
     """
 
     def looks() -> bool:
         return is_active() and get_ident() == main_thread().ident
 
     def _recv_bytes(self: Any, maxsize: int | None = None) -> Any:
-        """Return the next message in a buffer; None if it is longer than that."""
-        # Another thread may close it.
+        """Return the next message in a buffer; None if it is longer than ``maxsize``."""
+        # Read once: another thread may close the connection, which sets it to None.
         handle = self._handle
         if handle is not None and looks():
             _waits_of(self).look(handle)
         return recv_bytes(self, maxsize)
 
     def _poll(self: Any, timeout: float | None) -> bool:
-        """Return whether there is something to be received, within so many seconds."""
+        """Return whether a message arrives within so many seconds."""
         handle = self._handle
         if handle is None or not looks():
             return poll(self, timeout)

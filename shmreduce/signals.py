@@ -17,10 +17,10 @@ __all__ = ["is_from_handler", "is_from_system"]
 
 
 def is_from_system(error: OSError) -> bool:
-    """Return whether the system has said so: a number tells.
+    """Return whether an OSError comes from a system call: then it has an ``errno``.
 
-    What a signal handler raises to give up is an OSError, too (TimeoutError), and
-    comes into any system call. It has none, nor has what waits for a lock in vain.
+    A signal handler may raise TimeoutError, which is an OSError too, during any system
+    call. It has no ``errno``, and neither has a wait for a lock that timed out.
 
     Examples
     --------
@@ -31,11 +31,11 @@ def is_from_system(error: OSError) -> bool:
 
 
 def is_from_handler(error: BaseException) -> bool:
-    """Return whether a handler of a signal has raised an exception, as its traceback tells.
+    """Return whether a signal handler has raised an exception, according to its traceback.
 
-    One that gives up after some time (``signal.alarm``) comes between any two
-    instructions, and is for the caller of whatever it has interrupted, not for
-    those who deal with the errors of that.
+    A handler may raise between any two instructions, for example to give up after some
+    time (``signal.alarm``). Such an exception must reach the caller of what it has
+    interrupted, and must not be treated as an error of that code.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def _codes_of_handlers() -> Iterator[CodeType]:
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         if callable(handler):
-            # A function, a method, or an object that is called.
+            # A function or method has __code__; of another object, __call__ may have it.
             for each in (handler, type(handler).__call__):
                 code = getattr(each, "__code__", None)
                 if code is not None:

@@ -1,12 +1,12 @@
-"""What a process of the spawn family does, and how it tells its parent the outcome.
+"""What a process of ``spawn`` or ``start_processes`` does, and how it reports the outcome.
 
 May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`, ``anonymous`` and
 ``loading`` of the memory, :mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling`,
 :mod:`shmreduce.prctl` and ``tracebacks``.
 
-The outcome is written to an unnamed file that the parent made, not to a pipe:
-the child never waits for a reader, the parent never waits for the rest of a
-message, and what a killed child left behind is there whole or not at all.
+The child writes the outcome to an unnamed file that the parent made, not to a pipe. So
+the child never waits for a reader, the parent never waits for the rest of a message,
+and the outcome of a child that was killed is either complete or does not count.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["PicklerChoice", "Raised", "ReportFile", "Returned", "SpawnCall", "ru
 
 _EMPTY, _COMPLETE = b"\0", b"\1"
 _NAME_BYTES = 15
-"""What the kernel keeps of a thread's name."""
+"""The kernel keeps so many bytes of a thread's name."""
 
 
 class PicklerChoice(enum.Enum):
-    """How results and exceptions are pickled: as the context pickles arguments."""
+    """How results and exceptions are pickled: in the way the context pickles arguments."""
 
     STANDARD = "by the standard library's pickler, which shmreduce.install() may have taught"
     OWN = "by the pickler of shmreduce"
@@ -50,7 +50,7 @@ class PicklerChoice(enum.Enum):
         """Return an object as bytes for the parent."""
         if self is PicklerChoice.STANDARD:
             return bytes(ForkingPickler.dumps(obj))
-        # Not needed in each process, and not quick to import.
+        # Imported late: it takes long to import, and not every process needs it.
         from shmreduce import pickling
 
         data, message = pickling.dumps(obj)
@@ -59,7 +59,7 @@ class PicklerChoice(enum.Enum):
         return bytes(data)
 
     def loads(self, data: bytes) -> Any:
-        """Return the object that a child has pickled."""
+        """Unpickle an object of a child."""
         if self is PicklerChoice.STANDARD:
             return ForkingPickler.loads(data)
         from shmreduce import pickling
@@ -67,7 +67,7 @@ class PicklerChoice(enum.Enum):
         return pickling.loads(data)
 
     def discard(self, data: bytes) -> None:
-        """Give back the shared memory of what a child has pickled and nobody has loaded."""
+        """Give back the shared memory of a child's object that nobody has loaded."""
         from shmreduce.memory.loading import discard_message
 
         discard_message(data)
@@ -75,17 +75,17 @@ class PicklerChoice(enum.Enum):
 
 @dataclass(frozen=True)
 class Returned:
-    """The function returned; ``result`` is pickled, None if it was not asked for."""
+    """The function returned. ``result`` is its pickled result, None if nobody wants it."""
 
     result: bytes | None
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The function raised.
+    """The function raised an exception.
 
-    ``error`` is the pickled exception, None if pickling failed for ``reason``;
-    ``at`` is the time of the system's monotonic clock.
+    ``error`` is the pickled exception, or None if pickling failed; ``reason`` says why.
+    ``at`` is the time by the system's monotonic clock.
     """
 
     at: float
@@ -97,7 +97,7 @@ class Raised:
 class ReportFile:
     """An unnamed file for one outcome, shared by the parent and one child.
 
-    Written once, by the child; read by the parent once the child has ended.
+    The child writes it once. The parent reads it after the child has ended.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class ReportFile:
         os.pwrite(self._file.fileno(), _EMPTY, 0)
 
     def write(self, outcome: Returned | Raised) -> None:
-        """Write the outcome; it counts once it is written to the end."""
+        """Write the outcome. It counts only after all of it has been written."""
         number = self._file.fileno()
         rest = memoryview(pickle.dumps(outcome))
         position = len(_EMPTY)
@@ -116,23 +116,22 @@ class ReportFile:
         os.pwrite(number, _COMPLETE, 0)
 
     def read(self) -> Returned | Raised | None:
-        """Return the outcome; None if the child has not told any."""
+        """Return the outcome; None if the child has not written one completely."""
         return _outcome_in(self._file)
 
     def close(self) -> None:
-        """Give the file up; its memory is freed with the last process that has it."""
+        """Close the file. The kernel frees it when no process has it open any more."""
         self._file.close()
 
     def give_up(self, pickler: PicklerChoice) -> None:
-        """Close the file; what the outcome holds and nobody has loaded is given back.
+        """Close the file, and give back the memory of an outcome that nobody has loaded.
 
-        To be called by the parent, once the child has ended. Nothing happens if
-        the file is closed.
+        The parent calls it after the child has ended. Does nothing if the file is closed.
         """
         _give_up(self._file, pickler)
 
     def give_up_when_dropped(self, pickler: PicklerChoice) -> None:
-        """See to it that the file, when it is dropped in this process, is given up first."""
+        """Call :meth:`give_up` in this process when the object is dropped."""
         weakref.finalize(self, _give_up_elsewhere, self._file, pickler, os.getpid()).atexit = False
 
 
@@ -147,25 +146,26 @@ def _outcome_in(file: Descriptor) -> Returned | Raised | None:
 
 
 def _give_up_elsewhere(file: Descriptor, pickler: PicklerChoice, owner: int) -> None:
-    # A forked child drops what it inherited, and what it inherited is its parent's.
+    # A forked child also drops the object, but the memory belongs to the parent.
     if os.getpid() != owner:
         return
-    data = _last_taken_from(file)
+    data = _take_pickle(file)
     if data is not None:
-        # The collector may come while this very thread holds a lock that is needed for it.
-        # Where no thread can be had, what is left goes with the last process that has it.
+        # In a new thread: the cycle collector may run this while the current thread holds
+        # a lock that discarding needs. If no thread can be started, the memory is freed
+        # with the last process that has it open.
         with contextlib.suppress(RuntimeError):
             _thread.start_new_thread(pickler.discard, (data,))
 
 
 def _give_up(file: Descriptor, pickler: PicklerChoice) -> None:
-    data = _last_taken_from(file)
+    data = _take_pickle(file)
     if data is not None:
         pickler.discard(data)
 
 
-def _last_taken_from(file: Descriptor) -> bytes | None:
-    """Close a file; return what is pickled in the outcome that it held."""
+def _take_pickle(file: Descriptor) -> bytes | None:
+    """Close a file; return the pickle in its outcome, if there is one."""
     if file.closed:
         return None
     try:
@@ -181,10 +181,10 @@ def _last_taken_from(file: Descriptor) -> bytes | None:
 
 @dataclass(frozen=True)
 class SpawnCall:
-    """One child's work, made by the parent; pickled where the start method pickles.
+    """One child's work. The parent makes it; all start methods but ``fork`` pickle it.
 
-    ``starting`` is None or a pipe with one byte for each child, written when
-    all of them have been started.
+    ``starting`` is None, or a pipe to which the parent writes one byte for each child when
+    all children have been started.
     """
 
     function: Callable[..., Any]
@@ -200,13 +200,13 @@ class SpawnCall:
 
 
 def run_call(call: SpawnCall) -> None:
-    """Call the function in this process, tell the outcome, and let the process end.
+    """Call the function in this process, write the outcome, and let the process end.
 
     Raises
     ------
     SystemExit
-        The function's own, so that its exit code is kept; with code 1 if the
-        function raised something else.
+        If the function raised SystemExit, the same, which keeps its exit code. If it raised
+        anything else, with code 1.
     """
     try:
         take_over()
@@ -219,7 +219,7 @@ def run_call(call: SpawnCall) -> None:
         data = call.pickler.dumps(result) if call.wants_result else None
         call.report.write(Returned(data))
     except SystemExit as error:
-        # As Python takes it: anything else is printed, and is a failure.
+        # As for Python, None and 0 are success; any other code is a failure.
         if error.code is None or (isinstance(error.code, int) and error.code == 0):
             call.report.write(Returned(call.pickler.dumps(None)))
         raise
@@ -230,19 +230,19 @@ def run_call(call: SpawnCall) -> None:
         sys.exit(1)
     finally:
         if parent_is_gone():
-            # The interpreter waits for this process's own children before it ends.
+            # At exit, multiprocessing waits for this process's own children: end them.
             cut_lifelines()
 
 
 def _wait_for_others(starting: Descriptor) -> None:
     if not os.read(starting.fileno(), 1):
-        # The parent has given up.
+        # End of file: the parent could not start all children.
         raise SystemExit(1)
 
 
 def _describe(error: BaseException, pickler: PicklerChoice) -> Raised:
     at = time.monotonic()
-    # Without the frame of run_call.
+    # Leave out the frame of run_call.
     trace = error.__traceback__ and error.__traceback__.tb_next
     text = formatted(error, trace)
     try:
@@ -252,7 +252,7 @@ def _describe(error: BaseException, pickler: PicklerChoice) -> Raised:
 
 
 def _name_process(call: SpawnCall) -> None:
-    """Show function and index in ``ps`` and ``top``; the index is what must be told."""
+    """Show function and index in ``ps`` and ``top``; cut the function's name, not the index."""
     if sys.platform != "linux":
         return
     name = getattr(call.function, "__name__", type(call.function).__name__)

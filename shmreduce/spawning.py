@@ -3,10 +3,9 @@
 May import :mod:`shmreduce.context` and what is below it,
 :mod:`shmreduce.process_context` and what is below that.
 
-The functions have the names, signatures and
-behaviour of torch.multiprocessing's, and more; the page
-``docs/how-to/spawn.md`` shows both. The module cannot be called ``spawn``:
-that name of the package is the function.
+The functions have the names, signatures and behaviour of those of
+torch.multiprocessing, and further parameters, see ``docs/how-to/spawn.md``. The
+module cannot be called ``spawn``, since ``shmreduce.spawn`` is the function.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["ENV_VAR_PARALLEL_START", "ProcessContext", "SpawnContext", "spawn", "start_processes"]
 
 ENV_VAR_PARALLEL_START = "SHMREDUCE_PARALLEL_START"
-"""Where this is 1, the processes of a fork server are started at once, by threads."""
+"""If this variable is 1, processes of a fork server are started at the same time, by threads."""
 
 _INTERRUPTED_SECONDS = 1.0
-"""How long processes have to end by themselves after their joiner was interrupted."""
+"""How long processes have to end by themselves if the call is interrupted."""
 
 
 def start_processes(
@@ -129,7 +128,7 @@ def start_processes(
             while join and not processes.join_unless(interrupts):
                 pass
     except ProcessException:
-        # None is left.
+        # join_unless() has stopped all processes.
         raise
     except BaseException as error:
         failed = isinstance(error, Exception) and not starter.done
@@ -189,7 +188,7 @@ def _context_of(start_method: str) -> Any:
     try:
         return context.get_context(start_method)
     except ValueError as error:
-        # get_context() promises what the standard library raises; this is a parameter of ours.
+        # get_context() raises the standard library's error. start_method is our parameter.
         raise ConfigurationError(
             f"start_method={start_method!r}: there is no such start method here; there are "
             f"{', '.join(context.get_all_start_methods())}",
@@ -201,13 +200,13 @@ def _context_of(start_method: str) -> Any:
 def _starts_in_parallel(ctx: Any) -> bool:
     return (
         os.environ.get(ENV_VAR_PARALLEL_START) == "1"
-        # The other methods fork this process, which threads must not do at once.
+        # The other methods fork this process, which several threads must not do at once.
         and ctx.get_start_method() == "forkserver"
     )
 
 
 def _pickler_of(ctx: Any) -> PicklerChoice:
-    """Return how a context pickles: its children know how to read it."""
+    """Return the pickler that a context's processes use for their arguments."""
     kind = ctx.Process
     ours = isinstance(kind, type) and issubclass(
         kind,
@@ -236,12 +235,12 @@ class _Starter:
         self._wants_result = wants_result
         self._death_signal = death_signal
         self.children: list[StartedProcess] = []
-        """Those that were started, as far as is known."""
+        """The processes that are known to have been started."""
         self.done = False
-        """Whether all were started."""
+        """Whether all processes were started."""
 
     def start(self, count: int, interrupts: Interrupts) -> None:
-        """Start that many processes; if that fails, ``children`` are those to be stopped."""
+        """Start that many processes; if that fails, ``children`` must be stopped."""
         if _starts_in_parallel(self._ctx):
             self._start_in_parallel(count)
         else:
@@ -253,9 +252,9 @@ class _Starter:
     def _start_in_parallel(self, count: int) -> None:
         """Start that many processes by as many threads.
 
-        None of them calls the function before all have been started: to start
-        a process is, for multiprocessing, also to collect the exit codes of
-        others, which two threads must not do for one process.
+        No process calls the function, and so none ends, before all have been started. When
+        multiprocessing starts a process, it also collects the exit codes of those that have
+        ended, which two threads must not do for one process.
         """
         reader, writer = (Descriptor(each) for each in os.pipe())
         with ThreadPoolExecutor(max(count, 1)) as executor:
@@ -284,13 +283,14 @@ class _Starter:
         try:
             process.start()
         except BaseException:
-            # A second Ctrl-C, say, after the fork: nobody knows the process.
+            # For example a second Ctrl-C after the fork: nobody knows the process, which
+            # ends when its lifeline is cut.
             lifeline.cut()
             raise
         finally:
             lifeline.reader.close()
-        # Held as long as multiprocessing holds the process, whoever drops the context:
-        # until it is known to have ended.
+        # Attributes of the process, which multiprocessing keeps until it is known to have
+        # ended, even if the context is dropped.
         process._shmreduce_lifeline = lifeline
         process._shmreduce_report = report
         report.give_up_when_dropped(self._pickler)

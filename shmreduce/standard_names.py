@@ -1,9 +1,9 @@
-"""Lets a module of ours that stands in for one of the standard library have its names, too.
+"""Gives a module of ours the other names of the multiprocessing module that it replaces.
 
 May import the standard library only.
 
-``import shmreduce as mp`` makes ``mp.connection`` a module of ours. Users of
-``multiprocessing`` expect ``mp.connection.wait`` there, too.
+After ``import shmreduce as mp``, ``mp.connection`` is a module of ours. Users of
+``multiprocessing`` expect to find ``mp.connection.wait`` there.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ wait for ever for their results. With shared memory a message may fail to load, 
 no descriptor is free, or a worker was killed before its result was read. Then the pool
 gets a message that fails this one task with the error.
 
-A worker that cannot send a result fails the task itself, by a ``MaybeEncodingError``. Of
-the error, such as that there is no room for the result, that has nothing but the ``repr``.
-Where the error is one of shmreduce, it is sent instead.
+A worker that cannot send a result fails the task by a ``MaybeEncodingError``, which has
+only the ``repr`` of the error. If the error is one of shmreduce, for example that there is
+no room for the result, it is sent instead.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from shmreduce.errors import ShmreduceError
 __all__ = ["instead_of_encoding_error", "instead_of_message"]
 
 if sys.version_info >= (3, 15):
-    # What formats a traceback imports it when it first does. A worker that cannot, for want
-    # of a descriptor, ends, and does not say what has become of its task.
+    # The traceback module imports it when it first formats a traceback. If a worker cannot
+    # import it then, for want of a descriptor, the worker ends without answering its task.
     importlib.import_module("_colorize")
 
 _HEAD = 128
-"""Bytes at the beginning of a pool's message that have its two numbers among them."""
+"""The numbers of job and part are among the first so many bytes of a pool's message."""
 _INTEGERS = {"BININT", "BININT1", "BININT2", "LONG1"}
-"""Names of the opcodes for integers of a pickle."""
+"""Names of the pickle opcodes for integers."""
 
 
 def instead_of_message(data: Any, error: ShmreduceError) -> tuple[Any, ...] | None:
     """Return a task or a result that fails with ``error``; None if no pool is reading.
 
-    To be called by what ``ForkingPickler.loads`` is. A message that a task or a
-    callback reads from a connection of its own is no pool's.
+    Must be called directly by the function that replaces ``ForkingPickler.loads``, since it
+    looks at the frames above that. A message that a task or a callback reads from its own
+    connection does not count.
     """
     pool = sys.modules.get("multiprocessing.pool")
     if pool is None:
         return None
-    # This function, loads, the queue's get or the connection's recv, who called that.
+    # Frame 0 is this function, 1 loads(), 2 the queue's get() or the connection's recv(),
+    # and 3 their caller.
     reader = sys._getframe(3).f_code
     if reader is pool.worker.__code__:
         return (*_numbers(data), _raise, (error,), {})
@@ -56,8 +58,9 @@ def instead_of_message(data: Any, error: ShmreduceError) -> tuple[Any, ...] | No
 def instead_of_encoding_error(message: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a worker's message with the error itself, if that is why a result was not sent.
 
-    To be called with what ``ForkingPickler.dump`` is given. Returns any other message as
-    it is. The worker is handling the error while it tells of it: the error is found there.
+    Call it with the object that ``ForkingPickler.dump`` gets. Any other message is returned
+    unchanged. The error is found in ``sys.exception()``, since the worker sends the message
+    in the ``except`` block for it.
     """
     error = sys.exception()
     if not isinstance(error, ShmreduceError) or len(message) != 3:
@@ -67,14 +70,14 @@ def instead_of_encoding_error(message: tuple[Any, ...]) -> tuple[Any, ...]:
     if pool is None or type(result) is not tuple or len(result) != 2:
         return message
     told = result[1]
-    # What another error has told in the same handler is not replaced.
+    # Only if it is about this error: in the same block there may be one about another.
     if type(told) is not pool.MaybeEncodingError or told.exc != repr(error):
         return message
     return job, part, (False, error)
 
 
 def _numbers(data: Any) -> tuple[Any, Any]:
-    """Return the job's number and that of the part, with which each message begins."""
+    """Return the numbers of job and part, with which each message begins."""
     opcodes = pickletools.genops(bytes(data[:_HEAD]))
     numbers = (value for opcode, value, _ in opcodes if opcode.name in _INTEGERS)
     return next(numbers), next(numbers)

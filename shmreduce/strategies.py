@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 DEFAULT_ORDER: Final = ("file_descriptor", "file_system")
-"""Where no strategy is named the first of these that works is taken."""
+"""If the settings name no strategy, the first of these that works is used."""
 
 _chosen: tuple[str | None, int, SharingStrategy] | None = None
 
@@ -41,7 +41,7 @@ def find_strategy(name: str) -> SharingStrategy:
     Raises
     ------
     UnknownStrategyError
-        If no plugin provides it; it lists those that there are.
+        If no plugin provides it. The message lists the strategies that there are.
 
     Examples
     --------
@@ -65,22 +65,23 @@ def find_strategy(name: str) -> SharingStrategy:
 def reason_against(strategy: SharingStrategy) -> str | None:
     """Return why a strategy does not work here, or None if it does.
 
-    One that cannot even say so does not work; the others are not to suffer for it.
+    A strategy whose ``unusable_reason()`` raises does not work either. The error is not
+    passed on, since the other strategies can still be used.
     """
     if is_free_threaded():
         return (
-            "this Python is a free-threaded build, for which shmreduce is not made: use one with "
-            "the global interpreter lock"
+            "this Python is a free-threaded build, which shmreduce does not support: use a build "
+            "with the global interpreter lock"
         )
     try:
         reason = strategy.unusable_reason()
     except Exception as error:
         if is_from_handler(error):
             raise
-        return f"asked whether it works, it raised {type(error).__name__}: {error}"
+        return f"its unusable_reason() raised {type(error).__name__}: {error}"
     if reason is None or (isinstance(reason, str) and reason):
         return reason
-    return f"asked whether it works, it returned {reason!r}, neither None nor a reason"
+    return f"its unusable_reason() returned {reason!r}, which is neither None nor a reason"
 
 
 def choose_strategy(name: str | None) -> SharingStrategy:
@@ -91,8 +92,8 @@ def choose_strategy(name: str | None) -> SharingStrategy:
     UnknownStrategyError
         If no plugin provides a strategy of that name.
     StrategyUnusableError
-        If it does not work on this machine, or, without a name, none does.
-        The message gives the reasons and lists those that work.
+        If it does not work on this machine; or, without a name, if no default strategy
+        works. The message gives the reasons and lists the strategies that work.
     """
     if name is not None:
         strategy = find_strategy(name)
@@ -118,10 +119,9 @@ def choose_strategy(name: str | None) -> SharingStrategy:
 
 
 def current_strategy() -> SharingStrategy:
-    """Return the strategy that new segments of this process are made with.
+    """Return the strategy with which this process makes new segments.
 
-    The choice is remembered until the settings or the plugins change, so that
-    asking is cheap.
+    The choice is cached until the settings or the plugins change.
 
     Raises
     ------
@@ -212,7 +212,7 @@ def get_all_sharing_strategies() -> set[str]:
 
 
 def _usable_and_unusable() -> tuple[list[str], dict[str, str]]:
-    """Return the names of usable strategies, and the others with their reasons."""
+    """Return the names of the usable strategies, and why each of the others is not usable."""
     usable, unusable = [], {}
     for name, claim in sorted(get_registry().strategies().items()):
         reason = reason_against(claim.strategy)

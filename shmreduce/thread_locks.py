@@ -1,12 +1,11 @@
-"""Locks of threads that a signal handler never leaves taken.
+"""Acquires locks of threads so that Ctrl-C never leaves one acquired.
 
 May import nothing of :mod:`shmreduce`.
 
-Usually ``with lock:`` takes a lock of :mod:`threading` as a whole or not at all: no
-signal handler runs between the call of ``__enter__``, which is in C, and the block. In
-CPython 3.14 one can, and if Ctrl-C comes there, the lock stays taken for ever
-(https://github.com/python/cpython/issues/148874). If a thread does nothing but take
-locks, half of the Ctrl-C hit that place.
+Usually no signal handler runs between the call of ``lock.__enter__``, which is in C, and
+the block of ``with lock:``. In CPython 3.14 one can, and if Ctrl-C comes there, the lock
+stays acquired for ever (https://github.com/python/cpython/issues/148874). If a thread does
+nothing but acquire locks, half of all Ctrl-C hit that place.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ __all__ = ["interrupt_safe", "taken_at_once"]
 _WAIT = (True,)
 _DO_NOT_WAIT = (False,)
 _NEEDED = sys.version_info[:2] == (3, 14)
-"""3.15 has it mended, and the versions before 3.14 take locks by one instruction."""
+"""It is fixed in 3.15, and the versions before 3.14 enter a ``with`` by one instruction."""
 
 
 class _InterruptSafe:
-    """Takes a lock without a call in the frame of the ``with``, but that of a Python function.
+    """Acquires a lock at a point after which no signal handler runs before the block.
 
-    The interpreter looks for signals after calls of what is in C and when a Python
-    function begins; neither when one returns nor where a sequence is unpacked, though
-    that calls :func:`map`, and this the lock.
+    The interpreter checks for signals after a call of a C function, and when a Python
+    function begins. It does not when a Python function returns, nor when a sequence is
+    unpacked. So a Python ``__enter__`` acquires the lock by unpacking a :func:`map`.
     """
 
     __slots__ = ("_acquire", "_exit")
@@ -48,12 +47,13 @@ class _InterruptSafe:
         (taken,) = map(self._acquire, _WAIT)
         return taken
 
-    # The lock's own, in C: a function of Python could be struck when it begins.
+    # The lock's own __exit__, in C. If a Python one were interrupted when it begins, it
+    # would not release the lock.
     __exit__: Any = property(attrgetter("_exit"))
 
 
 class _AtOnce(_InterruptSafe):
-    """Takes a lock if that can be done without waiting."""
+    """Acquires a lock if that is possible without waiting; raises otherwise."""
 
     __slots__ = ("_refusal",)
 
@@ -64,19 +64,21 @@ class _AtOnce(_InterruptSafe):
     def __enter__(self) -> bool:
         (taken,) = map(self._acquire, _DO_NOT_WAIT)
         if not taken:
-            # To yield False would need a way out that looks whether there is anything to
-            # give back: one in Python, which could be struck when it begins.
+            # Returning False would need an __exit__ that knows whether to release the lock:
+            # one in Python, which could be interrupted when it begins.
             raise self._refusal()
         return taken
 
 
 def interrupt_safe(lock: Lock) -> AbstractContextManager[Any]:
-    """Return what ``with`` takes in the place of a lock, safely with any CPython.
+    """Return a context manager that acquires a lock, safely with any version of CPython.
 
     Parameters
     ----------
     lock : threading.Lock or threading.RLock
-        Taken and released by it. Conditions are to be made of the lock itself.
+        The lock. For a Condition, make it with the lock, and enter this instead of the
+        condition: ``Condition.__enter__`` is Python code, and a Ctrl-C in it after the lock
+        is acquired would leave the lock acquired for ever.
 
     Examples
     --------
@@ -92,14 +94,15 @@ def interrupt_safe(lock: Lock) -> AbstractContextManager[Any]:
 
 
 def taken_at_once(lock: Lock, refusal: Callable[[], Exception]) -> AbstractContextManager[Any]:
-    """Return what ``with`` takes in the place of a lock, without ever waiting for it.
+    """Return a context manager that acquires a lock without ever waiting for it.
 
     Parameters
     ----------
     lock : threading.Lock or threading.RLock
-        Taken and released by it.
+        The lock.
     refusal : callable
-        Makes what is raised, before the block, if the lock is taken.
+        Makes the exception that is raised instead of entering the block if the lock is
+        held by another thread.
 
     Examples
     --------

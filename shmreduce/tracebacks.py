@@ -19,20 +19,20 @@ __all__ = ["formatted"]
 
 
 def formatted(error: BaseException, trace: TracebackType | None) -> str:
-    r"""Return what Python prints of an error, or as much of it as can be had.
+    r"""Return what Python prints for an error, or less if that cannot be formatted.
 
     Parameters
     ----------
     error : BaseException
-        Raised, or about to be.
+        The error.
     trace : traceback, optional
-        Where it was raised.
+        Its traceback.
 
     Notes
     -----
-    To read source lines, and what CPython 3.15 imports when it first formats, takes a
-    descriptor, which may be what the error is about. And 3.15 warns of frames of a
-    child's main module, which raises where warnings are errors.
+    Formatting needs a descriptor, to read source lines and, in CPython 3.15, to import a
+    module; a lack of descriptors may be what the error is about. And 3.15 warns about
+    frames of a child's main module, which raises if warnings are errors.
 
     Examples
     --------
@@ -40,13 +40,13 @@ def formatted(error: BaseException, trace: TracebackType | None) -> str:
     'ValueError: wrong\n'
     """
     reason = ""
-    # Warnings are left alone unless they are in the way: other threads share their filters.
+    # First without changing the warning filters, which all threads share.
     for around in (contextlib.nullcontext(), warnings.catch_warnings(action="ignore")):
         try:
             with around:
                 return "".join(traceback.format_exception(type(error), error, trace))
         except Exception as failure:
-            # Whatever it is, the error itself is what has to be told.
+            # Formatting may fail in any way, and the error must be reported nevertheless.
             if is_from_handler(failure):
                 raise
             reason = repr(failure)

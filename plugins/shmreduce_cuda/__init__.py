@@ -1,18 +1,18 @@
 """CUDA arrays travel between processes without a copy.
 
-Imports only public names of :mod:`shmreduce`. This module answers the hook and
-names the public interface; each name is imported when it is first used
-(PEP 562). The driver is loaded by ctypes when the first array is sent or
-received; nothing else is needed, and no array library is imported to send.
+Imports only public names of :mod:`shmreduce`. This module implements the hook and
+names the public interface. Each name is imported when it is first used (PEP 562). The
+driver is loaded by ctypes when the first array is sent or received. Nothing else is
+needed; sending imports no array library.
 
-From the bottom: ``errors``; ``driver`` calls the driver, ``devices`` knows the
-devices and makes their contexts current; ``layout`` and ``sources`` read
-arrays; ``kinds`` tells kinds of memory apart; ``offers`` and ``descriptors``
-pass descriptors of pools and of virtual memory; ``exports`` holds what was
-sent, ``keeper`` is the thread that frees it; ``mappings`` and ``imports`` hold
-what was received; ``events`` orders streams; ``view`` and ``libraries`` make
-the arrays that receivers get; ``messages`` is what travels; ``reducer``,
-``rebuild`` and ``sharing`` are the two sides and the interface for users.
+From the bottom: ``errors``; ``driver`` calls the driver, and ``devices`` finds devices
+and makes their contexts current; ``layout`` and ``sources`` read arrays; ``kinds`` tells
+kinds of memory apart; ``offers`` and ``descriptors`` pass descriptors of pools and of
+virtual memory; ``exports`` holds arrays that were sent, and ``keeper`` is the thread that
+frees them; ``mappings`` and ``imports`` hold the memory of arrays that were received;
+``events`` orders streams; ``view`` and ``libraries`` make the arrays that receivers get;
+``messages`` describes an array in a message; ``reducer`` and ``sending`` are the sending
+side, ``rebuild`` is the receiving side, and ``sharing`` is the interface for users.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Passes descriptors to receivers, by a socket of the process that offers them.
+"""Passes descriptors to receivers, through a socket of the process that offers them.
 
 May import ``errors`` and ``offers`` of this plugin.
 
-The descriptor of a pool cannot be opened by way of ``/proc``: what it stands for
-belongs to the open file. So it is passed in a message (SCM_RIGHTS, unix(7)).
-The socket has an abstract name made of the sender's token; each side checks
-that the other is of the same user.
+A pool's descriptor cannot be opened through ``/proc``, since the pool belongs to the
+open file description. So it is passed in a message (SCM_RIGHTS, unix(7)). The socket
+has an abstract name made of the sender's token. Each side checks that the other runs as
+the same user.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 
 def open_listener(token: bytes) -> socket.socket:
-    """Return a socket at which :func:`fetch_descriptor` asks; it does not block."""
+    """Return the non-blocking socket to which :func:`fetch_descriptor` connects."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(_name(token))
@@ -58,19 +58,19 @@ def serve(listener: socket.socket, token: bytes, offers: Offers) -> None:
     try:
         connection, _ = listener.accept()
     except OSError:
-        # Nobody there, or gone again.
+        # Nobody is waiting any more.
         return
     with connection:
         connection.settimeout(_SERVER_PATIENCE)
         try:
             _answer(connection, token, offers)
         except OSError:
-            # It has gone, or keeps silent; it knows that it got nothing.
+            # The receiver has ended or sends no request. It will notice that it got nothing.
             return
 
 
 def _answer(connection: socket.socket, token: bytes, offers: Offers) -> None:
-    # Before anything is waited for: another user shall not hold up the others.
+    # Checked before waiting for the request: another user must not be able to block this.
     if not _is_same_user(connection):
         return
     request = connection.recv(_REQUEST.size)
@@ -93,7 +93,7 @@ def _connect(connection: socket.socket, token: bytes) -> None:
         try:
             return connection.connect(_name(token))
         except BlockingIOError:
-            # As many as may wait do wait; a local socket does not queue then (unix(7)).
+            # The listener's queue is full; a Unix socket with a timeout does not wait then.
             if time.monotonic() > deadline:
                 raise TimeoutError from None
             time.sleep(_PAUSE)
@@ -105,9 +105,9 @@ def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
     Raises
     ------
     CudaProducerDied
-        If the process has gone.
+        If the process is gone.
     CudaSharingError
-        If it does not answer, or does not offer that.
+        If it does not answer, or does not offer that descriptor.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_PATIENCE)
@@ -118,7 +118,8 @@ def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
                     f"the socket of process {pid} belongs to another user; run both as one user"
                 )
             connection.send(_REQUEST.pack(token, number, index))
-            # Never inheritable: a program that another thread starts meanwhile would keep it.
+            # Close-on-exec from the beginning: a program that another thread starts at this
+            # moment would otherwise inherit it, and keep the memory.
             answer, descriptors, flags, _ = socket.recv_fds(
                 connection, 1, 1, socket.MSG_CMSG_CLOEXEC
             )

@@ -2,11 +2,11 @@
 
 May import ``errors`` and ``driver`` of this plugin.
 
-Ordinals differ between processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not.
-Messages are pickled and loaded in threads that have no context: whoever calls
-the driver makes the device's primary context current for that time. A context
-is made only on devices whose memory is sent or received here; it takes some
-hundred MiB of the device.
+Ordinals differ between processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not. Messages are
+pickled and loaded in threads that have no current context. So code that calls the driver
+makes the device's primary context current for that time. A context is made only on
+devices whose memory this process sends or receives, since it takes some hundred MiB of
+the device's memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def uuid_text(uuid: bytes) -> str:
 
 
 def uuid_of(ordinal: int) -> bytes:
-    """Return the UUID of a device; that of the instance on one that is partitioned (MIG)."""
+    """Return the UUID of a device or, if it is partitioned (MIG), of the instance."""
     known = _uuids.get(ordinal)
     if known is None:
         driver = get_driver()
@@ -86,9 +86,9 @@ def ordinal_of(uuid: bytes) -> int:
     Raises
     ------
     CudaDeviceError
-        If it does not see the device.
+        If this process does not see the device.
     """
-    # A copy, since other threads ask, too.
+    # A copy, since another thread may add to it.
     for ordinal, known in _uuids.copy().items():
         if known == uuid:
             return ordinal
@@ -105,7 +105,7 @@ def ordinal_of(uuid: bytes) -> int:
 
 
 def device_name(ordinal: int) -> str:
-    """Return what the driver calls a device."""
+    """Return the driver's name of a device."""
     name = create_string_buffer(256)
     driver = get_driver()
     driver.call("cuDeviceGetName", name, 256, _device(driver, ordinal))
@@ -114,7 +114,7 @@ def device_name(ordinal: int) -> str:
 
 @contextmanager
 def current_context(ordinal: int, context: c_void_p | None = None) -> Iterator[Driver]:
-    """Make a context of a device current in this thread, its primary one if none is given.
+    """Make a device's context current in this thread, by default its primary one.
 
     Yields the driver.
     """
@@ -133,10 +133,10 @@ def current_context(ordinal: int, context: c_void_p | None = None) -> Iterator[D
 
 
 def synchronise(ordinal: int) -> None:
-    """Wait until all has been done that this process asked for before, on any stream.
+    """Wait until all earlier work of this process is done, on all streams.
 
-    Also of other devices that it uses: their kernels reach the memory of a
-    device that is their peer. ``ordinal`` is waited for last, in any case.
+    That includes the other devices that this process uses, whose kernels can access the
+    memory of a peer device. ``ordinal`` is waited for last.
     """
     driver = get_driver()
     others = set(range(len(visible_uuids()))) - {ordinal}
@@ -146,7 +146,7 @@ def synchronise(ordinal: int) -> None:
 
 
 def _is_in_use(driver: Driver, ordinal: int) -> bool:
-    """Return whether a device has a primary context; asking makes none."""
+    """Return whether a device has an active primary context, without making one."""
     flags, active = c_uint(), c_int()
     driver.call(
         "cuDevicePrimaryCtxGetState", _device(driver, ordinal), byref(flags), byref(active)

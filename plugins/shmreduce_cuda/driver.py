@@ -140,7 +140,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class Driver:
-    """An initialised driver, in the process that initialised it.
+    """The initialised driver of one process.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ class Driver:
         return hasattr(self._library, name)
 
     def attempt(self, name: str, *arguments: Any) -> int:
-        """Call a function; return its code, 0 for success."""
+        """Call a function; return its error code, 0 for success."""
         code: int = self.function(name)(*arguments)
         return code
 
@@ -208,7 +208,7 @@ class Driver:
         )
 
     def name_of(self, code: int) -> str:
-        """Return the name of a code."""
+        """Return the name of an error code."""
         name = c_char_p()
         if self.attempt("cuGetErrorName", code, byref(name)) or name.value is None:
             return "an unknown error"
@@ -228,14 +228,14 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def get_driver() -> Driver:
-    """Return the driver; load and initialise it if that was not done yet.
+    """Return the driver; the first call loads and initialises it.
 
     Raises
     ------
     CudaUnavailableError
-        If there is none, or it finds no device.
+        If there is no driver, or it finds no device.
     CudaForkError
-        In a forked child of a process that uses CUDA.
+        If this process was forked from one that uses CUDA.
     """
     global _driver
     driver = _driver
@@ -261,7 +261,7 @@ def unusable_reason() -> str | None:
 def _load() -> Driver:
     if sys.platform != "linux":
         raise CudaUnavailableError(
-            f"CUDA arrays are sent on Linux only, this is {sys.platform}; copy them to the "
+            f"CUDA arrays can be sent on Linux only, and this is {sys.platform}; copy them to the "
             "host first",
             reason="not Linux",
         )

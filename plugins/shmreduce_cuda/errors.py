@@ -1,4 +1,4 @@
-"""The errors of the plugin, one family.
+"""The errors of the plugin, which all derive from ``CudaSharingError``.
 
 May import public names of :mod:`shmreduce`.
 """
@@ -40,7 +40,7 @@ class CudaUnavailableError(CudaSharingError):
 
 
 class CudaForkError(CudaSharingError):
-    """The process was forked from one that uses CUDA, which drivers do not allow.
+    """The process was forked from one that uses CUDA, and CUDA does not work in it.
 
     Fields: ``pid`` (of the parent that used CUDA; None if it is not known).
     """
@@ -75,15 +75,15 @@ class CudaMessageError(CudaSharingError, InvalidHandleError):
 
 
 class CudaExpiredError(CudaSharingError, StaleHandleError):
-    """The array behind the message has been given up by its sender.
+    """The sender has freed the array that the message refers to.
 
     Fields: ``segment``, ``block`` (of the lease).
     """
 
 
 class CudaProducerDied(CudaSharingError, ProducerDied):
-    """The process whose memory it is died before the array was received.
+    """The process that owns the array's memory died before the array was received.
 
-    Fields: ``pid``, ``segment``, ``locator`` (of the lease; None where the
-    lease outlived the memory).
+    Fields: ``pid``, ``segment``, ``locator`` (of the lease; None if the lease outlived
+    the memory).
     """

@@ -2,11 +2,11 @@
 
 May import ``devices``, ``driver`` and ``errors`` of this plugin.
 
-There is one event for each stream that was named to ``share``, and it is never
-destroyed: a receiver may open it later. Recording it again moves it to a later
-point of the stream, so a receiver waits for too much at most; that also holds
-where the handle has become another stream's, which waits for the first. It is
-waited for with every message, not only with the first.
+There is one event for each stream that was passed to ``share``. It is never destroyed,
+since a receiver may open it later. It is recorded again with each message, which moves
+it to a later point of the stream. So a receiver may wait longer than necessary, but never
+too short. That is true even if the stream was destroyed and its handle now belongs to a
+new stream: before the event is recorded there, the new stream is made to wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PER_THREAD = 2
 """``CU_STREAM_PER_THREAD``"""
 _MOST_FOREIGN = 64
 _PAUSE = 0.1
-"""Seconds between two looks at a process whose event is waited for."""
+"""Seconds between two checks whether the process whose event is waited for is alive."""
 
 
 def stream_handle(stream: Any) -> int:
@@ -62,18 +62,18 @@ def stream_handle(stream: Any) -> int:
         if isinstance(found, int):
             return found
     if hasattr(stream, "handle") and hasattr(stream, "__int__"):
-        # numba's. Its handle is of several types, and says None for the default stream.
+        # numba's. Its handle has several types, and is None for the default stream.
         return int(stream)
     raise CudaMemoryError(
         f"{type(stream).__qualname__} is not a stream; give a handle (an int), or a stream of "
         "CuPy, numba or torch",
-        kind="an array with something else for a stream",
+        kind="an array with an object that is not a stream",
         remedy="give a handle or a stream",
     )
 
 
 class Events:
-    """The events of one process, its own and others'."""
+    """The events that one process has made, and those of others that it has opened."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class Events:
     def record(self, ordinal: int, stream: int) -> bytes | None:
         """Record the event of a stream; return its handle for other processes.
 
-        Returns None where events cannot be shared: the stream was waited for.
+        If events cannot be shared here, waits for the stream and returns None.
         """
         thread = threading.get_ident() if stream == _PER_THREAD else 0
         with current_context(ordinal) as driver, self._lock:
@@ -98,14 +98,14 @@ class Events:
                     return None
                 self._own[ordinal, stream, thread] = known
             event, handle = known
-            # The handle may be that of a stream that was destroyed, and is still at work:
-            # who waits for what it was to do must not be content with this one.
+            # The handle may have belonged to a destroyed stream whose work is not done. A
+            # receiver that waits for that work must not be satisfied by this stream's.
             driver.call("cuStreamWaitEvent", stream, event, 0)
             driver.call("cuEventRecord", event, stream)
             return handle
 
     def wait_here(self, ordinal: int, handle: bytes) -> None:
-        """Wait for an event of this process, which it cannot open as another can."""
+        """Wait for an event of this process, which only other processes can open by handle."""
         events = [event for event, own in list(self._own.values()) if own == handle]
         with current_context(ordinal) as driver:
             for event in events:
@@ -114,7 +114,7 @@ class Events:
     def wait(
         self, ordinal: int, token: bytes, handle: bytes, is_alive: Callable[[], bool]
     ) -> bool:
-        """Wait for an event of another process; return False if that has died before."""
+        """Wait for an event of another process; return False if that dies first."""
         with current_context(ordinal) as driver, self._lock:
             event = self._open(driver, ordinal, (token, handle))
             code = driver.attempt("cuEventQuery", event.event)
@@ -128,7 +128,7 @@ class Events:
         try:
             waiting.start()
         except BaseException:
-            # No thread can be had.
+            # No thread can be started.
             waiting.end()
             raise
         while waiting.is_alive():
@@ -146,7 +146,7 @@ class Events:
             driver.call("cuIpcOpenEventHandle", byref(event), Bytes64.from_buffer_copy(key[1]))
             known = _Foreign(event, ordinal)
             self._drop_oldest()
-        # At the end again: the one that was used longest ago goes first.
+        # Inserted at the end, so that the first one was used longest ago.
         self._foreign[key] = known
         return known
 
@@ -171,11 +171,11 @@ class _Foreign:
 
 
 class _Waiting(threading.Thread):
-    """Waits for an event, in a thread that can be left to itself.
+    """Waits for an event, in a thread that can be abandoned.
 
-    Nothing says that ``cuEventSynchronize`` returns if the process dies whose
-    stream was to bring the event about. Asking again and again instead might
-    never end: the sender records the event again and again.
+    CUDA does not promise that ``cuEventSynchronize`` returns if the process whose stream
+    must reach the event dies. Polling with ``cuEventQuery`` instead might never end, since
+    the sender may record the event again and again.
     """
 
     def __init__(self, event: _Foreign, lock: threading.Lock) -> None:
@@ -185,7 +185,7 @@ class _Waiting(threading.Thread):
         self.error: CudaSharingError | None = None
 
     def run(self) -> None:
-        """Wait."""
+        """Wait for the event."""
         try:
             with current_context(self._event.ordinal) as driver:
                 driver.call("cuEventSynchronize", self._event.event)
@@ -195,7 +195,7 @@ class _Waiting(threading.Thread):
             self.end()
 
     def end(self) -> None:
-        """Let go of the event, which may be destroyed from now on."""
+        """Stop using the event, which may be destroyed from now on."""
         with self._waiters_lock:
             self._event.waiters -= 1
 

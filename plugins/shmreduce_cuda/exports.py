@@ -1,14 +1,14 @@
-"""What this process has sent, and when it may be freed.
+"""The arrays that this process has sent, and when they may be freed.
 
 May import public names of :mod:`shmreduce`, and ``errors``, ``driver``,
 ``devices``, ``kinds``, ``messages`` and ``offers`` of this plugin.
 
-For each array that is sent there is an *export*: it holds the array, and a
-small shared block of the core, the *lease*. The block's handle travels with the
-message, and a receiver keeps the block for as long as it has the device's
-memory mapped. So the core's books on the block, which outlive killed processes,
-are books on the device's memory: when :meth:`shmreduce.Block.reclaim` says that
-nobody else has the block, the array is let go.
+For each array that is sent there is an *export*. It holds the array, and a small shared
+block of the core, the *lease*. The block's handle travels with the message, and a
+receiver keeps the block for as long as it has the device's memory mapped. The core knows
+who has the block, even if processes are killed; so it is also known who has the device's
+memory. When :meth:`shmreduce.Block.reclaim` returns that nobody else has the block, the
+array is dropped.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 __all__ = ["LEASE_BYTES", "Export", "Exports", "lease_text", "synchronise_export"]
 
 _REFUSALS = frozenset((1, 201, 400, 800, 801))
-"""Codes that say no to the memory: invalid value, context or handle, not permitted, not supported.
+"""Error codes that mean that the memory cannot be shared.
 
-Others, such as that of no memory, may be gone the next time.
+These are invalid value, context or handle, not permitted, and not supported. Others, such
+as out of memory, may be temporary.
 """
 _LEASE = struct.Struct("<16sQ")
 LEASE_BYTES = _LEASE.size
@@ -61,19 +62,19 @@ class Export:
     Attributes
     ----------
     number : int
-        By which messages name it.
+        Its number in messages.
     source : object
-        The array; None once it was let go.
+        The array; None after it was dropped.
     ordinal : int
-        Its device.
+        The device's ordinal in this process.
     uuid : bytes
-        Its device, as messages name it.
+        The device's UUID, which messages have.
     base, size : int
-        The allocation, or the range of virtual memory, that it lies in.
+        The allocation, or the range of virtual memory, that the array lies in.
     place : Legacy, Pooled or Virtual
-        How a receiver opens that.
+        How a receiver opens that memory.
     lease : Block
-        Is held by whoever has it open.
+        The block that each receiver holds while it has the memory open.
     """
 
     __slots__ = (
@@ -102,11 +103,11 @@ class Export:
         self.offer: Offer | None = None
         self.lease: Block
         self.wrapper: weakref.ref[Any] | None = None
-        """What keeps the export though nobody has the lease."""
+        """The ``SharedArray``: while it lives, the export is kept even if nobody has the lease."""
 
     @property
     def kept(self) -> bool:
-        """Whether somebody here may send it again."""
+        """Whether this process may send it again."""
         return self.wrapper is not None and self.wrapper() is not None
 
 
@@ -116,9 +117,9 @@ class Exports:
     Parameters
     ----------
     token : bytes
-        Of this process.
+        This process's token.
     offers : Offers
-        Where descriptors are kept for receivers.
+        Keeps descriptors for receivers.
     """
 
     def __init__(self, token: bytes, offers: Offers) -> None:
@@ -128,7 +129,7 @@ class Exports:
         self._numbers = itertools.count(1)
         self._live: dict[int, Export] = {}
         self.given_up = 0
-        """How many were let go."""
+        """How many exports were dropped."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -140,11 +141,11 @@ class Exports:
         return sum({(each.ordinal, each.base): each.size for each in live}.values())
 
     def find(self, number: int) -> Export | None:
-        """Return a live export."""
+        """Return the live export with this number, or None."""
         return self._live.get(number)
 
     def make(self, source: Source) -> Export:
-        """Return a new export of an array, not live yet: see :meth:`hold`.
+        """Return a new export of an array, which is not live until :meth:`hold`.
 
         Raises
         ------
@@ -167,9 +168,10 @@ class Exports:
                 if error.code not in _REFUSALS:
                     raise
                 raise refuse(
-                    f"{memory.kind} memory of which the driver makes no handle ({error.name} from "
-                    f"{error.function})",
-                    "it is another process's, opened here by another library, perhaps: copy it",
+                    f"{memory.kind} memory for which the driver makes no handle ({error.name} "
+                    f"from {error.function})",
+                    "perhaps it belongs to another process, and another library has opened it "
+                    "here: copy it",
                 ) from error
         try:
             export.lease = allocate(LEASE_BYTES)
@@ -180,13 +182,14 @@ class Exports:
         return export
 
     def hold(self, export: Export) -> None:
-        """Hold an export until nobody has its lease. A message has it by now."""
+        """Keep an export, which is in a message, until nobody has its lease."""
         self._live[export.number] = export
 
     def reclaim(self) -> int:
-        """Let go of the arrays that nobody else has any more; return how many."""
+        """Drop the arrays that no other process has any more; return how many."""
         if not self._lock.acquire(blocking=False):
-            # Another thread is at it, or this is called by what it lets go of.
+            # Another thread is doing it; or this thread is, and the destructor of an array
+            # that it drops has called this.
             return 0
         before = self.given_up
         try:
@@ -205,14 +208,14 @@ class Exports:
             self.given_up += 1
 
     def discard(self, export: Export) -> None:
-        """Let go of the array of an export that is not live."""
+        """Drop the array of an export that is not live."""
         self._drop_offer(export)
-        # The library may free the memory now, in this thread.
+        # With a current context, since the array's library may free the memory now.
         try:
             with current_context(export.ordinal):
                 export.source = None
         finally:
-            # Also if the device has failed, and nothing can be called any more.
+            # Even if the device has failed, so that the context cannot be made current.
             export.source = None
 
     def _drop_offer(self, export: Export) -> None:
@@ -242,7 +245,7 @@ class Exports:
 
 
 def lease_text(token: bytes, number: int) -> bytes:
-    """Return what a lease's block holds.
+    """Return the contents of a lease's block.
 
     Examples
     --------
@@ -253,14 +256,14 @@ def lease_text(token: bytes, number: int) -> bytes:
 
 
 def synchronise_export(export: Export) -> None:
-    """Wait until all has been done that was asked for before, on any stream.
+    """Wait until all earlier work is done, on all streams.
 
-    A feeder thread cannot know on which stream the array was written: the
-    current stream is that of another thread.
+    A queue's feeder thread cannot know on which stream the array was written, since the
+    current stream is a property of the thread that wrote it.
     """
     synchronise(export.ordinal)
     if export.context:
-        # Of a library that makes a context of its own, perhaps.
+        # The library may use a context other than the primary one.
         with current_context(export.ordinal, c_void_p(export.context)) as driver:
             driver.call("cuCtxSynchronize")
 
@@ -274,7 +277,7 @@ def _descriptor_of_pool(driver: Driver, pool: int) -> int:
 
 
 def _own(descriptor: int) -> int:
-    """Keep a new descriptor from programs that are started: they would keep the memory."""
+    """Make a new descriptor close-on-exec: a program that inherited it would keep the memory."""
     os.set_inheritable(descriptor, False)
     return descriptor
 

@@ -1,19 +1,20 @@
-"""What this process has received: mappings, and who uses them.
+"""The arrays that this process has received: mappings, and the attachments that use them.
 
 May import public names of :mod:`shmreduce`, and ``errors``, ``devices``,
 ``mappings`` and ``messages`` of this plugin.
 
-The memory of another process is opened once, however many arrays lie in it. For
-each array there is an *attachment*, which whatever is made of the array keeps
-alive. When it dies, this order holds:
+The memory of another process is opened once, however many arrays lie in it. For each
+array there is an *attachment*, which the array and its views keep alive. When it dies,
+these steps follow in this order:
 
-1. the devices are waited for: kernels may still be at work on the array;
-2. the mapping is closed, if it was the last attachment of it;
-3. the lease is released. The sender may free the memory from now on.
+1. wait for the devices, since kernels may still work on the array;
+2. close the mapping, if this was its last attachment;
+3. release the lease. From now on the sender may free the memory.
 
-An attachment may die in any thread, inside the garbage collector, in the middle
-of any function here. So its end is only noted, and done at once by whoever can
-have the lock: the thread itself, or the one that holds it when it lets go.
+An attachment may die in any thread, inside the garbage collector, in the middle of any
+function here. So its death is only noted, and the steps are done by the thread that gets
+the lock: this one at once or, if another thread holds the lock, that one before it has
+finished.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Attachment:
     Attributes
     ----------
     mapping : Mapping
-        Where it is.
+        The memory that the array lies in.
     lease : Block
-        What its sender is told by.
+        The block whose release tells the sender that the array is not used any more.
     description : Description
-        What was received.
+        The description from the message.
     """
 
     __slots__ = ("__weakref__", "_imports", "description", "lease", "mapping")
@@ -65,12 +66,12 @@ class Attachment:
         self.description = description
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At the end of the process the kernel closes everything.
+        # At interpreter shutdown nothing need be done: the process's end closes everything.
         if not is_finalizing():
             self._imports.ended(self.mapping, self.lease)
 
     def covers(self, low: int, high: int) -> bool:
-        """Return whether the array that it is of has the bytes from ``low`` to ``high``."""
+        """Return whether its array has the bytes from ``low`` to ``high``."""
         first = self.mapping.base + self.description.offset
         lowest, highest = self.description.layout.extent
         return first + lowest <= low and high <= first + highest
@@ -89,11 +90,11 @@ class Imports:
         self._stuck: deque[tuple[Mapping, Block]] = deque()
         self._lost: list[tuple[Mapping, Block]] = []
         self.retired = False
-        """Whether this is the parent's, in a forked child."""
+        """Whether this process is a forked child, to which the mappings do not belong."""
         self.opened = 0
-        """How many mappings were opened."""
+        """How many mappings were opened so far."""
         self.closed = 0
-        """How many were closed."""
+        """How many mappings were closed so far."""
 
     @property
     def mappings(self) -> int:
@@ -107,11 +108,11 @@ class Imports:
 
     @property
     def stuck(self) -> int:
-        """How many arrays are dead, and could not be closed so far."""
+        """How many arrays have died, but could not be closed so far."""
         return len(self._stuck) + len(self._lost)
 
     def attach(self, description: Description, lease: Block, ordinal: int) -> Attachment:
-        """Open the memory of an array, unless it is open.
+        """Return an attachment for an array; open its memory if it is not open yet.
 
         Raises
         ------
@@ -163,12 +164,12 @@ class Imports:
 
     def _take_up_stuck(self) -> None:
         for _ in range(len(self._stuck)):
-            # An index error if another thread takes them: it has them, then.
+            # IndexError if another thread has taken them, which then closes them.
             with suppress(IndexError):
                 self._ended.append(self._stuck.popleft())
 
     def settle(self) -> None:
-        """Close what has ended, unless another call is at it, which does it then."""
+        """Close what has ended, unless another call is doing that and will see it."""
         while self._ended and self._lock.acquire(blocking=False):
             self._inside = threading.get_ident()
             try:
@@ -183,20 +184,20 @@ class Imports:
             try:
                 synchronise(mapping.ordinal)
             except CudaDriverError:
-                # The device has failed, or a stream is being captured. What is still
-                # mapped must not be freed by its owner: the lease is kept.
+                # The device has failed, or a stream is being captured. Keep the lease: the
+                # owner must not free memory that is still mapped here.
                 self._stuck.append((mapping, lease))
                 continue
             self._take_up_stuck()
             try:
                 self._detach(mapping)
             except CudaDriverError:
-                # Closed by half, perhaps, and never again: the lease ends with the process.
+                # It may be half closed, so do not try again: the lease ends with the process.
                 self._lost.append((mapping, lease))
 
     def _detach(self, mapping: Mapping) -> None:
         if mapping.users == 1:
-            # First: what is half closed, if that fails, is nobody's any more.
+            # Removed first: if closing fails half-way, nobody may use it again.
             self._mappings.pop(mapping.key, None)
             self._opener.close(mapping)
             self.closed += 1
@@ -219,7 +220,7 @@ class Imports:
 
 
 class _Forget:
-    """Takes a dead attachment out of the table."""
+    """Removes a dead attachment from the table."""
 
     def __init__(self, table: dict[int, weakref.ref[Attachment]], key: int) -> None:
         self._table, self._key = table, key

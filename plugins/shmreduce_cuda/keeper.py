@@ -1,12 +1,12 @@
-"""The thread that frees what was sent, while the program does something else.
+"""The thread that frees arrays that were sent, while the program does something else.
 
 May import ``descriptors``, ``exports`` and ``offers`` of this plugin.
 
-A process that waits for its next message cannot notice that its receivers are
-done, or were killed. So while something is out, a thread asks some times a
-second. It also hands descriptors to receivers. It waits without waking up when
-there is nothing to do, and is ended for the moment of a fork: CPython 3.12 and
-later warn about forking with other threads running.
+A process that waits for its next message cannot notice that its receivers have dropped
+an array, or were killed. So while there are exports, a thread checks several times a
+second. It also passes descriptors to receivers. If there is nothing to do, it sleeps
+until it is woken. It is ended during a fork, because CPython 3.12 and later warn about
+forking with other threads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Keeper"]
 
 _PAUSE = 0.2
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 _SHARE = 4
-"""A look may take one part of so many of the time, unless that makes pauses too long."""
+"""A pause is at least so many times as long as the check before, up to the longest pause."""
 _LONGEST_PAUSE = 0.5
 _PATIENCE = 0.5
 
@@ -43,11 +43,11 @@ class Keeper:
     Parameters
     ----------
     token : bytes
-        Of this process.
+        This process's token.
     exports : Exports
-        What is to be let go.
+        The arrays to be freed.
     offers : Offers
-        What is to be handed over.
+        The descriptors to be passed to receivers.
     """
 
     def __init__(self, token: bytes, exports: Exports, offers: Offers) -> None:
@@ -61,10 +61,10 @@ class Keeper:
         self._stopped_for_fork = False
         self.listener: socket.socket | None = None
         self.fault: Exception | None = None
-        """What went wrong the last time, None if nothing did."""
+        """The error of the last check, None if there was none."""
 
     def look_after(self) -> None:
-        """See to it that the thread runs, and looks."""
+        """Start the thread if it does not run, and let it check."""
         thread = self._thread
         if thread is None or not thread.is_alive():
             with self._starting:
@@ -72,14 +72,14 @@ class Keeper:
         os.eventfd_write(self._bell, 1)
 
     def listen(self) -> None:
-        """See to it that receivers can ask for descriptors."""
-        # Locked: the name can be bound once, and several threads may send first.
+        """Open the socket at which receivers ask for descriptors, if it is not open."""
+        # Locked: several threads may be the first to send, but the name can be bound only once.
         with self._starting:
             if self.listener is None:
                 self.listener = open_listener(self._token)
 
     def stop(self) -> bool:
-        """End the thread, waiting for it boundedly; return whether there was one."""
+        """End the thread, waiting for a limited time; return whether there was one."""
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
             return False
@@ -100,7 +100,7 @@ class Keeper:
             self.look_after()
 
     def forget(self) -> None:
-        """Close what a forked child inherited: nobody answers there."""
+        """In a forked child, close what it inherited: it does not answer requests."""
         listener, self.listener = self.listener, None
         if listener is not None:
             listener.close()
@@ -110,7 +110,7 @@ class Keeper:
 
     def _start(self) -> None:
         if self._thread is not None and self._thread.is_alive():
-            # Another thread was faster.
+            # Another thread has started it.
             return
         if self._bell == -1:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -130,7 +130,7 @@ class Keeper:
                 self._exports.reclaim()
                 self.fault = None
             except (ShmreduceError, OSError) as error:
-                # Told by stats(); the next look may do better.
+                # stats() reports it. The next check may succeed.
                 self.fault = error
             took = time.monotonic() - began
             pause = min(max(_PAUSE, _SHARE * took), _LONGEST_PAUSE)
@@ -138,7 +138,7 @@ class Keeper:
                 pause = None
 
     def _wait(self, pause: float | None) -> None:
-        """Wait until there is something to do; hand over what is asked for meanwhile."""
+        """Wait until there is something to do; answer requests for descriptors meanwhile."""
         deadline = None if pause is None else time.monotonic() + pause
         while True:
             poll = select.poll()

@@ -1,6 +1,6 @@
-"""Which kind of memory an address is, and what can be done with it.
+"""Finds which kind of memory an address belongs to, and so how it can be shared.
 
-May import ``errors`` and ``driver`` of this plugin. What the attributes mean:
+May import ``errors`` and ``driver`` of this plugin. The attributes are described in
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__UNIFIED.html
 """
 
@@ -36,9 +36,9 @@ class Memory(NamedTuple):
     kind : {"legacy", "pool", "virtual"}
         How it can be shared.
     base, size : int
-        Where it begins, and its bytes. For virtual memory: of the piece.
+        Its address and size in bytes. For virtual memory, those of the piece.
     pool : int
-        The pool it is from, or 0.
+        The pool that it is from, or 0.
     context : int
         The context that it belongs to, or 0.
     """
@@ -64,12 +64,12 @@ def refuse(kind: str, remedy: str) -> CudaMemoryError:
 
 
 def ordinal_at(driver: Driver, pointer: int) -> int:
-    """Return the device whose memory an address is.
+    """Return the ordinal of the device whose memory is at an address.
 
     Raises
     ------
     CudaMemoryError
-        If the driver does not know the address, or it is the host's.
+        If the driver does not know the address, or it is in host memory.
     """
     value = c_uint64()
     if driver.attempt("cuPointerGetAttribute", byref(value), _MEMORY_TYPE, pointer):
@@ -85,7 +85,7 @@ def ordinal_at(driver: Driver, pointer: int) -> int:
 
 
 def find_memory(driver: Driver, pointer: int) -> Memory:
-    """Return the allocation of an address; its device's context is current.
+    """Return the allocation that has an address. The device's context must be current.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def check_extent(base: int, size: int, low: int, high: int) -> None:
     Raises
     ------
     CudaMemoryError
-        If they do not: the array says what is not so, or was freed.
+        If they do not: the array's description is wrong, or it was freed.
     """
     if not base <= low <= high <= base + size:
         raise refuse(
@@ -144,7 +144,7 @@ def check_extent(base: int, size: int, low: int, high: int) -> None:
 
 
 def pieces_of(driver: Driver, memory: Memory, high: int) -> list[tuple[int, int]]:
-    """Return base and size of the pieces of virtual memory from ``memory`` up to ``high``."""
+    """Return address and size of the pieces of virtual memory from ``memory`` up to ``high``."""
     pieces = [(memory.base, memory.size)]
     end = memory.base + memory.size
     while end < high:

@@ -1,4 +1,4 @@
-"""How an array lies in memory: shape, strides, element type.
+"""The layout of an array in memory: shape, strides and element type.
 
 May import ``errors`` of this plugin.
 """
@@ -18,12 +18,12 @@ _UNICODE_BYTES = 4
 
 
 def itemsize_of(typestr: str) -> int:
-    """Return the bytes of one element of an array interface's type string.
+    """Return the size of one element, in bytes, from an array interface's type string.
 
     Raises
     ------
     CudaMemoryError
-        If it is none, or is one of Python objects.
+        If it is not a type string, or that of Python objects.
 
     Examples
     --------
@@ -53,8 +53,8 @@ class Layout(NamedTuple):
     typestr, descr : str, list or None
         As in ``__array_interface__``.
     dtype_name : str
-        The library's own name of a type that a typestr cannot say, such as
-        ``bfloat16``; else empty.
+        The library's name of a type that a typestr cannot express, such as
+        ``bfloat16``; otherwise empty.
 
     Examples
     --------
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Bytes from the first element to the lowest byte, and behind the highest one."""
+        """The offsets from the first element to the lowest byte, and to behind the highest."""
         if self.strides is None:
             return 0, self.nbytes
         low = high = 0

@@ -1,8 +1,8 @@
 """Makes arrays of the sender's library at the receiver.
 
-May import ``layout`` and ``view`` of this plugin. A library is imported here,
-where an array of it is to be made, as pickle imports what it loads; if it is
-not installed, the view itself is the result. Nothing is copied.
+May import ``layout`` and ``view`` of this plugin. A library is imported here when the
+first of its arrays is received, as pickle imports the modules of what it loads. If it is
+not installed, the result is the view. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def make_array(
     library : str
         As in ``Source``.
     view : CudaArrayView
-        What is to be seen.
+        The memory of the array.
     base, size : int
-        The allocation that it lies in.
+        The allocation that the view lies in.
     extras : dict
         As in ``Source``.
     """
@@ -51,7 +51,7 @@ def make_array(
 
 
 def make_empty(library: str, layout: Layout, extras: dict[str, Any]) -> Any:
-    """Return an array without elements; its device is the current one."""
+    """Return an array without elements, on the current device."""
     module = _import(library) if library else None
     if module is None:
         return CudaArrayView(0, layout, 0, None)
@@ -69,9 +69,9 @@ def _dtype(layout: Layout) -> Any:
 
     descr: Any = layout.descr
     if descr is not None:
-        # np.dtype would take the gaps between fields for fields.
+        # np.dtype(descr) would make fields of the gaps between fields.
         return np.lib.format.descr_to_dtype(descr)
-    # Types such as bfloat16 are not NumPy's own.
+    # NumPy itself has no types such as bfloat16.
     extension = _import("ml_dtypes") if layout.dtype_name else None
     return np.dtype(getattr(extension, layout.dtype_name, layout.typestr))
 
@@ -89,12 +89,12 @@ def _make_numba(
     _numba: Any, view: CudaArrayView, _base: int, _size: int, _extras: dict[str, Any]
 ) -> Any:
     cuda = import_module("numba.cuda")
-    # numba looks at the address in the context of the current device.
+    # numba looks up the address in the context of the current device.
     with cuda.gpus[view.device]:
         array = cuda.from_cuda_array_interface(
             view.__cuda_array_interface__, owner=view, sync=False
         )
-        # It reads the typestr alone, which does not tell fields.
+        # numba reads only the typestr, which does not have the fields.
         dtype = _dtype(view.layout)
         return array if array.dtype == dtype else array.view(dtype)
 
@@ -104,7 +104,8 @@ def _make_torch(
 ) -> Any:
     layout = view.layout
     itemsize = itemsize_of(layout.typestr)
-    # As numbers of that size, which every version of torch reads, then as what they are.
+    # First as numbers of the same size, which every version of torch can read, and then
+    # viewed as their own type.
     plain = CudaArrayView(
         view.__cuda_array_interface__["data"][0],
         layout._replace(typestr=_TORCH_TYPESTRS[itemsize]),

@@ -1,8 +1,7 @@
 """Opens the memory of other processes, and closes it.
 
-May import ``driver``, ``devices``, ``descriptors``, ``kinds`` and ``messages``
-of this plugin. Nothing here counts users: see ``imports``, which calls these
-functions under its lock.
+May import ``driver``, ``devices``, ``descriptors``, ``kinds`` and ``messages`` of this
+plugin. ``imports`` calls these functions under its lock, and counts the users.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from shmreduce_cuda.driver import Driver
     from shmreduce_cuda.messages import Description
 
-__all__ = ["Mapping", "Opener"]
+__all__ = ["Mapping", "Opener", "mapping_key"]
 
 _LAZY_PEER_ACCESS = 1
 _DEVICE = 1
@@ -34,11 +33,11 @@ class Mapping:
     Attributes
     ----------
     key : tuple
-        What it is of.
+        The result of :func:`mapping_key`.
     ordinal, base, size : int
-        Where it is here.
+        Its device, address and size in this process.
     users : int
-        Arrays that lie in it.
+        The number of arrays that lie in it.
     """
 
     __slots__ = ("__weakref__", "base", "key", "ordinal", "place", "size", "users")
@@ -53,12 +52,12 @@ class Mapping:
 
 
 def mapping_key(description: Description) -> tuple[Any, ...]:
-    """Return what tells the memory of an array from other memory."""
+    """Return a key that identifies the memory of an array."""
     return description.token, description.uuid, *description.place.key
 
 
 class Opener:
-    """Opens and closes mappings, and the pools that some of them are from."""
+    """Opens and closes mappings, and the memory pools that some of them belong to."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[Any, ...], tuple[c_void_p, int]] = {}
@@ -71,7 +70,7 @@ class Opener:
         CudaDriverError
             If the driver refuses.
         CudaProducerDied, CudaSharingError
-            If its descriptor cannot be had.
+            If its descriptor cannot be fetched.
         """
         place = description.place
         with current_context(ordinal) as driver:
@@ -84,7 +83,7 @@ class Opener:
         return Mapping(description, ordinal, base)
 
     def close(self, mapping: Mapping) -> None:
-        """Close a mapping; the device has done what was asked of it."""
+        """Close a mapping. The caller has waited until the device's work on it is done."""
         place = mapping.place
         with current_context(mapping.ordinal) as driver:
             if isinstance(place, Legacy):
@@ -137,7 +136,7 @@ def _open_virtual(driver: Driver, description: Description, place: Virtual, ordi
     start, mapped = c_uint64(), 0
     try:
         for index in range(len(place.sizes)):
-            # One by one: those that were imported are released if one fails.
+            # One by one, so that those already imported are released if one fails.
             handles += [_import_piece(driver, description, place, index)]
         driver.call("cuMemAddressReserve", byref(start), total, 0, 0, 0)
         for handle, size in zip(handles, place.sizes, strict=True):
@@ -149,7 +148,7 @@ def _open_virtual(driver: Driver, description: Description, place: Virtual, ordi
         _undo_virtual(driver, start.value, place.sizes, mapped)
         raise
     finally:
-        # The mapping keeps the memory; the handles are of no more use.
+        # The mapping keeps the memory, so the handles are not needed any more.
         for handle in handles:
             driver.attempt("cuMemRelease", handle)
     return start.value
@@ -166,7 +165,7 @@ def _import_piece(driver: Driver, description: Description, place: Virtual, inde
 
 
 def _undo_virtual(driver: Driver, start: int, sizes: tuple[int, ...], mapped: int) -> None:
-    # The error that led here is the one to be told.
+    # Errors are ignored here, since the one that led here will be raised.
     done = 0
     for size in sizes:
         if done < mapped:

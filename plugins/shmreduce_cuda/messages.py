@@ -1,7 +1,7 @@
-"""What travels: the description of an array.
+"""The description of an array in a message.
 
-May import ``errors`` and ``layout`` of this plugin. The fields, and their order,
-are what is written in messages; ``VERSION`` changes with them.
+May import ``errors`` and ``layout`` of this plugin. Messages contain the fields in this
+order, so ``VERSION`` must change with them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Legacy(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other memory of the same process and device."""
+        """A key that identifies it among the memory of the same process and device."""
         return "legacy", self.handle
 
 
 class Pooled(NamedTuple):
-    """Memory of a pool: who has the pool's descriptor, and the exported pointer."""
+    """Memory of a pool: the offer with the pool's descriptor, and the exported pointer."""
 
     offer: int
     base: int
@@ -36,19 +36,19 @@ class Pooled(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other memory of the same process and device."""
+        """A key that identifies it among the memory of the same process and device."""
         return "pool", self.offer, self.base
 
 
 class Virtual(NamedTuple):
-    """Virtual memory: who has the descriptors of its pieces, and their sizes."""
+    """Virtual memory: the offer with the descriptors of its pieces, and their sizes."""
 
     offer: int
     sizes: tuple[int, ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other memory of the same process and device."""
+        """A key that identifies it among the memory of the same process and device."""
         return "virtual", self.offer
 
 
@@ -62,25 +62,25 @@ class Description(NamedTuple):
     Parameters
     ----------
     token, pid, namespace : bytes, int, int
-        The process whose memory it is: a random number of its, its pid, and
-        the PID namespace in which that is its pid.
+        The process that owns the memory: its token, its pid, and the PID namespace of the
+        pid.
     number : int
-        Of the export there.
+        The number of the export there.
     uuid : bytes
-        The device.
+        The UUID of the device.
     place : Legacy, Pooled or Virtual
         How to open the memory.
     size : int
         Bytes of the memory.
     offset : int
-        From its beginning to the first element.
+        Bytes from the memory's beginning to the array's first element.
     layout : Layout
-        How the array lies there.
+        The array's layout.
     read_only, library, extras : bool, str, dict
         As in ``Source``.
     event : (bytes, bytes) or None
-        What must happen before the memory is read: token of a process, and
-        handle of an event of its. None if all has happened.
+        An event to wait for before the memory is read: the token of its process, and its
+        handle. None if there is nothing to wait for.
     """
 
     token: bytes
@@ -105,12 +105,12 @@ class Description(NamedTuple):
 
 
 def read_description(fields: tuple[Any, ...]) -> Description:
-    """Read what :meth:`Description.fields` gave.
+    """Return the description from the values of :meth:`Description.fields`.
 
     Raises
     ------
     CudaMessageError
-        If it is of another version, or damaged.
+        If they are of another version, or damaged.
     """
     version = fields[0] if fields else None
     if version != VERSION:

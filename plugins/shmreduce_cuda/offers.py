@@ -1,10 +1,10 @@
-"""Descriptors of pools and of virtual memory, kept while others may need them.
+"""Descriptors of pools and of virtual memory, kept while receivers may need them.
 
 May import the standard library only.
 
-A pool, or a piece of virtual memory, is opened elsewhere by a descriptor that
-the driver makes. One descriptor serves all arrays in it, and all receivers. It
-is closed when the last of these arrays has been given up.
+Another process opens a pool, or a piece of virtual memory, by a descriptor that the
+driver makes. One descriptor is enough for all arrays in it, and for all receivers. It is
+closed when the last of these arrays has been dropped.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Offer:
     Parameters
     ----------
     number : int
-        By which receivers ask for it; never used again.
+        The number by which receivers ask for it. It is never reused.
     key : hashable
-        What it is of.
+        Identifies the pool or range.
     descriptors : list of int
-        Owned by the offer.
+        They belong to the offer.
     """
 
     __slots__ = ("descriptors", "key", "number", "users")
@@ -54,7 +54,10 @@ class Offers:
         return len(self._by_key)
 
     def take(self, key: Hashable, make: Callable[[], list[int]]) -> Offer:
-        """Return the offer for ``key``, made by ``make`` if there is none; :meth:`release` it."""
+        """Return the offer for ``key``, to be given up by :meth:`release`.
+
+        If there is none, ``make`` makes its descriptors.
+        """
         with self._lock:
             offer = self._by_key.get(key)
             if offer is None:
@@ -63,7 +66,7 @@ class Offers:
             return offer
 
     def release(self, offer: Offer) -> None:
-        """Give an offer up; its descriptors are closed with its last user."""
+        """Give an offer up; its last user closes the descriptors."""
         with self._lock:
             offer.users -= 1
             if offer.users:
@@ -74,7 +77,7 @@ class Offers:
             os.close(descriptor)
 
     def duplicate(self, number: int, index: int) -> int | None:
-        """Return a duplicate of a descriptor, the caller's; None if there is no such."""
+        """Return a duplicate of a descriptor, which is the caller's; None if it is not offered."""
         with self._lock:
             for offer in self._by_key.values():
                 if offer.number == number and index < len(offer.descriptors):
@@ -82,7 +85,7 @@ class Offers:
         return None
 
     def forget(self) -> None:
-        """Close what a forked child inherited; the parent has its own."""
+        """In a forked child, close the inherited descriptors; the parent keeps its own."""
         for offer in self._by_key.values():
             for descriptor in offer.descriptors:
                 os.close(descriptor)

@@ -2,7 +2,7 @@
 
 May import public names of :mod:`shmreduce`, and ``devices``, ``errors``,
 ``exports``, ``layout``, ``libraries``, ``messages``, ``runtime`` and ``view`` of
-this plugin. The functions' names and parameters are what is written in messages.
+this plugin. Messages contain the functions' names and arguments, so these are a protocol.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def rebuild_cuda_array(fields: tuple[Any, ...], handle: bytes) -> Any:
     Raises
     ------
     CudaSharingError
-        If the memory cannot be had; the lease is released then.
+        If the memory cannot be opened. The lease is released then.
     """
     description = read_description(fields)
     runtime = current()
     if description.token == runtime.token:
         return _rebuild_here(runtime, description, handle)
-    # Before the lease is taken: what was not taken is released at once by the
-    # core, what was taken lives as long as the traceback.
+    # May raise, so before the lease is taken. The core releases a lease that was not taken
+    # at once, but one that was taken lives as long as the traceback.
     ordinal = ordinal_of(description.uuid)
     lease = _take_lease(description, handle)
     attachment = _attach(runtime, description, lease, ordinal)
@@ -62,20 +62,20 @@ def rebuild_empty_cuda_array(library: str, layout: tuple[Any, ...], extras: dict
 
 
 def unwrap(array: Any) -> Any:
-    """Return the argument: for reducers that hand an array to another one."""
+    """Return the argument, for reducers that replace an object by one for another reducer."""
     return array
 
 
 def _rebuild_here(runtime: Runtime, description: Description, handle: bytes) -> Any:
-    """Return an array over memory of this very process, which it cannot open."""
-    # Looked up before the lease is taken: the message's lease, which keeps the
-    # export, ends with that.
+    """Return an array over memory of this process, which CUDA does not let it open again."""
+    # Looked up before the lease is taken, since until then the message's lease keeps the
+    # export.
     export = runtime.exports.find(description.number)
     source = None if export is None else export.source
     _take_lease(description, handle)
     if export is None or source is None:
         raise CudaExpiredError(
-            "the array behind this message has been given up; send it again",
+            "this process has freed the array that the message refers to; send it again",
             segment=None,
             block=None,
         )
@@ -118,7 +118,7 @@ def _take_lease(description: Description, handle: bytes) -> Block:
 
 
 def _attach(runtime: Runtime, description: Description, lease: Block, ordinal: int) -> Attachment:
-    # Also where the memory is open here already: it is not the sender's any more.
+    # Checked even if the memory is open here already: it went away with the sender.
     if not _is_alive(runtime, description):
         raise _died(description)
     try:
@@ -127,9 +127,9 @@ def _attach(runtime: Runtime, description: Description, lease: Block, ordinal: i
         if not _is_alive(runtime, description):
             raise _died(description) from error
         error.add_note(
-            f"The memory is of process {description.pid}, which lives. Both processes must be of "
-            "one user and in one PID namespace (docker run --pid), on one GPU instance if the "
-            "device is partitioned (MIG)."
+            f"The memory belongs to process {description.pid}, which is alive. Both processes "
+            "must run as the same user and in the same PID namespace (docker run --pid), and use "
+            "the same GPU instance if the device is partitioned (MIG)."
         )
         raise
 
@@ -155,8 +155,8 @@ def _await_event(runtime: Runtime, description: Description, ordinal: int) -> No
 
 def _died(description: Description) -> CudaProducerDied:
     return CudaProducerDied(
-        f"process {description.pid}, whose memory the CUDA array is, is dead, and the memory is "
-        "gone with it; send again from a process that lives until its receivers are done",
+        f"process {description.pid}, which owned the memory of the CUDA array, is dead, and the "
+        "memory is gone; send again from a process that lives until its receivers are done",
         pid=description.pid,
         segment=None,
         locator=None,
@@ -165,21 +165,21 @@ def _died(description: Description) -> CudaProducerDied:
 
 def _forwarder_died(description: Description, error: ProducerDied) -> CudaProducerDied:
     return CudaProducerDied(
-        f"the process that sent the CUDA array on was killed before the message was read, and the "
-        f"message is lost with it; process {description.pid}, whose memory the array is, lives: "
+        "the process that forwarded the CUDA array was killed before the message was read, so the "
+        f"message is lost; process {description.pid}, which owns the array's memory, is alive: "
         "send it again",
         **error.fields,
     )
 
 
 def _is_alive(runtime: Runtime, description: Description) -> bool:
-    """Return False if the sender has ended; a killed one need not have been waited for."""
+    """Return False if the sender has ended, even if its parent has not collected it yet."""
     if description.namespace != runtime.namespace:
-        # Its pid means nothing here.
+        # In another PID namespace its pid means nothing.
         return True
     try:
         text = Path(f"/proc/{description.pid}/stat").read_bytes()
     except OSError:
         return False
-    # The name, in parentheses, may contain anything: proc_pid_stat(5).
+    # The name, in parentheses, may contain any characters (proc_pid_stat(5)).
     return text.rpartition(b")")[2].split()[0] not in (b"Z", b"X")

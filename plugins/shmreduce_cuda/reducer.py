@@ -1,7 +1,7 @@
-"""The reducer of CUDA arrays, as the registry holds it: without the driver.
+"""The reducer of CUDA arrays that is registered, which does not load the driver.
 
 May import public names of :mod:`shmreduce`; the rest of the plugin only inside
-functions, since it is needed when the first array is sent.
+functions, since it is not needed before the first array is sent.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NUMBA = "numba.cuda.cudadrv.devicearray"
 class CudaReducer(Reducer):
     """Lets arrays in the memory of a CUDA device travel without a copy.
 
-    What is sent is the memory itself: everybody sees everybody's writes. It
-    stays until every receiver has dropped its array, or has ended.
+    Sender and receivers use the same memory, and see each other's writes. It is kept until
+    every receiver has dropped its array, or has ended.
 
     Parameters
     ----------
     types : sequence of class or str, optional
-        Classes with ``__cuda_array_interface__`` or ``__dlpack__``; those of
-        CuPy and numba, and ``CudaArrayView``, where not given.
+        Classes with ``__cuda_array_interface__`` or ``__dlpack__``. By default those of
+        CuPy and numba, ``CudaArrayView`` and ``SharedArray``.
 
     Examples
     --------
@@ -63,10 +63,10 @@ class CudaReducer(Reducer):
         return reduce_array(obj, message)
 
     def share(self, obj: Any, mode: Mode) -> Any:  # noqa: ARG002 - there is no mode here
-        """Raise: shared memory of the host is not where these arrays are."""
+        """Raise NotShareableError, since these arrays are not in host memory."""
         raise NotShareableError(
-            f"{type(obj).__qualname__} objects are in the memory of a device, and are shared by "
-            "being sent; shmreduce_cuda.share() prepares that",
+            f"{type(obj).__qualname__} objects are in the memory of a device, and sending one "
+            "shares it; to prepare one for sending, call shmreduce_cuda.share()",
             type_name=type(obj).__qualname__,
             reason="memory of a device",
         )

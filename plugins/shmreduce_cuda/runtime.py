@@ -1,10 +1,10 @@
-"""The one state of this process: what it has sent and received.
+"""The state of this process: the arrays that it has sent and received.
 
 May import public names of :mod:`shmreduce`, and ``events``, ``exports``,
 ``imports``, ``keeper`` and ``offers`` of this plugin.
 
-A forked child starts with a fresh state. What it inherited is kept, and never
-touched: arrays would be freed, by a library that does not work there.
+A forked child starts with a fresh state. It keeps the state that it inherited, and never
+uses it: dropping it would free arrays, but CUDA does not work in a forked child.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ class Runtime:
         self.keeper = Keeper(self.token, self.exports, self.offers)
 
     def collect(self) -> int:
-        """Give back what has ended; return how many sent arrays were let go."""
+        """Close and free what is not used any more; return how many sent arrays were freed."""
         self.imports.retry()
         return self.exports.reclaim()
 
     def leave(self) -> None:
-        """Let go of what can be let go of, at the end of the process."""
+        """Free what can be freed, at the end of the process."""
         self.keeper.stop()
         self.exports.reclaim()
         left = len(self.exports)
         if left:
             warnings.warn(
-                f"{left} CUDA arrays that process {self.pid} has sent are in use, or unread, as "
-                "it ends: its memory ends with it. Keep a sender until its receivers are done",
+                f"{left} CUDA arrays that process {self.pid} has sent are in use, or unread, "
+                "while it ends, and their memory ends with it. Let a sender live until its "
+                "receivers are done",
                 ShmreduceWarning,
                 stacklevel=2,
             )
 
     def retire(self) -> None:
-        """Become what a forked child inherited."""
+        """In a forked child, mark this inherited state as unusable."""
         self.imports.retired = True
         self.offers.forget()
         self.keeper.forget()
@@ -72,13 +73,13 @@ def current() -> Runtime:
     global _current
     if _current is None:
         made = Runtime()
-        # Another thread may have been faster, and its token be in messages already.
-        # No call between the two lines, so no other thread.
+        # Another thread may have made one, whose token may be in messages already. There is
+        # no call between these two lines, so the interpreter does not switch threads there.
         if _current is None:
             _current = made
             _finish_at_exit(_current)
-            # multiprocessing clears its finalizers in the children it forks, after
-            # the hooks of os.register_at_fork; what is registered here runs then.
+            # In children that it forks, multiprocessing clears its finalizers after the hooks
+            # of os.register_at_fork. A function registered here runs after that.
             util.register_after_fork(_leave, _finish_at_exit)
     return _current
 

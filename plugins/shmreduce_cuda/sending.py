@@ -40,13 +40,13 @@ class Outgoing(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the device has done what this process asked of it before."""
+        """Wait until the device has done the earlier work of this process."""
 
     @abstractmethod
     def record(self, stream: int) -> tuple[bytes, bytes] | None:
-        """Return an event that happens when a stream has done what was asked of it.
+        """Return an event that occurs when a stream has done its earlier work.
 
-        Returns None if nothing need be waited for.
+        Returns None if receivers need not wait.
         """
 
     @abstractmethod
@@ -55,13 +55,13 @@ class Outgoing(ABC):
 
 
 class EmptyArray(Outgoing):
-    """An array without elements: there is no memory to be sent."""
+    """An array without elements, and so without memory."""
 
     def wait(self) -> None:
-        """Nothing is written to it."""
+        """Do nothing: nothing can write to it."""
 
     def record(self, stream: int) -> None:
-        """Return None: nothing is written to it."""
+        """Return None: nothing can write to it."""
 
     def reduce(self, message: Message, event: Any) -> tuple[Any, ...]:  # noqa: ARG002 - as above
         """Return how to rebuild the array."""
@@ -108,10 +108,10 @@ class OwnArray(Outgoing):
 
 
 class ReceivedArray(Outgoing):
-    """An array in memory of another process: it is forwarded as that one's.
+    """An array in memory of another process, which is forwarded.
 
-    A receiver opens it at its origin, and has a lease of the origin's: this
-    process need not live on.
+    A receiver opens the memory of that process, and gets a lease of that process. So this
+    process may end before the receiver is done.
     """
 
     def __init__(self, source: Source, attachment: Attachment) -> None:
@@ -123,7 +123,7 @@ class ReceivedArray(Outgoing):
         synchronise(self.attachment.mapping.ordinal)
 
     def record(self, stream: int) -> None:
-        """Wait for the stream: an event of it would end with this process."""
+        """Wait for the stream, and return None: an event would end with this process."""
         with current_context(self.attachment.mapping.ordinal) as driver:
             driver.call("cuStreamSynchronize", stream)
 
@@ -147,10 +147,10 @@ def _with_lease(description: Description, lease: Block, message: Message) -> tup
 
 
 def prepare(source: Source) -> Outgoing:
-    """Return an array as what can be sent.
+    """Return an object by which an array can be put into messages.
 
-    An :class:`OwnArray` is not held yet: the caller puts it into a message and
-    then calls ``exports.hold``, or ``exports.discard``.
+    The export of an :class:`OwnArray` is not live yet: after putting it into a message, the
+    caller calls ``exports.hold``; or, if that fails, ``exports.discard``.
 
     Raises
     ------
@@ -168,8 +168,8 @@ def prepare(source: Source) -> Outgoing:
     if attachment is not None:
         return ReceivedArray(source, attachment)
     raise CudaMemoryError(
-        "an array in memory that was received from another process, of which no single "
-        "received array has all bytes, cannot be sent on: copy it first",
+        "an array in memory that was received from another process cannot be forwarded unless "
+        "it lies within a single received array: copy it first",
         kind="memory of another process",
         remedy="copy it first",
     )

@@ -1,4 +1,4 @@
-"""What users call, and what the reducer does.
+"""The functions that users call, and the one that the reducer calls.
 
 May import public names of :mod:`shmreduce`, and ``errors``, ``events``,
 ``runtime``, ``sending`` and ``sources`` of this plugin.
@@ -27,10 +27,10 @@ __all__ = ["SharedArray", "Stats", "collect", "reduce_array", "share", "stats"]
 
 
 class SharedArray:
-    """An array that was prepared to be sent; :func:`share` makes it.
+    """An array that was prepared for sending; :func:`share` makes it.
 
-    It is put into messages, and what comes out of them is the array. While it
-    is kept, messages of it can be loaded any number of times.
+    Put it into messages; receivers get the array. While it is kept, its messages can be
+    loaded any number of times.
 
     Attributes
     ----------
@@ -60,23 +60,22 @@ class SharedArray:
 
 
 def share(array: Any, stream: Any = None) -> SharedArray:
-    """Prepare an array to be sent, in the thread that knows its stream.
+    """Prepare an array for sending, in the thread that knows its stream.
 
     Parameters
     ----------
     array : object
-        With ``__cuda_array_interface__`` or ``__dlpack__``, or a tensor of
+        An object with ``__cuda_array_interface__`` or ``__dlpack__``, or a tensor of
         torch. It is not copied.
     stream : optional
-        What was asked of this stream before is waited for by the receivers,
-        and nothing else is: a handle, or a stream of CuPy, numba or torch.
-        Where not given, all devices in use are waited for when the array is
-        pickled, as for an array that is sent as it is.
+        A handle, or a stream of CuPy, numba or torch. Receivers wait until this stream has
+        done its earlier work, and for nothing else. By default, all devices in use are
+        waited for when the array is pickled, as for an array that is sent directly.
 
     Returns
     -------
     SharedArray
-        To be put into messages.
+        An object to put into messages.
 
     Raises
     ------
@@ -87,7 +86,7 @@ def share(array: Any, stream: Any = None) -> SharedArray:
 
     Examples
     --------
-    What is no array of a device is refused:
+    An array that is not on a device raises an error:
 
     >>> import numpy as np
     >>> share(np.zeros(3))
@@ -123,7 +122,7 @@ def reduce_array(obj: Any, message: Message) -> tuple[Any, ...]:
 
 @contextmanager
 def _discarding(outgoing: Outgoing) -> Iterator[None]:
-    """Leave nothing behind if the block fails."""
+    """Discard the export if the block raises."""
     try:
         yield
     except BaseException:
@@ -141,10 +140,10 @@ def _hold(outgoing: OwnArray) -> None:
 
 
 def collect() -> int:
-    """Free now what the receivers of sent arrays have dropped; return how many arrays.
+    """Free the sent arrays that their receivers have dropped; return how many.
 
-    Not needed for correctness: a thread does it some times a second. Received
-    arrays that could not be closed are tried again, too.
+    It need not be called, since a thread does this several times a second. It also tries
+    again to close received arrays that could not be closed.
 
     Examples
     --------
@@ -161,26 +160,26 @@ class Stats:
     Parameters
     ----------
     exports : int
-        Arrays that were sent and are held for receivers or messages.
+        Sent arrays that are kept for receivers or messages.
     exported_bytes : int
-        Bytes of the allocations that hold them.
+        Bytes of the allocations that they lie in.
     given_up : int
-        Arrays that were sent and let go of since.
+        Sent arrays that were freed.
     arrays : int
         Received arrays that are alive.
     mappings : int
         Allocations of other processes that are open.
     opened, closed : int
-        How many were opened and closed so far.
+        How many such allocations were opened and closed so far.
     offers : int
         Pools and ranges of virtual memory whose descriptors are kept.
     events : int
         Events that were made or opened.
     stuck : int
-        Dead arrays that could not be closed so far: the device has failed, or was
-        recording a graph.
+        Received arrays that were dropped, but could not be closed so far, because the
+        device has failed or was capturing a graph.
     fault : str
-        What went wrong in the thread the last time; empty if nothing did.
+        The last error of the thread that frees arrays; empty if there was none.
     """
 
     exports: int

@@ -1,12 +1,10 @@
-"""Reads arrays: where their memory is and how they lie in it.
+"""Reads arrays: their memory and their layout.
 
-May import ``errors`` and ``layout`` of this plugin. No array library is
-imported: what an array is comes from the protocols that it speaks,
-``__cuda_array_interface__`` (version 3,
-https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html) and
-DLPack (https://dmlc.github.io/dlpack/latest/). A torch tensor is asked by its
-methods, since it does not offer ``bfloat16``, or tensors with a gradient, by
-the first.
+May import ``errors`` and ``layout`` of this plugin. No array library is imported. Arrays
+are read by one of two protocols: ``__cuda_array_interface__`` (version 3,
+https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html) or DLPack
+(https://dmlc.github.io/dlpack/latest/). A torch tensor is read by its methods, since its
+``__cuda_array_interface__`` does not work for ``bfloat16`` and for tensors with a gradient.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from shmreduce_cuda.layout import Layout
 __all__ = ["Source", "library_of", "read_array"]
 
 LIBRARIES = {"cupy": "cupy", "numba": "numba", "numba_cuda": "numba", "torch": "torch"}
-"""Libraries whose arrays can be made again at a receiver, by the package of the class."""
+"""From the package of a class to its library: those whose arrays a receiver can make."""
 
 _DLPACK_CUDA, _DLPACK_HOST, _DLPACK_MANAGED = 2, (1, 3), 13
 _DLPACK_KINDS = {0: "<i", 1: "<u", 2: "<f", 5: "<c", 6: "|b"}
-# Codes of types without a typestr, as DLPack numbers them.
+# DLPack's codes of types that have no typestr.
 _DLPACK_NAMES = {
     4: "bfloat16",
     7: "float8_e3m4",
@@ -46,15 +44,15 @@ class Source(NamedTuple):
     pointer : int
         Device address of the first element; 0 for an array without elements.
     layout : Layout
-        How it lies there.
+        Its layout.
     read_only : bool
-        Whether it says that it must not be written.
+        Whether the array is marked as read-only.
     library : str
         One of ``LIBRARIES``, or empty.
     extras : dict
-        What else the library needs to make it again.
+        Further facts that the library needs to make the array at the receiver.
     owner : object
-        What keeps the memory.
+        Keeps the memory alive.
     """
 
     pointer: int
@@ -66,7 +64,7 @@ class Source(NamedTuple):
 
 
 def library_of(obj: Any) -> str:
-    """Return which of the known libraries an array's class derives from, or ''."""
+    """Return the known library that an array's class derives from, or ''."""
     for cls in type(obj).__mro__:
         found = LIBRARIES.get(cls.__module__.partition(".")[0])
         if found is not None:
@@ -80,7 +78,7 @@ def read_array(obj: Any) -> Source:
     Raises
     ------
     CudaMemoryError
-        If it speaks neither protocol, or is not plain memory of a device.
+        If it has neither protocol, or is not plain memory of a device.
     """
     library = library_of(obj)
     if library == "torch":
@@ -112,7 +110,7 @@ def _read_interface(obj: Any, interface: dict[str, Any], library: str) -> Source
     pointer, read_only = interface["data"]
     strides = interface.get("strides")
     typestr = interface["typestr"]
-    # Anything else is said by the typestr.
+    # Any typestr but that of void describes its type completely.
     descr, name = _read_void(obj, interface) if typestr[1:2] == "V" else (None, "")
     layout = Layout(
         tuple(interface["shape"]),
@@ -125,10 +123,10 @@ def _read_interface(obj: Any, interface: dict[str, Any], library: str) -> Source
 
 
 def _read_void(obj: Any, interface: dict[str, Any]) -> tuple[list[tuple[str, ...]] | None, str]:
-    """Return the fields, or the name, of a type of whose typestr is bytes alone."""
+    """Return the fields, or the name, of a type whose typestr is void."""
     dtype: Any = getattr(obj, "dtype", None)
     try:
-        # numba has the fields in the dtype only.
+        # numba has the fields only in the dtype.
         descr: list[Any] = list(interface.get("descr") or getattr(dtype, "descr", None) or ())
     except ValueError as error:
         raise _refusal(
@@ -208,8 +206,8 @@ def _read_dlpack(obj: Any, library: str) -> Source:
     if device_type != _DLPACK_CUDA:
         where = "host memory" if device_type in _DLPACK_HOST else f"DLPack device {device_type}"
         raise _refusal(obj, where, "send it as a NumPy array")
-    # -1: no stream has to wait; what is sent is synchronised as a whole. The
-    # capsule is not consumed: it frees what it holds when it dies.
+    # stream=-1: no stream need wait, since sending waits for the whole device. The capsule
+    # is not marked as used, so it frees the tensor when it is dropped.
     capsule = obj.__dlpack__(stream=-1)
     tensor = _Tensor.from_address(_get_pointer(capsule, b"dltensor"))
     bits, code = tensor.dtype.bits, tensor.dtype.code

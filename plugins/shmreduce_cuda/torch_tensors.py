@@ -1,10 +1,10 @@
-"""Tensors of torch, for those who ask for them.
+"""Sends tensors of torch by shmreduce, for programs that ask for it.
 
-May import ``errors``, ``rebuild`` and ``sharing`` of this plugin. torch is not
-imported: it is there if there are tensors.
+May import ``errors``, ``rebuild`` and ``sharing`` of this plugin. It does not import
+torch: whoever has a tensor has done so.
 
-torch registers reducers of its own with ``ForkingPickler`` when it is imported.
-So this one is registered there, too, around torch's.
+When torch is imported, it registers its own reducers with ``ForkingPickler``. So this
+reducer is registered there too, and calls torch's.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _TensorReducer:
 def send_torch_tensors(*, enable: bool = True) -> None:
     """Let CUDA tensors travel by shmreduce instead of by torch, in this process.
 
-    Tensors of the host, and what else torch sends, stay torch's. Receivers need
-    not call this. Call it after ``import torch``, and in each process that
-    sends; ``enable=False`` gives everything back to torch.
+    Torch still sends tensors in host memory, and its other objects. Call this after
+    ``import torch`` in each process that sends; receivers need not call it. With
+    ``enable=False`` torch sends everything again.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def send_torch_tensors(*, enable: bool = True) -> None:
     if torch is None:
         raise CudaSharingError("torch has not been imported: import it before this call")
     for cls in (torch.Tensor, torch.nn.Parameter):
-        # Not public; there is no other way to learn what torch has registered.
+        # A private name: there is no public way to find what torch has registered.
         registered: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
         present = registered.get(cls)
         if present is None:

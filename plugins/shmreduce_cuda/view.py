@@ -14,16 +14,16 @@ __all__ = ["CudaArrayView"]
 
 
 class CudaArrayView:
-    """Memory of a device as an array, to be handed to a library.
+    """Memory of a device as an array that can be passed to a library.
 
-    Every library that reads ``__cuda_array_interface__`` takes it, without a
-    copy: ``cupy.asarray(view)``, ``numba.cuda.as_cuda_array(view)``,
+    Every library that reads ``__cuda_array_interface__`` can use it without a copy:
+    ``cupy.asarray(view)``, ``numba.cuda.as_cuda_array(view)``,
     ``torch.as_tensor(view, device="cuda")``.
 
     Attributes
     ----------
     layout : Layout
-        How it lies in memory: all of the following but device and owner.
+        Its layout, which has shape, strides, typestr and dtype_name.
     shape : tuple of int
         Length of each axis.
     strides : tuple of int or None
@@ -31,8 +31,8 @@ class CudaArrayView:
     typestr : str
         As in ``__array_interface__``.
     dtype_name : str
-        The sender's name of a type that the typestr cannot say, such as
-        ``bfloat16``; else empty.
+        The sender's name of a type that the typestr cannot express, such as
+        ``bfloat16``; otherwise empty.
     device : int
         Ordinal in this process.
     nbytes : int
@@ -40,11 +40,11 @@ class CudaArrayView:
     read_only : bool
         Whether the sender's array was read-only.
     owner : object
-        Keeps the memory. Whatever is made of the view must keep view or owner.
+        Keeps the memory alive. Arrays made from the view must keep the view or the owner.
 
     Examples
     --------
-    Receivers get it ready-made. One over no memory:
+    Receivers get such objects from messages. One without memory:
 
     >>> from shmreduce_cuda.layout import Layout
     >>> view = CudaArrayView(0, Layout((0, 3), None, "<f4"), device=0, owner=None)
@@ -80,7 +80,7 @@ class CudaArrayView:
 
     @property
     def dtype_name(self) -> str:
-        """Name of the type, where the typestr cannot say it."""
+        """Name of the type, if the typestr cannot express it."""
         return self.layout.dtype_name
 
     @property

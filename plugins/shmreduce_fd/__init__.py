@@ -1,6 +1,6 @@
 """The ``file_descriptor`` sharing strategy: anonymous segments that leave nothing behind.
 
-Imports only public names of :mod:`shmreduce`. This module answers the hook;
+Imports only public names of :mod:`shmreduce`. This module implements the hook;
 the strategy itself is in :mod:`shmreduce_fd.strategy`.
 """
 

@@ -1,4 +1,4 @@
-"""Segments as sealed memfds, opened elsewhere through ``/proc/PID/fd``.
+"""Segments as sealed memfds, which other processes open through ``/proc/PID/fd``.
 
 May import public names of :mod:`shmreduce` only.
 """
@@ -18,20 +18,20 @@ __all__ = ["FileDescriptorStrategy"]
 
 _LOCATOR = re.compile(r"([0-9]+):([0-9]+)", re.ASCII)
 
-# Linux 6.3; Python has no name for it before 3.14. Implies MFD_ALLOW_SEALING.
+# From Linux 6.3 on; Python has a name for it from 3.14 on. Implies MFD_ALLOW_SEALING.
 _MFD_NOEXEC_SEAL = 0x0008
 
 
 class FileDescriptorStrategy(SharingStrategy):
-    """Anonymous memory: no name, so nothing can be left behind.
+    """Anonymous memory: it has no name, so nothing can be left behind.
 
-    A segment is a memfd, sealed so that nobody can shrink it under a reader's
-    feet. The kernel frees it with its last descriptor and mapping, whoever is
-    killed. Its size is not bound by that of ``/dev/shm``. See
+    A segment is a memfd, sealed so that nobody can shrink it while others read it. The
+    kernel frees it with its last descriptor and mapping, even if processes are killed. Its
+    size is not limited by that of ``/dev/shm``. See
     `memfd_create(2) <https://man7.org/linux/man-pages/man2/memfd_create.2.html>`_.
 
-    A process can open the segment as long as some process that it may inspect
-    (``/proc/PID/fd``, see proc_pid_fd(5)) still holds a descriptor of it.
+    A process can open the segment as long as a process that it may inspect
+    (``/proc/PID/fd``, see proc_pid_fd(5)) has a descriptor of it.
 
     Examples
     --------
@@ -50,13 +50,13 @@ class FileDescriptorStrategy(SharingStrategy):
     def unusable_reason(self) -> str | None:
         """Return why memfds do not work here, or None if they do.
 
-        Beyond looking for the calls it makes one small segment, opens it and
-        locks it, since containers forbid calls that the kernel has.
+        It makes a small segment, opens it and locks it, since containers may forbid system
+        calls that the kernel has.
         """
         if not hasattr(os, "memfd_create"):
             return (
-                "this Python has no os.memfd_create (Linux 3.17 and later have it, Pythons that "
-                "are built for a C library before glibc 2.27 do not know it)"
+                "this Python has no os.memfd_create: it needs Linux 3.17 or later, and a Python "
+                "that was built with glibc 2.27 or later"
             )
         if not hasattr(fcntl, "F_OFD_SETLK"):
             return "this system has no open file description locks (fcntl F_OFD_SETLK)"
@@ -81,7 +81,7 @@ class FileDescriptorStrategy(SharingStrategy):
         Raises
         ------
         OSError
-            As the system gave it. No descriptor is left open.
+            The system call's error. No descriptor is left open.
         """
         fd = _new_memfd(f"shmreduce-{token}")
         try:
@@ -98,7 +98,7 @@ class FileDescriptorStrategy(SharingStrategy):
     def locator(self, file: SegmentFile) -> str:
         """Return ``"PID:FD"`` of the calling process's descriptor.
 
-        It holds as long as the calling process keeps ``file.fd`` open.
+        It is valid as long as the calling process keeps ``file.fd`` open.
         """
         return f"{os.getpid()}:{file.fd}"
 
@@ -141,8 +141,8 @@ def _new_memfd(name: str) -> int:
     try:
         return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
-        # EINVAL: the kernel is older than the flag. Where the flag is known it
-        # must be used: with vm.memfd_noexec=2 a memfd without it is refused.
+        # EINVAL: the kernel does not know the flag. A kernel that knows it may require it
+        # (vm.memfd_noexec=2).
         if error.errno != errno.EINVAL:
             raise
     return os.memfd_create(name, flags)

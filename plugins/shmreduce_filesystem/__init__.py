@@ -1,6 +1,6 @@
 """The ``file_system`` sharing strategy: segments that any process of the user can open by name.
 
-Imports only public names of :mod:`shmreduce`. This module answers the hook;
+Imports only public names of :mod:`shmreduce`. This module implements the hook;
 the strategy itself is in :mod:`shmreduce_filesystem.strategy`.
 """
 

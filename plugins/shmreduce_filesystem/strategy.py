@@ -34,14 +34,14 @@ _LOCATOR = re.compile(r"(?:([0-9]+):([0-9]+):)?(/[^\0]+)?", re.ASCII)
 class FileSystemStrategy(SharingStrategy):
     """Files that every process of the same user can open by name.
 
-    For processes that cannot look into each other's ``/proc/PID/fd``, and for
-    systems without memfd. A segment is a file ``shmreduce-UID-PID-TOKEN``,
-    mode 0600, in ``/dev/shm``, in the directory that ``SHMREDUCE_DIRECTORY``
-    names, or in the temporary directory where there is no ``/dev/shm``. All
-    processes of a family must use the same directory.
+    It is for processes that cannot look into each other's ``/proc/PID/fd``, and for
+    systems without memfd. A segment is a file ``shmreduce-UID-PID-TOKEN`` with mode 0600.
+    Its directory is the one that ``SHMREDUCE_DIRECTORY`` names; by default ``/dev/shm`` or,
+    if that does not exist, the temporary directory. All processes of a family must use the
+    same directory.
 
-    Files of killed processes stay until somebody removes them: the next
-    process that uses the strategy, or ``shmreduce gc``. See
+    Files of killed processes stay until the next process that uses the strategy, or
+    ``shmreduce gc``, removes them. See
     `shm_overview(7) <https://man7.org/linux/man-pages/man7/shm_overview.7.html>`_.
 
     Examples
@@ -69,7 +69,7 @@ class FileSystemStrategy(SharingStrategy):
         if find_spec("fcntl") is None:
             return "this system has no fcntl"
         if not Path("/proc/self/fd").is_dir():
-            return "/proc/self/fd is missing, by which files are opened once more: mount /proc"
+            return "/proc/self/fd is missing, which is needed to reopen files: mount /proc"
         directory = _directory()
         if not directory.is_absolute():
             return f"{_DIRECTORY_VARIABLE}={str(directory)!r} is not an absolute path"
@@ -102,13 +102,13 @@ class FileSystemStrategy(SharingStrategy):
         Raises
         ------
         OSError
-            As the system gave it. Neither descriptor nor file is left.
+            The system call's error. Neither a descriptor nor a file is left.
         """
         path = str(_directory() / f"shmreduce-{os.geteuid()}-{os.getpid()}-{token}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
         try:
-            # The umask may have taken bits away that the owner needs.
+            # The umask may have cleared bits that the owner needs.
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, size)
         except BaseException:
@@ -120,24 +120,24 @@ class FileSystemStrategy(SharingStrategy):
     def locator(self, file: SegmentFile) -> str:
         """Return ``"PID:FD:PATH"``.
 
-        The path is what counts. The calling process's descriptor is there for
-        a file whose name has been removed while this process still holds it;
-        if it never knew the name, the path is left out.
+        The segment is opened by its path. If its name has been removed, it is opened through
+        the calling process's descriptor. If this process does not know the name, the path
+        is empty.
         """
         return f"{os.getpid()}:{file.fd}:{file.name or ''}"
 
     def open(self, locator: str) -> SegmentFile:
-        """Open a segment by path, else through the process that sent the locator.
+        """Open a segment by its path or, if that is gone, through its sender's descriptor.
 
         Parameters
         ----------
         locator : str
-            From :meth:`locator`, or a name as :meth:`names` lists it.
+            A result of :meth:`locator`, or one of :meth:`names`.
 
         Raises
         ------
         InvalidHandleError
-            If the path is not that of a segment in this process's directory.
+            If it is not the path of a segment in this process's directory.
         ForeignSegmentError
             If the file belongs to another user.
         OSError
@@ -159,13 +159,12 @@ class FileSystemStrategy(SharingStrategy):
         return SegmentFile(fd=fd, name=path)
 
     def unlink(self, name: str) -> None:
-        """Remove a segment's file; one that is gone already is no error.
+        """Remove a segment's file; do nothing if it has been removed already.
 
         Raises
         ------
         InvalidHandleError
-            If ``name`` is not that of a segment of this user. Nothing is
-            removed then.
+            If ``name`` is not the path of a segment of this user. Nothing is removed then.
         """
         match = _NAME.fullmatch(Path(name).name)
         if match is None or int(match[1]) != os.geteuid():
@@ -173,7 +172,7 @@ class FileSystemStrategy(SharingStrategy):
         Path(name).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """List the paths of this user's segments, also of processes that are dead.
+        """List the paths of this user's segments, including those of dead processes.
 
         Raises
         ------
@@ -205,7 +204,7 @@ class FileSystemStrategy(SharingStrategy):
 def _lock_first_byte(fd: int) -> None:
     import fcntl
 
-    # Pythons that are built for a C library before glibc 2.20 have no name for 37.
+    # A Python that was built with a C library before glibc 2.20 has no name for it.
     command = getattr(fcntl, "F_OFD_SETLK", 37)
     # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for these locks).
     fcntl.fcntl(fd, command, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
@@ -229,7 +228,7 @@ def _parse(locator: str) -> tuple[tuple[int, int] | None, str | None]:
     if match[3] is None:
         return holder, None
     path = Path(match[3])
-    # A forged handle must not make this process open a file of its choice.
+    # A forged handle must not be able to choose which file this process opens.
     if path.parent != _directory():
         raise _not_a_segment(
             str(path),
@@ -244,7 +243,7 @@ def _parse(locator: str) -> tuple[tuple[int, int] | None, str | None]:
 def _open_path(path: str | None) -> int:
     if path is None:
         raise FileNotFoundError(errno.ENOENT, "the segment has no name")
-    # O_NONBLOCK: whoever put a FIFO there must not be able to hang us.
+    # O_NONBLOCK: if somebody has put a FIFO there, open() must not wait.
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags)
@@ -261,7 +260,7 @@ def _open_of_process(pid: int, number: int) -> int:
         _check_owner(fd, f"/proc/{pid}/fd/{number}")
     except PermissionError as error:
         os.close(fd)
-        # The process closed it, or another has its pid: numbers are used again.
+        # The process has closed it and reused the number, or another process has its pid.
         raise FileNotFoundError(errno.ENOENT, "the number means another file now") from error
     except BaseException:
         os.close(fd)

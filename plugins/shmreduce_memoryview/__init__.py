@@ -1,8 +1,8 @@
-"""Memoryviews travel by shared memory; without this they cannot be pickled at all.
+"""Memoryviews travel by shared memory; without this plugin they cannot be pickled.
 
-Imports only public names of :mod:`shmreduce`. This module answers the hook.
-``reducer`` is what the core gets, ``rebuild`` the receiving side of a message,
-``layout`` says what a memoryview looks like and where it is.
+Imports only public names of :mod:`shmreduce`. This module implements the hook. The core
+gets ``reducer``. ``rebuild`` is the receiving side of a message. ``layout`` examines a
+memoryview's format, layout and memory.
 """
 
 from __future__ import annotations

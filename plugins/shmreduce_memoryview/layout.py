@@ -1,4 +1,4 @@
-"""What a memoryview looks like and where its memory is.
+"""Examines a memoryview: its format, its layout and its memory.
 
 May import the standard library only.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Elements", "Rows", "address_of", "bottom_of", "is_castable", "rows_of", "structure_of"]
 
-# The formats that memoryview.cast() takes in every supported Python.
+# The formats that memoryview.cast() accepts in every supported version of Python.
 _CASTABLE = frozenset("bBhHiIlLqQnNfd?cP")
 
 
@@ -36,7 +36,7 @@ class _Buffer(ctypes.Structure):
 
 
 _DEEPEST = 64
-"""Views of views. NumPy makes few; what others call ``base`` may lead in a circle."""
+"""Limit for following views of views: the ``base`` of other objects may form a cycle."""
 _PYBUF_FULL_RO = 0x011C
 _get_buffer: Any = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
@@ -47,10 +47,9 @@ _release_buffer.restype = None
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of the view's first element, 0 for an empty buffer perhaps.
+    """Return the address of the view's first element, which may be 0 for an empty buffer.
 
-    Asked of the C interface: ``from_buffer`` of ctypes refuses read-only and
-    strided views.
+    By the C interface, since ``from_buffer`` of ctypes refuses read-only and strided views.
     """
     buffer = _Buffer()
     _get_buffer(view, ctypes.byref(buffer), _PYBUF_FULL_RO)
@@ -61,10 +60,10 @@ def address_of(view: memoryview) -> int:
 
 
 def bottom_of(view: memoryview) -> Any:
-    """Return the object at the bottom of the view.
+    """Return the object that owns the view's memory.
 
-    That is the view's exporter or, where the exporter is an array that borrows
-    its memory (it has a ``base``), what it borrows from.
+    That is the view's exporter; or, if the exporter has a ``base`` from which it borrows
+    its memory, that object, and so on.
     """
     bottom: Any = view.obj
     for _ in range(_DEEPEST):
@@ -78,8 +77,8 @@ def bottom_of(view: memoryview) -> Any:
 def _below(exporter: Any) -> Any:
     if isinstance(exporter, memoryview):
         return exporter.obj
-    # Whoever has an array has imported NumPy, and a class of arrays may have
-    # something else under that name.
+    # If there is an array, NumPy has been imported. Not exporter.base, since a subclass may
+    # redefine it.
     array_type: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
     if array_type is not None and isinstance(exporter, array_type):
         return array_type.base.__get__(exporter)
@@ -98,14 +97,14 @@ def is_castable(view: memoryview) -> bool:
     False
     """
     element = view.format.removeprefix("@")
-    # ctypes says "B" of packed structures and unions, which are longer.
+    # ctypes gives packed structures and unions the format "B", but they are longer.
     return element in _CASTABLE and struct.calcsize(element) == view.itemsize
 
 
 def structure_of(view: memoryview) -> type | None:
-    """Return the structure or union of ctypes that the view's elements are, if they are.
+    """Return the ctypes structure or union that the view's elements are instances of, or None.
 
-    The format of such a view is not always right: see :func:`is_castable`.
+    The format of such a view may be wrong, see :func:`is_castable`.
     """
     kind: Any = type(view.obj)
     while issubclass(kind, ctypes.Array):
@@ -116,7 +115,7 @@ def structure_of(view: memoryview) -> type | None:
 
 
 class Elements:
-    """Shows NumPy the elements of a view, whatever its format, as bytes without a type."""
+    """Lets NumPy see the elements of a view of any format as opaque bytes."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -131,14 +130,14 @@ class Elements:
 
 @dataclass(frozen=True)
 class Rows:
-    """Equal pieces of memory, each gapless, at equal distances.
+    """Pieces of memory of the same size, each gapless, at equal distances.
 
     Parameters
     ----------
     size : int
         Bytes of one row.
     step : int
-        From one row to the next, in rows; negative if they run backwards.
+        The distance from one row to the next, in rows; negative if they run backwards.
     """
 
     size: int
@@ -146,7 +145,7 @@ class Rows:
 
 
 def rows_of(view: memoryview) -> Rows | None:
-    """Return the rows of a view that slicing its first dimension leads to, else None.
+    """Return the rows of a view that slicing along the first dimension can make, else None.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """The receiving side: functions that messages name to rebuild memoryviews.
 
-May import public names of :mod:`shmreduce`. The functions' names and
-parameters are what is written in messages.
+May import public names of :mod:`shmreduce`. Messages contain the functions' names and
+arguments, so these are a protocol.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ def rebuild_view(
     Parameters
     ----------
     handle : bytes
-        Of the block.
+        The block's handle.
     offset : int
         Bytes from the start of the block to the lowest row.
     element : str
         Format of one element, as ``memoryview.format``.
     shape : tuple of int
-        Of the view.
+        The view's shape.
     step : int
-        From one row to the next, in rows; negative if they run backwards.
+        The distance from one row to the next, in rows; negative if they run backwards.
     readonly : bool
-        Whether the view is read-only even where the block is not.
+        Whether the view is read-only even if the block is not.
 
     Raises
     ------
     ShmreduceError
-        As :func:`shmreduce.import_block`; an InvalidHandleError if the view
+        Those of :func:`shmreduce.import_block`, and InvalidHandleError if the view
         would reach beyond its block.
     """
     block = import_block(handle)
@@ -62,15 +62,16 @@ def rebuild_view(
 def rebuild_inline(
     data: bytes, element: str, shape: tuple[int, ...], readonly: bool
 ) -> memoryview:
-    """Return a view of bytes that came in the message itself."""
+    """Return a view of bytes of the message itself."""
     view = cast(memoryview(data if readonly else bytearray(data)), element, shape)
     return view.toreadonly() if readonly else view
 
 
 def cast(data: memoryview, element: Any, shape: tuple[int, ...]) -> memoryview:
-    """Return the view that ``data.cast`` makes, also where there are no rows.
+    """Return the view that ``data.cast`` makes, even for a shape with zeros.
 
-    ``cast`` itself refuses a shape with zeros: a row is made then, and left out.
+    ``memoryview.cast`` refuses such a shape. So a view of one row is made, and sliced to
+    no rows.
     """
     if len(shape) == 1:
         return data[: shape[0] * struct.calcsize(element)].cast(element)

@@ -1,7 +1,7 @@
-"""The reducer of memoryviews: the sending side, and how they become shared.
+"""The reducer of memoryviews: the sending side, and shared copies.
 
-May import public names of :mod:`shmreduce`, ``layout`` and ``rebuild`` of this
-plugin; NumPy inside functions, for views that only an array can describe.
+May import public names of :mod:`shmreduce`, ``layout`` and ``rebuild`` of this plugin;
+NumPy only inside functions, for views that only an array can describe.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["MemoryviewReducer"]
 
 
 class MemoryviewReducer(Reducer):
-    """Lets memoryviews travel: format, shape and ``readonly`` are kept.
+    """Lets memoryviews travel with their format, shape and ``readonly``.
 
-    A view of a shared block keeps its strides and stays a view of that block.
-    Other views are copied, without gaps. Formats and layouts that
-    :meth:`memoryview.cast` and slicing cannot make (structures, complex
-    numbers, Fortran order) travel as the NumPy array behind them. The elements
-    are bytes without a type where NumPy cannot tell others of their fields.
+    A view of a shared block arrives as a view of the same block, with the same strides.
+    Other views are copied without gaps. If :meth:`memoryview.cast` and slicing cannot make
+    the format or layout (structures, complex numbers, Fortran order), the view travels as
+    a NumPy array over its memory. If the array's dtype cannot be described in a buffer's
+    format, its elements are opaque bytes.
     """
 
     types = (memoryview,)
@@ -54,7 +54,7 @@ class MemoryviewReducer(Reducer):
         return _reduce_by_value(obj, block, message)
 
     def buffer_of(self, obj: memoryview, at_least: int) -> Any:
-        """Return the view itself if it has no gaps, and is of no array that may lie in a block."""
+        """Return the view itself if it has no gaps, and its exporter owns the memory."""
         if (
             obj.nbytes < at_least
             or not obj.c_contiguous
@@ -70,18 +70,18 @@ class MemoryviewReducer(Reducer):
         if not _is_made_by_cast(view):
             return memoryview(share(_array_of(view), mode=mode))
         rows = rows_of(view)
-        # A table without rows has a width all the same.
+        # For a view without rows cast() needs the memory of one row.
         nbytes = rows.size if rows is not None and view.nbytes == 0 else view.nbytes
         block = allocate(nbytes, mode)
         _copy(view, block.buffer)
         return cast(block.buffer, view.format, view.shape)
 
     def find_block(self, obj: memoryview) -> Block | None:
-        """Return the block below the view, also through arrays that it is a view of."""
+        """Return the block that the view's memory lies in, also for a view of an array."""
         block = find_block(bottom_of(obj))
         if block is None or not obj.nbytes:
             return block
-        # What has a ``base`` may have its bytes elsewhere all the same.
+        # An object with a ``base`` may nevertheless have its own memory.
         inside = block.address <= address_of(obj) < block.address + block.nbytes
         return block if inside else None
 
@@ -107,7 +107,7 @@ def _place(view: Any, block: Block, handle: bytes, rows: Rows | None) -> tuple[A
     offset = address_of(view) - block.address if view.nbytes else 0
     step = 1 if rows is None else rows.step
     if rows is not None and step < 0:
-        # Named by its lowest row, as a slice is.
+        # The address is that of the highest row then; the offset is that of the lowest.
         offset += (view.shape[0] - 1) * step * rows.size
     return handle, offset, view.format, view.shape, step, view.readonly
 
@@ -133,11 +133,11 @@ def _copy(view: Any, memory: memoryview) -> None:
 
 
 def _as_array(view: memoryview) -> Any:
-    """Leave the view to the reducer of NumPy's arrays."""
+    """Reduce the view to a NumPy array, which NumPy's reducer sends."""
     try:
         return memoryview, (_array_of(view),)
     except NotShareableError:
-        # Ordinary pickling then says what it says of all memoryviews.
+        # Ordinary pickling raises its usual TypeError for memoryviews.
         return NotImplemented
 
 
@@ -158,15 +158,15 @@ def _array_of(view: memoryview) -> Any:
         ) from error
     if array.dtype.names is None or _can_be_viewed(array.dtype):
         return array
-    # What NumPy takes for fields is more than it can tell others: the bytes go.
+    # NumPy cannot export this dtype's fields through a buffer, so send opaque bytes.
     return array.view(f"V{view.itemsize}")
 
 
 def _can_be_viewed(dtype: Any) -> bool:
-    """Return whether a memoryview of an array of this dtype can be read again.
+    """Return whether NumPy can read a memoryview of an array of this dtype.
 
-    Not where fields overlap (of a union), where there are none (opaque bytes), nor
-    always where there are gaps.
+    It cannot if fields overlap (a union), if there are none (opaque bytes), and sometimes
+    if there are gaps.
     """
     import numpy as np
 

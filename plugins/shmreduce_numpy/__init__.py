@@ -1,11 +1,10 @@
 """NumPy arrays travel by shared memory, and are born in it.
 
-Imports only public names of :mod:`shmreduce`, and NumPy when the first array
-turns up, unless the program has imported it. This module answers the hooks.
-``reducer``, ``factory`` and ``handler`` are what the core gets; ``reduction`` and
-``rebuild`` are the sending and the receiving side of a message, ``sharing`` makes
-shared arrays, ``blocks`` relates arrays to memory, ``dtypes`` and ``classes`` say
-what can travel and how.
+Imports only public names of :mod:`shmreduce`, and NumPy not before it is needed. This
+module implements the hooks. The core gets ``reducer``, ``factory`` and ``handler``.
+``reduction`` is the sending side of a message and ``rebuild`` the receiving side.
+``sharing`` makes shared arrays, ``blocks`` relates arrays to memory, and ``dtypes`` and
+``classes`` say what can travel and how.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ def shmreduce_reducers() -> Iterable[Reducer]:
     from shmreduce_numpy.reducer import NumpyReducer
 
     if sys.modules.get("numpy") is not None:
-        # Now, not at the first message: children that are forked from now on have it, too.
+        # Now, not at the first message: children that are forked later need not import it.
         importlib.import_module("shmreduce_numpy.reduction")
     return [NumpyReducer()]
 
 
 @hookimpl
 def shmreduce_array_factory() -> ArrayFactory | None:
-    """Provide the maker of shared NumPy arrays.
+    """Provide the factory of shared NumPy arrays.
 
     Returns
     -------
     ArrayFactory or None
-        None where NumPy is not installed.
+        None if NumPy is not installed.
 
     Examples
     --------
@@ -69,12 +68,12 @@ def shmreduce_array_factory() -> ArrayFactory | None:
 
 @hookimpl
 def shmreduce_memory_handlers() -> MemoryHandlers:
-    """Provide what lets NumPy allocate elsewhere.
+    """Provide the object that changes NumPy's memory handler.
 
     Returns
     -------
     MemoryHandlers
-        The same each time.
+        The same object each time.
 
     Examples
     --------

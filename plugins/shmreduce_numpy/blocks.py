@@ -1,4 +1,4 @@
-"""Relates arrays to blocks: which block an array lies in, and arrays over a block.
+"""Relates arrays to blocks: finds an array's block, and makes arrays over a block.
 
 May import public names of :mod:`shmreduce`, NumPy, and ``classes`` of this plugin.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["array_over", "find_block_of", "offset_in", "owner_of", "root_of"]
 
-# as_strided() leaves an object of a class without public name between its
-# result and the array it was given.
+# The base of an array from as_strided() is an object of a private class, which refers to
+# the original array.
 _strided: Any = as_strided(np.zeros(1))
 _STRIDED_BASE = type(_strided.base)
 
@@ -29,27 +29,27 @@ _STRIDED_BASE = type(_strided.base)
 def find_block_of(array: np.ndarray[Any, Any]) -> Block | None:
     """Return the block that the array's memory lies in, shared or by value, or None.
 
-    Found for every view that NumPy derives, and through memoryviews of arrays.
-    Memory that came by way of another library (DLPack, say) is not recognised.
+    It is found for all views that NumPy makes, and through memoryviews of arrays. It is
+    not found if another library has passed the memory on, for example by DLPack.
     """
     bottom = _bottom_of(array)
     return None if isinstance(bottom, np.ndarray) else shmreduce.find_block(bottom)
 
 
 def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-    """Return the array whose memory, allocated by NumPy, this one lies in; maybe itself."""
+    """Return the array that owns the memory, if NumPy allocated it; it may be ``array``."""
     bottom = _bottom_of(array)
     return bottom if isinstance(bottom, np.ndarray) and flags_of(bottom).owndata else None
 
 
 def _bottom_of(array: np.ndarray[Any, Any]) -> Any:
-    """Return the object whose memory it is: an array that is not a view, or a foreign one."""
+    """Return the object that owns the memory: an array that is no view, or another object."""
     bottom: Any = array
     while True:
         if isinstance(bottom, np.ndarray):
             base = base_of(bottom)
-            # One that is to be written back later (WRITEBACKIFCOPY), as numpy.nditer
-            # makes them, has memory of its own; its base is where that goes in the end.
+            # An array with WRITEBACKIFCOPY, such as numpy.nditer makes, owns its memory and
+            # nevertheless has a base: the array to which it will be copied back.
             if base is None or flags_of(bottom).owndata:
                 return bottom
             bottom = base
@@ -69,7 +69,7 @@ def offset_in(block: Block, array: np.ndarray[Any, Any]) -> int:
 def root_of(block: Block) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of ``block`` as an array; read-only if the block is.
 
-    What is derived from it keeps the block alive.
+    The array and its views keep the block alive.
     """
     return np.frombuffer(block.buffer, np.uint8)
 
@@ -85,8 +85,8 @@ def array_over(
 ) -> Any:
     """Return an array of class ``cls`` over bytes of a block, which it keeps alive.
 
-    As NumPy does for a new array, ``__array_finalize__`` is called with None.
-    ``offset`` counts from the start of ``memory``, of which alone the array has a view.
+    As for any new array, NumPy calls ``__array_finalize__`` with None. ``offset`` counts
+    from the start of ``memory``. The array's base is ``memory`` only, not the whole block.
 
     Raises
     ------
@@ -94,11 +94,12 @@ def array_over(
         If the array would reach beyond the memory.
     """
     if offset < 0:
-        # NumPy looks at it only where there are strides.
+        # NumPy checks it only if strides are given.
         raise ValueError(f"it begins {-offset} bytes before the block")
-    # By way of an array of bytes: ndarray(buffer=) forgets that a buffer was read-only, and
-    # would let anybody set ``flags.writeable``; and its base is the whole block.
+    # Through an array of bytes. ndarray(buffer=memory) would forget that the buffer is
+    # read-only, so that anybody could set ``flags.writeable``; and its base would be the
+    # whole block.
     whole = np.frombuffer(memory, np.uint8)
-    # Not cls(...): the constructor of a subclass takes what it likes. By position: NumPy
-    # takes half a microsecond longer to find arguments by their names.
+    # Not cls(...): a subclass's constructor may take any arguments. By position, since NumPy
+    # takes half a microsecond longer for keyword arguments.
     return np.ndarray.__new__(cls, shape, dtype, whole, offset, strides, order)

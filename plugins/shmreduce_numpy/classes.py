@@ -1,4 +1,4 @@
-"""How arrays of a class may be pickled: as NumPy would, or as the class says.
+"""How arrays of a class may be pickled: as NumPy does, or by the class's own methods.
 
 May import NumPy.
 """
@@ -25,7 +25,7 @@ __all__ = [
     "strides_of",
 ]
 
-# What NumPy knows, whatever a class has under these names.
+# NumPy's own descriptors, since a subclass may redefine these attributes.
 base_of: Any = np.ndarray.base.__get__
 dtype_of: Any = np.ndarray.dtype.__get__
 flags_of: Any = np.ndarray.flags.__get__
@@ -36,13 +36,13 @@ _interface_of: Any = np.ndarray.__array_interface__.__get__
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Return where the array's first element is."""
+    """Return the address of the array's first element."""
     address: int = _interface_of(array)["data"][0]
     return address
 
 
 class Protocol(enum.Enum):
-    """Whose pickle methods a class has."""
+    """The class whose pickle methods a class of arrays has."""
 
     ARRAY = "those of numpy.ndarray"
     MASKED = "those of numpy.ma.MaskedArray"
@@ -51,15 +51,15 @@ class Protocol(enum.Enum):
 
 _METHODS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
-# Weak: classes may be made and dropped at run time.
+# Weak, since classes may be made and dropped at run time.
 _known: WeakKeyDictionary[type, Protocol] = WeakKeyDictionary()
 
 
 def protocol_of(cls: type[np.ndarray[Any, Any]]) -> Protocol:
     """Return whose pickle methods ``cls`` inherits.
 
-    A class with a method of its own stores more than array and class, in a
-    form that only it knows.
+    A class with its own method pickles more than array and class, in a form that only
+    it knows.
 
     Examples
     --------
@@ -85,8 +85,8 @@ def protocol_of(cls: type[np.ndarray[Any, Any]]) -> Protocol:
 
 def is_masked(cls: type) -> bool:
     """Return whether arrays of a class have masks."""
-    # To import it takes longer than to import all of this plugin, in every new
-    # process. Who has a masked array has done so.
+    # numpy.ma is not imported here, which would take longer than importing this plugin. If
+    # there is a masked array, it has been imported.
     return "numpy.ma" in sys.modules and issubclass(cls, np.ma.MaskedArray)
 
 

@@ -15,7 +15,7 @@ from shmreduce import copy_bytes, copy_in_parts
 __all__ = ["copy_elements"]
 
 _LARGE = 4 << 20
-"""Bytes. Of less the core copies no quicker than NumPy, and has to be asked."""
+"""Bytes. The core's functions copy fewer bytes no faster than NumPy."""
 
 
 def copy_elements(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:

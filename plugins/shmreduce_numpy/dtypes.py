@@ -1,4 +1,4 @@
-"""Which dtypes can travel by shared memory, and how they are written down.
+"""How dtypes are written in messages.
 
 May import NumPy.
 """
@@ -11,8 +11,8 @@ import numpy as np
 
 __all__ = ["describe_dtype"]
 
-# Scalar types whose dtype's ``str`` says all there is to say. Not there:
-# np.record, and the types that other packages define.
+# Scalar types whose dtypes ``dtype.str`` describes completely. Not so: np.record, and types
+# that other packages define.
 _SAID_BY_STR = frozenset(
     {
         np.bool_,
@@ -43,10 +43,10 @@ _SAID_BY_STR = frozenset(
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> str | np.dtype[Any]:
-    """Return something short that NumPy takes as this dtype, and that pickles.
+    """Return a short picklable object from which NumPy makes this dtype.
 
-    Pickling a dtype takes longer than all the rest of a small message, so a
-    dtype goes as text where text is exact, byte order and unit included.
+    Pickling a dtype takes longer than everything else in a small message. So it is sent as
+    text if the text is exact, including byte order and unit.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> str | np.dtype[Any]:
     dtype([('x', 'u1'), ('y', '<f8')], align=True)
     """
     if dtype.isbuiltin == 1:
-        # One of NumPy's own objects, which its character names, and the quickest to write.
+        # A built-in dtype, which its character names. That is the fastest.
         return dtype.char
     if dtype.type in _SAID_BY_STR and dtype.names is None and dtype.metadata is None:
         return dtype.str

@@ -1,4 +1,4 @@
-"""The maker of arrays that are born shared, without NumPy until the first one.
+"""The factory of arrays that are born shared, which imports NumPy for the first one.
 
 May import public names of :mod:`shmreduce`; the rest of the plugin only inside
 functions, since it imports NumPy.
@@ -17,14 +17,14 @@ __all__ = ["NumpyArrayFactory"]
 class NumpyArrayFactory:
     """Shared counterparts of ``numpy.empty``, ``zeros``, ``ones``, ``full`` and ``array``.
 
-    Each returns a plain ``numpy.ndarray``, writeable here whatever its mode,
-    whose memory is a shared block of its own. ``shape``, ``dtype`` and
-    ``order`` mean what they mean to NumPy. A dtype with Python objects inside
-    is a :class:`shmreduce.NotShareableError`.
+    Each returns a plain ``numpy.ndarray`` in its own shared block. In this process it is
+    writeable whatever its mode. ``shape``, ``dtype`` and ``order`` mean the same as for
+    NumPy. If the dtype holds Python objects, each raises
+    :class:`shmreduce.NotShareableError`.
     """
 
     def empty(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return an array of whatever the memory held before."""
+        """Return an array with the contents that the memory had before."""
         from shmreduce_numpy.sharing import new_array
 
         return new_array(shape, dtype, order, mode)
@@ -40,14 +40,14 @@ class NumpyArrayFactory:
         return self.full(shape, 1, float if dtype is None else dtype, order, mode)
 
     def full(self, shape: Any, fill_value: Any, dtype: Any, order: str, mode: Mode) -> Any:
-        """Return an array of ``fill_value``, of its dtype where ``dtype`` is None."""
+        """Return an array of ``fill_value``; if ``dtype`` is None, of its dtype."""
         import numpy as np
 
         from shmreduce_numpy.sharing import fill, new_array
 
         if dtype is None:
             dtype = np.asarray(fill_value).dtype
-        # Zeroed first where it matters: a structured fill leaves gaps as they were.
+        # A structured dtype may have gaps between its fields, which fill() does not write.
         array = new_array(shape, dtype, order, mode, zeroed=np.dtype(dtype).names is not None)
         fill(array, fill_value)
         return array

@@ -1,11 +1,11 @@
-"""Lets NumPy allocate the memory of arrays by functions that it is given.
+"""Lets NumPy allocate the memory of arrays by other functions.
 
 May import public names of :mod:`shmreduce`, and NumPy.
 
-NumPy's own interface for it is one of C: https://numpy.org/neps/nep-0049.html.
-It is reached through the table of NumPy's C functions, so nothing need be
-compiled for a version of NumPy or of Python. What is in use belongs to the
-context of :mod:`contextvars`; threads begin with NumPy's own.
+NumPy's interface for that is in C: https://numpy.org/neps/nep-0049.html. It is called
+through NumPy's table of C functions, so nothing must be compiled for a version of NumPy
+or of Python. The current handler belongs to the context of :mod:`contextvars`; a new
+thread begins with NumPy's own handler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NumpyMemoryHandlers", "memory_handlers"]
 
-# Places in the table; NumPy keeps them from version to version.
+# Indexes in the table, which are the same in all versions of NumPy.
 _SET_HANDLER, _GET_HANDLER = 304, 305
 _CAPSULE_NAME = b"mem_handler"
 _STRUCT_VERSION = 1
@@ -51,29 +51,29 @@ class _Handler(ctypes.Structure):
 
 
 class NumpyMemoryHandlers:
-    """See :class:`shmreduce.MemoryHandlers`; a handler is a capsule of NumPy's."""
+    """See :class:`shmreduce.MemoryHandlers`. NumPy's handlers are capsules."""
 
     def __init__(self) -> None:
         self._made: dict[AllocatorFunctions, Any] = {}
 
     def make(self, functions: AllocatorFunctions) -> Any:
-        """Return the handler of the functions."""
+        """Return a handler that allocates with these functions."""
         known = self._made.get(functions)
         if known is None:
             known = self._made.setdefault(functions, _new_handler(functions))
         return known
 
     def get(self) -> Any:
-        """Return the handler in use in this context."""
+        """Return the current handler of this context."""
         return self._get()
 
     def set(self, handler: Any) -> None:
-        """Let new arrays of this context use a handler."""
+        """Make a handler the current one of this context."""
         self._set(handler)
 
     @cached_property
     def _table(self) -> Any:
-        # numpy.core until NumPy 2.0; without type information in both.
+        # numpy.core before NumPy 2.0. import_module, since neither has type information.
         core = "numpy._core" if int(np.__version__.partition(".")[0]) > 1 else "numpy.core"
         extension = import_module(f"{core}._multiarray_umath")
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -99,12 +99,12 @@ def _new_handler(functions: AllocatorFunctions) -> Any:
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     made = make(ctypes.addressof(handler), _CAPSULE_NAME, None)
-    # All of it is needed when the last array dies, at the very end of the
-    # interpreter: so it lives for ever.
+    # Never freed: all of it is needed until the last array is freed, which may be at the
+    # very end of the interpreter.
     for kept in (handler, _CAPSULE_NAME, made):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     return made
 
 
 memory_handlers = NumpyMemoryHandlers()
-"""The one of this process."""
+"""The only instance, since the hook returns the same object each time."""

@@ -1,7 +1,7 @@
 """The receiving side: functions that messages name to rebuild arrays.
 
-May import public names of :mod:`shmreduce`, NumPy, and ``blocks`` of this
-plugin. The functions' names and parameters are what is written in messages.
+May import public names of :mod:`shmreduce`, NumPy, and ``blocks`` of this plugin.
+Messages contain the functions' names and arguments, so these are a protocol.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ __all__ = [
 ]
 
 DTYPES: dict[Any, Any] = {kind: np.dtype(kind) for kind in "?bhilqBHILQefdgFDG"}
-"""NumPy's own dtype objects, which live as long as NumPy, by their characters."""
-# A message may have tens of thousands of small arrays: a lookup less each is a tenth less.
+"""NumPy's built-in dtype objects, which are never freed, by their characters."""
+# Globals: a message may have tens of thousands of small arrays, and one attribute lookup
+# less for each saves a tenth of the time.
 _ndarray: Any = np.ndarray
 _NOTHING = (0,)
 _BYTES = DTYPES["b"]
@@ -43,12 +44,12 @@ def rebuild_view(
     writeable: bool,
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
-    """Return an array over the part of a block that the sender's array lay in.
+    """Return an array over the part of a block that the sender's array covered.
 
     Raises
     ------
     ShmreduceError
-        As :func:`shmreduce.import_block`; an InvalidHandleError if the array
+        Those of :func:`shmreduce.import_block`, and InvalidHandleError if the array
         would reach beyond its block.
     """
     memory = import_block(handle).buffer
@@ -63,12 +64,12 @@ def rebuild_copy(
     writeable: bool,
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
-    """Return an array over a whole block that was filled for this message.
+    """Return an array over a whole block.
 
     Raises
     ------
     ShmreduceError
-        As :func:`rebuild_view`.
+        As for :func:`rebuild_view`.
     """
     memory = import_block(handle).buffer
     return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
@@ -84,12 +85,12 @@ def rebuild_part(
     writeable: bool,
     cls: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
-    """Return an array over its part of a block that carries others, too.
+    """Return an array over its part of a block that has several arrays.
 
     Raises
     ------
     ShmreduceError
-        As :func:`rebuild_view`.
+        As for :func:`rebuild_view`.
     """
     memory = block.buffer[start : start + nbytes]
     return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
@@ -103,16 +104,16 @@ def rebuild_inline(
     writeable: bool,
     cls: type[np.ndarray[Any, Any]],
 ) -> Any:
-    """Return an array over bytes that came in the message itself."""
+    """Return an array over bytes of the message itself."""
     buffer = bytearray(data) if writeable else data
     return np.ndarray.__new__(cls, shape, dtype, buffer=buffer, order=order)
 
 
 def rebuild_small(kind: str, shape: tuple[int, ...], fortran: bool, data: bytes) -> Any:
-    """Return an array of its own memory from a small message.
+    """Return an array with its own memory, from bytes of the message itself.
 
-    ``kind`` is the dtype's character. NumPy's own state protocol, called
-    directly: the fewest steps there are.
+    ``kind`` is the dtype's character. This calls ``ndarray.__setstate__`` directly, which
+    is the fastest way.
     """
     array: Any = _ndarray(_NOTHING, _BYTES)
     array.__setstate__((1, shape, DTYPES[kind], fortran, data))
@@ -127,8 +128,8 @@ def rebuild_masked(
     hardmask: bool,
 ) -> Any:
     """Return a masked array over ``data`` and ``mask``, neither of which is copied."""
-    # keep_mask=False: otherwise a structured array gets a new mask, made from
-    # an empty one and this one.
+    # Without keep_mask=False, a structured array would get a new mask, combined from an
+    # empty one and this one.
     return np.ma.MaskedArray.__new__(
         cls,
         data,
@@ -145,7 +146,7 @@ def rebuild_bytes(handle: bytes) -> bytes:
 
 
 def set_attributes(array: np.ndarray[Any, Any], state: Any) -> None:
-    """Give ``array`` attributes as ``object.__getstate__`` returns them."""
+    """Set attributes of ``array``, in the form that ``object.__getstate__`` returns."""
     named, in_slots = state if isinstance(state, tuple) else (state, None)
     if named:
         array.__dict__.update(named)
@@ -156,7 +157,7 @@ def set_attributes(array: np.ndarray[Any, Any], state: Any) -> None:
 def take_attributes(array: np.ndarray[Any, Any], template: np.ndarray[Any, Any]) -> None:
     """Give ``array`` the attributes that views of ``template`` have.
 
-    By ``__array_finalize__``, NumPy's protocol for it:
+    NumPy's protocol for that is ``__array_finalize__``:
     https://numpy.org/doc/stable/user/basics.subclassing.html
     """
     array.__array_finalize__(template)

@@ -1,4 +1,4 @@
-"""The reducer of NumPy arrays, as the registry holds it: without NumPy.
+"""The reducer of NumPy arrays that is registered, which does not import NumPy.
 
 May import public names of :mod:`shmreduce`; the rest of the plugin only inside
 functions, since it imports NumPy.
@@ -22,8 +22,8 @@ __all__ = ["NumpyReducer"]
 class NumpyReducer(Reducer):
     """Lets arrays, and arrays of subclasses, travel by shared memory.
 
-    Arrays with Python objects inside, small arrays, and what the subclass's
-    own pickle methods do beyond the bytes are left to ordinary pickling.
+    Ordinary pickling is used for arrays that hold Python objects, for small arrays, and
+    for what a subclass's own pickle methods add to the bytes.
     """
 
     types = ("numpy.ndarray",)
@@ -31,7 +31,7 @@ class NumpyReducer(Reducer):
 
     @cached_property
     def _reduce_array(self) -> Callable[[Any, Message], Any]:
-        # Looked up once: an import statement for each small array would show.
+        # Cached: an import statement for each small array would take noticeable time.
         from shmreduce_numpy.reduction import reduce_array
 
         return reduce_array

@@ -1,4 +1,4 @@
-"""The sending side: what an array turns into in a message.
+"""The sending side: how an array is represented in a message.
 
 May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
 ``classes``, ``copying``, ``dtypes`` and ``rebuild`` of this plugin.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["buffer_of_array", "reduce_array"]
 
 _KINDS = {id(dtype): kind for kind, dtype in rebuild.DTYPES.items()}
-"""Characters of NumPy's own dtype objects, by identity."""
+"""The characters of NumPy's built-in dtype objects, by ``id(dtype)``."""
 
 
 def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
@@ -45,27 +45,27 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     Parameters
     ----------
     array : numpy.ndarray
-        An array of any class and layout; it is left as it is.
+        An array of any class and layout. It is not changed.
     message : Message
-        Where blocks are taken from and referred to.
+        Allocates blocks, and makes handles of blocks.
 
     Returns
     -------
     tuple or NotImplemented
-        A shared array goes as a reference to its block, whatever its layout.
-        Other arrays are copied into a block of the message. Small ones, and
-        those with Python objects inside, are left to ordinary pickling, unless
-        it would forget that they are read-only, or their byte order.
+        A shared array is sent as a reference to its block, whatever its layout. Other
+        arrays are copied into a block of the message. Small arrays, and arrays that hold
+        Python objects, are pickled in the ordinary way; but small ones are not if that
+        would lose that they are read-only, or their byte order.
     """
     cls = type(array)
     if cls is np.ndarray:
-        # Most arrays by far, so first of all.
+        # The common case first.
         if array.nbytes < message.inline_limit:
             bottom: Any = array.base
             while type(bottom) is np.ndarray:
                 bottom = bottom.base
             if bottom is None or type(bottom) is bytes:
-                # In memory of NumPy's own, that is, or in what came with a pickle.
+                # NumPy allocated its memory, or the array came in a pickle: no shared block.
                 return _reduce_inline(array, message)
         whole = None if message.moves else buffer_of_array(array, 0)
         if whole is not None:
@@ -75,7 +75,7 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         protocol = Protocol.ARRAY
     else:
         if cls in copyreg.dispatch_table:
-            # Said to be pickled in another way than its base class.
+            # Somebody has registered how this class is pickled.
             return NotImplemented
         protocol = protocol_of(cls)
     if dtype_of(array).hasobject:
@@ -84,12 +84,13 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         return _reduce_masked(array) if message.shared_memory else NotImplemented
     block = find_block_of(array)
     if block is not None and block.shared:
-        # However little of it the array covers: a shared block is never copied.
+        # With the size of the block, however little of it the array covers: a shared block
+        # must never be copied.
         handle = message.refer(block, block.nbytes)
         if handle is not None:
             attributes = None if protocol is Protocol.ARRAY else _attributes(array)
             return _reference(array, block, handle, attributes)
-        # Only a copy will do: a receiver's cow pages are its own.
+        # It must be copied, for example because this process has private cow pages of it.
         block = None
     if protocol is Protocol.OWN:
         return _reduce_by_own_method(array, message)
@@ -97,10 +98,10 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
 
 
 def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
-    """Return what an array is made of, if that is one buffer; see :meth:`Reducer.buffer_of`.
+    """Return the one buffer of an array, if it has one; see :meth:`Reducer.buffer_of`.
 
-    That is so for arrays of NumPy's own class and dtypes in C order that lie in memory of
-    NumPy's own, or fill a block.
+    That is so for a plain ``numpy.ndarray`` with a built-in dtype in C order, if NumPy
+    allocated its memory or it fills a block.
     """
     if type(array) is not np.ndarray or array.nbytes < at_least:
         return None
@@ -113,7 +114,7 @@ def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
     base = array.base
     if base is not None:
         memory = None if flags.owndata else _whole_memory(base, array)
-        # The strides of an axis of length 1 may be anything, and would be lost.
+        # Not with an axis of length 1: its stride may be any number, and would be lost.
         if memory is None or (memory is not array and 1 in shape):
             return None
     return memory, rebuild.rebuild_copy, (shape, "C", kind, flags.writeable)
@@ -126,7 +127,7 @@ def _reduce_whole(
     rebuilt: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
-    """Reduce an array that :func:`buffer_of_array` knows."""
+    """Reduce an array for which :func:`buffer_of_array` returned a buffer."""
     if memory is array:
         part = _reduce_to_part(array, array.nbytes, array.flags, message)
         if part is not None:
@@ -136,13 +137,14 @@ def _reduce_whole(
 
 
 def _whole_memory(base: Any, array: np.ndarray[Any, Any]) -> Any:
-    """Return what has the bytes of an array that has no gaps, and nothing else; None if unsure.
+    """Return an object with exactly the bytes of a gapless array; None if there may be none.
 
-    That is the array if the memory is of NumPy's own, else the memoryview at its bottom.
+    That is the array itself if NumPy allocated the memory, or else the memoryview that the
+    array is a view of.
     """
     bottom = base
     while type(bottom) is np.ndarray:
-        # One may have a base all the same, see owner_of().
+        # An array that owns its memory may have a base, see _bottom_of() in blocks.
         if bottom.flags.owndata:
             return array
         bottom = bottom.base
@@ -150,7 +152,7 @@ def _whole_memory(base: Any, array: np.ndarray[Any, Any]) -> Any:
         type(bottom) is memoryview
         and bottom.nbytes == array.nbytes
         and bottom.c_contiguous
-        # Which may be a view of a block itself, see find_block_of().
+        # That array may be a view of a block, see find_block_of().
         and not isinstance(bottom.obj, np.ndarray)
     ):
         return bottom
@@ -164,11 +166,11 @@ def _reference(
     attributes: tuple[Callable[[Any, Any], None], Any] | None = None,
 ) -> Any:
     flags = flags_of(array)
-    # Those of an axis of length 1 may be anything.
+    # With an axis of length 1, a contiguous array may have any stride there.
     usual = flags.c_contiguous and (1 not in shape_of(array) or not nbytes_of(array))
     strides = None if usual else strides_of(array)
-    # One that fills its block begins where that does. Where one without bytes
-    # points to is anywhere, and NumPy checks it.
+    # Offset 0 also for an array without bytes: it may point anywhere, and NumPy would raise
+    # for an offset outside the block.
     fills = nbytes_of(array) in (0, block.nbytes) and flags.forc
     arguments = (
         handle,
@@ -184,7 +186,7 @@ def _reference(
     if attributes is None:
         return reduced
     take, state = attributes
-    # As state, not as an argument: an attribute may lead back to the array.
+    # As state, not as an argument, since an attribute may refer to the array.
     return *reduced, state, None, None, take
 
 
@@ -193,7 +195,7 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
     if nbytes < message.inline_limit or nbytes == 0:
         return _reduce_inline(array, message)
     flags = flags_of(array)
-    # Pickling would make a gapless array of any other.
+    # Only gapless arrays: ordinary pickling would make a gapless array of any other, too.
     if block is not None and flags.forc:
         handle = message.refer(block, nbytes)
         if handle is not None:
@@ -219,7 +221,7 @@ def _reduce_by_value(array: np.ndarray[Any, Any], block: Block | None, message: 
 
 
 def _reduce_to_part(array: np.ndarray[Any, Any], nbytes: int, flags: Any, message: Message) -> Any:
-    """Copy an array into a block that it shares with others, if the message has many."""
+    """Copy an array into a block with others of the message, if the message has many."""
     part = message.allocate_part(nbytes)
     if part is None:
         return None
@@ -234,7 +236,10 @@ def _reduce_to_part(array: np.ndarray[Any, Any], nbytes: int, flags: Any, messag
 
 
 def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
-    """Name the memory that NumPy allocated for an array, or for what it is a view of."""
+    """Move an array: put a handle of the memory that NumPy allocated into the message.
+
+    The memory may belong to an array of which this one is a view.
+    """
     owner = owner_of(array)
     if owner is None:
         return None
@@ -259,7 +264,7 @@ def _move(array: np.ndarray[Any, Any], message: Message) -> Any:
 
 def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     if not message.shared_memory:
-        # To another host, where this plugin may not be.
+        # The message goes to another host, where this plugin may not be installed.
         return NotImplemented
     flags = flags_of(array)
     dtype = dtype_of(array)
@@ -271,8 +276,8 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     if flags.writeable:
         kind = _KINDS.get(id(dtype))
         if kind is not None and type(array) is np.ndarray:
-            # Fewer objects than NumPy's own reduction has, each of which the
-            # pickler would ask about.
+            # NumPy's own reduction has more objects, and the pickler would look for a
+            # reducer for each.
             fortran = flags.fnc
             data = array.tobytes("F" if fortran else "C")
             return rebuild.rebuild_small, (kind, array.shape, fortran, data)
@@ -280,8 +285,8 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
             return NotImplemented
     if dtype.hasobject:
         return NotImplemented
-    # Up to protocol 4 ordinary pickling makes writeable arrays of read-only
-    # ones, and native ones of those in the other byte order.
+    # With protocols up to 4, ordinary pickling makes read-only arrays writeable, and
+    # changes the byte order to the native one.
     order = _order(flags)
     plain = np.ndarray.view(array, np.ndarray)
     return rebuild.rebuild_inline, (
@@ -300,12 +305,12 @@ def _order(flags: Any) -> Any:
 
 
 def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
-    # A plain view: a subclass may redefine what copying means.
+    # A plain view, since a subclass may redefine how it is copied.
     source = np.ndarray.view(array, np.ndarray)
     dtype = source.dtype
     if dtype.names is not None:
-        # Opaque elements: field by field is slow and leaves the gaps between
-        # fields with what the memory held before, perhaps of another array.
+        # As opaque elements. Copying field by field is slow, and the gaps between fields
+        # would keep what the memory held before, perhaps data of another array.
         source = source.view(f"V{source.itemsize}")
         dtype = source.dtype
     # By position, as in array_over().
@@ -313,44 +318,45 @@ def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
 
 
 def _elements(array: np.ndarray[Any, Any]) -> Any:
-    """Return the bytes of an array if there is nothing between them."""
+    """Return the bytes of an array without copying; None if it has gaps."""
     flags = flags_of(array)
     if not flags.forc:
         return None
-    # A plain view: a subclass may redefine what a buffer is.
+    # A plain view, since a subclass may redefine its methods.
     plain = np.ndarray.view(array, np.ndarray)
     return (plain if flags.c_contiguous else plain.T).reshape(-1).view(np.uint8)
 
 
 def _reduce_masked(array: Any) -> Any:
-    """Send data and mask as arrays of their own, each as its memory asks for."""
+    """Send data and mask as two arrays, each shared or by value as its memory is."""
     mask = np.ma.getmask(array)
     return rebuild.rebuild_masked, (
         type(array),
         np.ndarray.view(array, array.baseclass),
-        # A view: arrays that share a mask, as ``a`` and ``-a`` do, arrive independent.
+        # A new view for each: ``a`` and ``-a`` share a mask, but must arrive independent.
         None if mask is np.ma.nomask else np.ndarray.view(mask),
-        # As NumPy pickles it: None, unlike the public fill_value, leaves the
-        # default to follow the dtype.
+        # The private attribute, as NumPy pickles it. It may be None, which means the dtype's
+        # default; reading the public fill_value would fix that default.
         array._fill_value,
         array.hardmask,
     )
 
 
 def _attributes(array: np.ndarray[Any, Any]) -> tuple[Callable[[Any, Any], None], Any]:
-    """Return what gives an array the attributes that a view of ``array`` would have.
+    """Return a function and a state that give an array the attributes of a view of ``array``.
 
-    As its class pickles them, with an empty array. Where that cannot be, since it is
-    the elements that the class pickles, they go as they are.
+    The state is an empty array with these attributes, as its class pickles it. If the class
+    cannot pickle an empty array, because it pickles the elements in its own way, the state
+    is the attributes themselves.
     """
     if is_masked(type(array)):
-        # An empty array has no mask, or no room for it.
+        # An empty array would have no mask, or an empty one.
         return rebuild.set_attributes, object.__getstate__(array)
     empty = _without_data(array)
     try:
         reduced = empty.__reduce_ex__(4)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
-        # Where the class cannot be pickled at all, this says so.
+        # If the class cannot be pickled at all, this raises the error.
         array.__reduce_ex__(4)
     else:
         if isinstance(reduced, tuple):
@@ -366,9 +372,9 @@ def _without_data(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _reduce_by_own_method(array: np.ndarray[Any, Any], message: Message) -> Any:
-    """Let the class pickle itself, but carry the bytes of the array in a block.
+    """Let the class pickle the array, but carry large ``bytes`` in the result in a block.
 
-    Bytes are values: it makes no difference to the class where they travelled.
+    The receiver makes equal ``bytes`` of them, so the class does not notice.
     """
     if nbytes_of(array) < message.inline_limit or nbytes_of(array) == 0:
         return NotImplemented
@@ -391,7 +397,7 @@ def _move_bytes(value: Any, message: Message) -> Any:
 
 
 class _Reduced:
-    """Stands in a message for an object that has been reduced already."""
+    """Takes an object's place in a message: pickles as the result of its ``__reduce__``."""
 
     def __init__(self, *reduced: Any) -> None:
         self._reduced = reduced

@@ -1,4 +1,4 @@
-"""Makes shared arrays: new ones, and copies of others.
+"""Makes new shared arrays, and shared copies of arrays.
 
 May import public names of :mod:`shmreduce`, NumPy, and ``blocks``, ``classes``,
 ``copying`` and ``rebuild`` of this plugin.
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 __all__ = ["array_like", "fill", "new_array", "share_array"]
 
 _NOTHING = np.dtype([])
-"""Elements without bytes: an array of them takes no memory."""
+"""A dtype of 0 bytes: an array of any shape takes no memory."""
 
 
 def new_array(shape: Any, dtype: Any, order: Any, mode: Mode, *, zeroed: bool = False) -> Any:
-    """Return an array in a shared block of its own, all bytes zero or uninitialised.
+    """Return an array in its own shared block, zeroed or uninitialised.
 
     Raises
     ------
     NotShareableError
         If the dtype has Python objects inside.
     TypeError, ValueError
-        As ``numpy.empty`` for an impossible shape, dtype or order.
+        Those of ``numpy.empty`` for an impossible shape, dtype or order.
     """
-    # NumPy settles what it means, without memory: "S" is S1, a subarray dtype
-    # adds dimensions, and shape may be a number.
+    # NumPy interprets dtype and shape, for arrays without memory: "S" means S1, a subarray
+    # dtype adds dimensions, and shape may be a number.
     settled = np.empty((0,), dtype)
     _refuse_objects(settled.dtype)
     lengths = np.empty(shape, _NOTHING).shape
-    # Whether so many elements can be at all.
+    # broadcast_to() raises if there would be too many elements.
     outline = np.broadcast_to(np.empty((), settled.dtype), lengths).shape + settled.shape[1:]
     order = _letter(order, "C")
     if order not in ("C", "F"):
@@ -69,8 +69,8 @@ def array_like(obj: Any, dtype: Any, order: Any, mode: Mode) -> Any:
 def share_array(array: np.ndarray[Any, Any], mode: Mode) -> Any:
     """Return a shared copy of ``array``: same class, dtype, shape and order.
 
-    A copy of a masked array has a mask of full size, shared as well, so that
-    everybody sees what is masked.
+    The copy of a masked array has a shared mask of full size, so that all processes
+    see the same mask.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def share_array(array: np.ndarray[Any, Any], mode: Mode) -> Any:
     if type(array) is not np.ndarray:
         take_attributes(shared, array)
     if is_masked(type(array)):
-        # Not by setattr: a class may give that another meaning.
+        # Not by setattr, which a class may redefine.
         shared.__dict__["_mask"] = share_array(np.ma.getmaskarray(array), mode)
     return shared
 
@@ -102,7 +102,7 @@ def _share_masked(array: Any, mode: Mode) -> Any:
         type(array),
         share_array(np.ndarray.view(array, array.baseclass), mode),
         share_array(np.ma.getmaskarray(array), mode),
-        array._fill_value,  # the public one would fix a default for good
+        array._fill_value,  # reading the public one would fix the dtype's default
         array.hardmask,
     )
 
@@ -131,28 +131,28 @@ def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
 
 
 def _opaque(array: np.ndarray[Any, Any]) -> Any:
-    """Return a view in which gaps between fields are bytes like others.
+    """Return a view with opaque elements, so that gaps between fields are copied too.
 
-    They would keep what the memory held before, perhaps of another array.
+    Otherwise they would keep what the memory held before, perhaps data of another array.
     """
     return array if array.dtype.names is None else array.view(f"V{array.itemsize}")
 
 
 def _letter(order: Any, default: str) -> Any:
-    """Return an order as it is written here: NumPy takes small letters and None, too."""
+    """Return an order as a capital letter: NumPy also accepts small letters and None."""
     if order is None:
         return default
     return order.upper() if isinstance(order, str) else order
 
 
 def _strides(array: np.ndarray[Any, Any], order: str) -> list[int]:
-    """Return the strides, without gaps, of a copy of ``array`` as ``numpy.array`` makes it."""
+    """Return the strides of the gapless copy of ``array`` that ``numpy.array`` would make."""
     axes = list(range(array.ndim))
     fortran = array.flags.f_contiguous and not array.flags.c_contiguous
     if order == "F" or (order in ("K", "A") and fortran):
         axes.reverse()
     elif order == "K" and not array.flags.c_contiguous:
-        # The axis with the longest steps is the outermost; among equals the order stays.
+        # The axis with the longest stride is the outermost; the sort is stable.
         axes.sort(key=lambda axis: -abs(array.strides[axis]))
     elif order not in ("C", "A", "K"):
         raise ValueError(f"order must be 'C', 'F', 'A' or 'K', not {order!r}")

@@ -1,4 +1,4 @@
-"""What was measured, and what to make of it.
+"""The measurements of a run, and their statistics.
 
 May import the standard library only.
 """
@@ -14,7 +14,7 @@ __all__ = ["TIME", "Measurement", "Report", "Trace", "Unit"]
 Unit = Literal["s", "bytes", "count"]
 
 TIME = "time"
-"""The metric that rows are compared by, unless another one is asked for."""
+"""The metric by which rows are compared by default."""
 
 
 @dataclass
@@ -24,15 +24,15 @@ class Measurement:
     Parameters
     ----------
     workload, system, row : str
-        What was done, by whom, and with what (a size, say).
+        What was done, by which system, and with what (for example a size).
     unit : {"s", "bytes", "count"}
-        Of the samples.
+        The unit of the samples.
     samples : list of float
-        In the order in which they were taken.
+        The samples in the order in which they were taken.
     metric : str
-        What was looked at: the time, or what it took besides.
+        What was measured: the time, or another resource.
     nbytes : int
-        Bytes of arrays in one message, 0 where that means nothing.
+        Bytes of arrays in one message; 0 if that does not apply.
 
     Examples
     --------
@@ -69,9 +69,9 @@ class Trace:
     Parameters
     ----------
     workload, system, row : str
-        As of a measurement.
+        As for :class:`Measurement`.
     seconds, nbytes : list of float
-        Points.
+        The coordinates of the points.
     """
 
     workload: str
@@ -144,7 +144,7 @@ class Report:
             self.notices.append(notice)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as values that JSON knows."""
+        """Return everything as values for JSON."""
         return {
             "machine": self.machine,
             "run": self.run,
@@ -158,7 +158,7 @@ class Report:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Return the report that :meth:`as_json` told.
+        """Return a report from the values of :meth:`as_json`.
 
         Examples
         --------

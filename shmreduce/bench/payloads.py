@@ -1,4 +1,4 @@
-"""What is sent: arrays, and objects that contain arrays.
+"""The objects that are sent: arrays, and objects that contain arrays.
 
 May import :mod:`shmreduce.fresh_process`. NumPy and pandas are imported in the
 processes that are measured.
@@ -24,7 +24,7 @@ _NESTED_ARRAYS = 64
 
 
 def size_name(nbytes: int) -> str:
-    """Return a size as rows are named by it.
+    """Return a size as text, for the names of rows.
 
     Examples
     --------
@@ -41,18 +41,18 @@ def size_name(nbytes: int) -> str:
 
 
 def make_payload(form: Form, nbytes: int, count: int = 1) -> Any:
-    """Make what is sent, of NumPy arrays.
+    """Make an object to send, which contains NumPy arrays.
 
     Parameters
     ----------
     form : str
-        ``"array"``; ``"list"``: of ``count`` arrays; ``"nested"``: dictionaries,
-        lists and tuples with 64 arrays; a DataFrame of ten float columns, or
-        one that has two columns of text besides.
+        ``"array"``; ``"list"``: a list of ``count`` arrays; ``"nested"``: dictionaries,
+        lists and tuples with 64 arrays; ``"DataFrame"``: ten float columns;
+        ``"DataFrame with text"``: two columns of text in addition.
     nbytes : int
-        Of an array; with ``"nested"`` and DataFrames of all arrays together.
+        The size of each array; for ``"nested"`` and DataFrames, of all arrays together.
     count : int
-        Of the list's arrays.
+        The number of arrays in the list.
     """
     import numpy as np
 
@@ -98,7 +98,7 @@ def change_arrays(payload: Any, change: Callable[[Array], Any]) -> Any:
 
 
 def marks(payload: Any) -> list[Any]:
-    """Return enough of a payload to tell it from another: shapes, first and last values."""
+    """Return parts of a payload that identify it: shapes, first and last values."""
     import numpy as np
 
     if isinstance(payload, np.ndarray):
@@ -107,8 +107,7 @@ def marks(payload: Any) -> list[Any]:
     if isinstance(payload, dict):
         payload = list(payload.values())
     if isinstance(payload, list | tuple):
-        # The first and the last: reading 10,000 of them would be timed by nobody,
-        # but takes time all the same.
+        # Only the first and the last: reading 10,000 arrays is not timed, but takes time.
         return [len(payload), *marks(payload[0]), *marks(payload[-1])] if payload else [0]
     if type(payload).__name__ == "DataFrame":
         return [payload.shape, payload.iloc[0].tolist(), payload.iloc[-1].tolist()]

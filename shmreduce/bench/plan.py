@@ -23,11 +23,11 @@ class Effort:
     seconds : float
         Length of one turn; at least one message is sent.
     warm_up : int
-        Messages before each turn that do not count; fewer where they are slow.
+        Messages before each turn that do not count; fewer if they are slow.
     longest : float
         Seconds after which a system gets no further turns at a row.
     watched : bool
-        Whether to spend one more turn on looking at memory and descriptors.
+        Whether to spend one more turn on measuring memory and descriptors.
     """
 
     rounds: int = 5
@@ -78,7 +78,7 @@ class Plan:
     burst_array_bytes: int = 64 * _MIB
     import_rounds: int = 30
     systems: tuple[str, ...] | None = None
-    """Names of those to measure, None for all."""
+    """The names of the systems to measure; None for all."""
 
 
 _QUICK_SYSTEMS = (
@@ -99,9 +99,9 @@ _QUICK_SYSTEMS = (
 
 
 def quick_plan() -> Plan:
-    """Return a plan that takes a few minutes, and says less.
+    """Return a plan that takes a few minutes, and measures less.
 
-    Some systems are left out, those that take seconds to start among them.
+    Some systems are left out, such as those that take seconds to start.
     """
     return Plan(
         effort=Effort(rounds=2, seconds=0.03, warm_up=1, longest=2.0),

@@ -23,14 +23,14 @@ _COLUMNS = 2
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write one picture, a panel for each workload.
+    """Write one picture, with a panel for each workload.
 
     Parameters
     ----------
     report : Report
-        What was measured.
+        The measurements.
     path : Path
-        Its suffix says the format: ``.png`` or ``.svg``, say.
+        Its suffix determines the format, such as ``.png`` or ``.svg``.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""What a process and its descendants use, as the kernel tells it.
+"""Measures the resources that a process and its descendants use.
 
-May import the standard library only. Everything is read from outside, from
-``/proc`` (proc(5)), so that it works for any system that is compared, and costs
-the measured processes nothing while they are timed.
+May import the standard library only. Everything is read from outside, from ``/proc``
+(proc(5)). So it works for all systems that are compared, and takes no time of the
+measured processes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _RARELY = 10
 
 @dataclass(frozen=True)
 class Usage:
-    """What grows as processes run.
+    """Resources whose use adds up while processes run.
 
     Parameters
     ----------
     cpu : float
-        Seconds on a processor, of all threads that live.
+        Seconds on a processor, of all threads that are alive.
     switches : int
         Context switches, voluntary and forced.
     """
@@ -53,17 +53,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What processes have at one moment.
+    """Resources that processes have at one moment.
 
     Parameters
     ----------
     shared : int
-        Bytes of shared memory in their page tables, a page that several have
+        Bytes of shared memory in their page tables; a page that several processes have is
         counted once.
     pss : int
         Proportional set size: the same for all memory.
     descriptors, mappings : int
-        Of all of them together.
+        Their number, of all processes together.
     """
 
     shared: int = 0
@@ -73,11 +73,11 @@ class Footprint:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process and all that it started, directly or not."""
+    """Return a process and all processes that it started, directly or indirectly."""
     children: dict[int, list[int]] = {}
     for folder in _PROC.glob("[0-9]*"):
         with suppress(*_GONE):
-            # pid (name) state parent; the name may hold anything (proc_pid_stat(5)).
+            # pid (name) state parent; the name may contain any characters (proc_pid_stat(5)).
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(folder.name))
     found = [pid]
@@ -101,7 +101,7 @@ def usage(pids: list[int]) -> Usage:
 
 
 def memory(pids: list[int]) -> tuple[int, int]:
-    """Add up the bytes that processes have in their page tables: of shared memory, of all."""
+    """Return the bytes in the page tables of processes: of shared memory, and of all memory."""
     shared = pss = 0
     for pid in pids:
         with suppress(*_GONE):
@@ -125,7 +125,7 @@ def counts(pids: list[int]) -> tuple[int, int]:
 
 
 def memory_available() -> int | None:
-    """Return the bytes that programs can still have, None where the kernel does not say."""
+    """Return the bytes of memory that programs can still get; None if it is not known."""
     with suppress(FileNotFoundError):
         for line in (_PROC / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -135,19 +135,19 @@ def memory_available() -> int | None:
 
 @dataclass
 class Watch:
-    """Looks at a process and its descendants again and again, in a thread.
+    """Measures a process and its descendants repeatedly, in a thread.
 
-    Walking through page tables holds a lock of the watched process, so this is
-    for turns whose time does not count.
+    Reading page tables holds a lock of the watched process, so this is only for turns whose
+    time does not count.
 
     Parameters
     ----------
     pid : int
-        The first of them.
+        The process.
     history : list of (float, int)
-        Seconds since the beginning, and the proportional set size then.
+        Seconds since the beginning, and the proportional set size at that time.
     peak : Footprint
-        The greatest value of each, which need not have been at one moment.
+        The largest value of each resource, not necessarily at the same moment.
     """
 
     pid: int
@@ -174,8 +174,8 @@ class Watch:
         finished = False
         pids: list[int] = []
         while True:
-            # Who is there, and what is open, is looked up more rarely: pools may start
-            # workers late, and it takes long to find out.
+            # Which processes there are, since pools may start workers late, and what they
+            # have open takes long to find, so it is done less often.
             if len(self.history) % _RARELY == 0 or finished:
                 pids = descendants(self.pid)
                 self._note(*memory(pids), *counts(pids))

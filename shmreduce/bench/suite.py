@@ -67,7 +67,7 @@ _TURNS: dict[str, Workload] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a workload without turns found."""
+    """The results of a workload in which systems do not take turns."""
 
     measurements: list[Measurement]
     traces: list[Trace] | tuple[()] = ()
@@ -121,16 +121,16 @@ TITLES = {
     "killed": "A worker is killed in the middle of a task",
     "import": "Time of an interpreter that imports",
 }
-"""Names of all workloads, in the order in which they run, and what they measure."""
+"""The names of all workloads, in the order in which they run, and what they measure."""
 
 
 def selection(text: str | None) -> dict[str, set[str] | None]:
-    """Read what ``--only`` says: workloads, or rows of them.
+    """Parse the argument of ``--only``: workloads, or rows of them.
 
     Returns
     -------
     dict
-        Name of a workload to its wanted rows, None for all.
+        From the name of a workload to its wanted rows; None for all.
 
     Examples
     --------
@@ -157,7 +157,7 @@ def selection(text: str | None) -> dict[str, set[str] | None]:
 
 
 def rows_of(name: str, plan: Plan) -> list[str]:
-    """Name the rows of a workload that ``--only`` can choose."""
+    """Return the names of a workload's rows, which ``--only`` can select."""
     return [row.name for row in _TURNS[name].rows(plan)] if name in _TURNS else []
 
 
@@ -170,25 +170,25 @@ def run(
 ) -> None:
     """Run workloads one after the other.
 
-    A workload that fails is named in the report's notices; the others go on.
+    If a workload fails, that is noted in the report's notices, and the others go on.
 
     Parameters
     ----------
     chosen : mapping
-        As :func:`selection` returns it.
+        The result of :func:`selection`.
     plan : Plan
         How much to measure.
     progress : callable
-        Told what is going on, in words.
+        Called with a text that says what is being done.
     report : Report
-        What is measured is added to it. Rows that it has are not measured again.
+        Measurements are added to it. Rows that it has are not measured again.
     save : callable, optional
         Called with the report after each row.
 
     Raises
     ------
     ConfigurationError
-        If a row that was chosen does not exist; nothing is measured then.
+        If a selected row does not exist. Nothing is measured then.
     """
     for name, rows in chosen.items():
         _check_rows(name, rows or set(), plan)
@@ -273,19 +273,19 @@ def _usable(
 
 
 def save_report(report: Report, path: Path) -> None:
-    """Write a report, so that there is never half of one."""
+    """Write a report, in such a way that the file is never incomplete."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(report.as_json()))
     partial.replace(path)
 
 
 def load_report(path: Path) -> Report:
-    """Read what :func:`save_report` wrote; an empty report if there is nothing yet.
+    """Read what :func:`save_report` wrote; return an empty report if there is no file.
 
     Raises
     ------
     ConfigurationError
-        If it is no report, or was measured on another machine or with other versions.
+        If it is not a report, or was measured on another machine or with other versions.
     """
     if not path.exists():
         return Report(machine=machine())
@@ -293,7 +293,7 @@ def load_report(path: Path) -> Report:
         report = Report.from_json(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{path} is no report of shmreduce bench: {error!r}; name another file",
+            f"{path} is not a report of shmreduce bench: {error!r}; name another file",
             setting="--results",
             value=str(path),
         ) from error
@@ -307,13 +307,13 @@ def load_report(path: Path) -> Report:
 
 
 def machine() -> dict[str, str]:
-    """Describe this machine, and the versions of what is compared."""
+    """Describe this machine, and the versions of the packages that are compared."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "processor": _processor(),
         "processors": str(usable_processors()),
         "memory": f"{total / (1 << 30):.1f} GiB",
-        # What follows a dash names a build.
+        # The part after a dash names a build of the kernel.
         "system": " ".join((platform.system(), platform.release().partition("-")[0])),
         "Python": platform.python_version(),
         "compiled modules": reason_against() or "used",

@@ -1,4 +1,4 @@
-"""What we ask of the figures, and what a report says to it.
+"""The limits for the figures, and whether a report meets them.
 
 May import ``measurements``, ``payloads``, ``reasons``, every module of ``systems`` and
 of ``workloads``.
@@ -43,9 +43,9 @@ class Target:
     Parameters
     ----------
     title : str
-        What is asked.
+        What is measured.
     figure : callable
-        Takes it from a report; None if the report has not what it needs.
+        Computes the figure from a report; returns None if the report lacks a measurement.
     at_least, at_most : float or None
         The limit.
     reason : str
@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target, what was found, whether that is good enough, and if not, why."""
+    """A target, the figure that was found, whether it meets the limit, and why not."""
 
     title: str
     wanted: str
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def _least(report: Report, workload: str, row: str, systems: tuple[str, ...]) -> float | None:
-    """Return the best of several systems' medians."""
+    """Return the smallest median of several systems."""
     values = [report.value(workload, system, row) for system in systems]
     return min((value for value in values if value is not None), default=None)
 
@@ -84,7 +84,7 @@ def _ratio(
     *,
     row_below: str | None = None,
 ) -> Callable[[Report], float | None]:
-    """Divide medians; of several systems, the best counts."""
+    """Return a figure that divides medians; of several systems, the best one counts."""
 
     def figure(report: Report) -> float | None:
         over = _least(report, workload, row, _several(above))
@@ -107,7 +107,7 @@ def _largest(workload: str, system: str, *rows: str) -> Callable[[Report], float
 
 
 def _growth(system: str) -> Callable[[Report], float | None]:
-    """Slowest over quickest size of a shared array."""
+    """Return a figure: the time of the slowest size of shared arrays over the fastest."""
 
     def figure(report: Report) -> float | None:
         found = [report.value("shared", system, row) for row in report.rows("shared")]
@@ -118,7 +118,7 @@ def _growth(system: str) -> Callable[[Report], float | None]:
 
 
 def _memory_share(report: Report) -> float | None:
-    """Peak of shared memory over the results that are alive."""
+    """Return the peak of shared memory divided by the bytes of the results that are alive."""
     found = report.find("results", OURS, "64 MiB filled", "shared memory")
     return None if found is None or not found.nbytes else found.median / found.nbytes
 
@@ -270,7 +270,7 @@ TARGETS = [
     *_against_torch(),
     *_of_ourselves(),
 ]
-"""Every figure that is asked for, beside being first in every row."""
+"""All targets, except that of being the fastest in every row, see :func:`_places`."""
 
 COMPARED = (
     "fresh",
@@ -285,11 +285,11 @@ COMPARED = (
     "small-arrays",
     "exchange",
 )
-"""Workloads in whose rows systems compete."""
+"""The workloads whose rows compare systems."""
 
 
 def _places(report: Report) -> Iterator[Target]:
-    """Yield one target for each row: the best peer is not quicker than the best of ours."""
+    """Yield one target for each row: the best peer is not faster than the best of ours."""
     ours = tuple(system.name for system in SYSTEMS if system.ours)
     peers = tuple(system.name for system in SYSTEMS if system.is_peer)
     for workload in COMPARED:
@@ -315,7 +315,7 @@ def _best_name(report: Report, workload: str, row: str, systems: tuple[str, ...]
 
 
 def judge(report: Report) -> list[Verdict]:
-    """Compare a report with the targets that it has figures for."""
+    """Compare a report with all targets for which it has the measurements."""
     verdicts = []
     for target in [*TARGETS, *_places(report)]:
         found = target.figure(report)

@@ -1,12 +1,12 @@
-"""Systems take turns at the rows of a workload.
+"""Lets systems take turns at the rows of a workload.
 
 May import errors, ``measurements``, ``plan``, ``resources``, ``systems.base``,
 ``workloads.base`` and :mod:`shmreduce.fresh_process`.
 
-Each system has a measuring process of its own, which starts workers of its own.
-The coordinator asks the measuring processes in turn, so that a busy moment of
-the machine meets them all. Where all of them together would not fit into
-memory, and where only the first message counts, each turn has new processes.
+Each system has its own measuring process, which starts its own workers. The coordinator
+asks the measuring processes in turn, so that a busy moment of the machine affects all of
+them. Each turn has new processes if those of all systems together would not fit into
+memory, or if only the first message counts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["METRICS", "take_turns"]
 
 _LONG_WARM_UP = 4.0
-"""Seconds. The second message, too, may touch memory for the first time: the answer to
-the first is still held."""
+"""Seconds. The second message, too, may use memory for the first time, since the answer to
+the first message is still held."""
 
 METRICS: dict[str, Unit] = {
     "CPU time": "s",
@@ -49,13 +49,13 @@ METRICS: dict[str, Unit] = {
     "descriptors": "count",
     "mappings": "count",
 }
-"""What is recorded beside the time, and its unit: the first two for each message,
-the others at their peak, of all processes of a system together."""
+"""What is recorded in addition to the time, and its unit, of all processes of a system
+together: the first two per message, the others at their peak."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """What the coordinator asks for: round trips of a row for some seconds."""
+    """A request of the coordinator: round trips of a row for some seconds."""
 
     row: Row
     seconds: float
@@ -64,7 +64,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Done:
-    """Seconds and messages of each action; so many at the beginning were warm-up."""
+    """An answer: seconds and messages of each action, the first ``warm_up`` of them included."""
 
     actions: list[tuple[float, int]]
     warm_up: int
@@ -84,7 +84,7 @@ class _Samples:
 
 
 class _Runner:
-    """One system at one workload: its measuring process, started when first needed."""
+    """One system at one workload, and its measuring process, which is started when needed."""
 
     def __init__(self, system: System, workload: Workload) -> None:
         self.system = system
@@ -94,14 +94,14 @@ class _Runner:
         self._answered = False
 
     def turn(self, row: Row, seconds: float, warm_up: int) -> _Done:
-        """Let the measuring process act."""
+        """Let the measuring process take a turn."""
         process = self.ready(row)
         process.send(_Turn(row, seconds, warm_up))
         done: _Done = process.receive()
         return done
 
     def pids(self, row: Row) -> list[int]:
-        """Return the measuring process and all that it has started for a row."""
+        """Return the ids of the measuring process and of all that it has started for a row."""
         return descendants(self.ready(row).pid)
 
     def start(self, row: Row) -> FreshProcess:
@@ -123,7 +123,7 @@ class _Runner:
             process.__exit__(None, None, None)
 
     def ready(self, row: Row) -> FreshProcess:
-        """Return the measuring process, once it has prepared a row."""
+        """Wait until the measuring process has prepared a row, and return the process."""
         process = self.start(row)
         if not self._answered:
             process.receive()
@@ -147,20 +147,20 @@ def take_turns(
     workload : Workload
         What is done.
     systems : sequence of System
-        Usable ones, in the order of their turns.
+        The systems to measure, which must be usable.
     rows : sequence of Row
         What is sent.
     effort : Effort
         How long to measure.
     notice : callable
-        Told which system failed, and why.
+        Called with a text that says which system failed, and why.
     progress : callable
-        Told what is going on.
+        Called with a text that says what is being done.
 
     Yields
     ------
     tuple of Row, list of Measurement, list of Trace
-        A system that failed at a row has none of it, nor of any larger one.
+        If a system failed at a row, it has no measurement of that row and the later ones.
     """
     runners = [_Runner(system, workload) for system in systems]
     try:
@@ -186,7 +186,7 @@ def _fit(workload: Workload, row: Row, systems: int) -> bool:
 
 
 def _stop(runners: list[_Runner]) -> None:
-    # All at once: several take seconds to leave.
+    # All at the same time, since several systems take seconds to stop.
     with ThreadPoolExecutor(max(1, len(runners))) as executor:
         list(executor.map(_Runner.stop, runners))
 
@@ -206,7 +206,7 @@ def _measure_row(
         try:
             act()
         except ShmreduceError as error:
-            # It is left out from here on.
+            # The system is left out from here on.
             notice(f"{workload.name}: {row.name}: {error}")
             runners.remove(runner)
             runner.stop()
@@ -221,14 +221,14 @@ def _measure_row(
             for runner in runners
             if number == 0 or turn is _watch or samples[runner.system.name].spent <= effort.longest
         ]
-        # In an order of its own, the same in every run: whoever always followed the same
-        # other would always find the memory and the caches that this one leaves.
-        random.Random(number).shuffle(due)  # noqa: S311 - any order will do
+        # A different order in each round, but the same in every run: if one system always
+        # followed the same other, it would always find that one's memory and caches.
+        random.Random(number).shuffle(due)  # noqa: S311 - an order, no secret
         if together:
-            # All at once: several take seconds to start.
+            # All at the same time, since several systems take seconds to start.
             for runner in due:
                 runner.start(row)
-            # Before the first turn: while others start there is no processor for it.
+            # Wait for all before the first turn, which would get no processor otherwise.
             due = [runner for runner in due if attempt(runner, partial(runner.ready, row))]
         for runner in due:
             found = samples[runner.system.name]
@@ -254,7 +254,7 @@ def _time(workload: Workload, row: Row, runner: _Runner, effort: Effort, found: 
 
 
 def _length(workload: Workload, effort: Effort) -> tuple[float, int]:
-    """Return seconds and warm-up of a turn; where only the first message counts, none."""
+    """Return seconds and warm-up of a turn; none if only the first message counts."""
     return (0.0, 0) if workload.cold else (effort.seconds, effort.warm_up)
 
 
@@ -305,7 +305,7 @@ def _serve(connection: Connection, system: System, workload: Workload) -> None:
 
 
 class _Place:
-    """Keeps a session for rows with as many workers, and an action for one row."""
+    """Keeps the session as long as rows have the same number of workers, and a row's action."""
 
     def __init__(self, connection: Connection, system: System, workload: Workload) -> None:
         self._connection = connection
@@ -349,11 +349,11 @@ class _Place:
 
 
 def _report_death(session: Session, left: threading.Event, connection: Connection) -> None:
-    """Report a worker's death, which a queue would wait for in vain."""
+    """Report a worker's death, after which a queue would wait for ever."""
     while not left.wait(0.5):
         for process in session.processes():
             if process.exitcode not in (None, 0) and not left.is_set():
-                # Nobody listens if the coordinator has left meanwhile.
+                # The coordinator may be gone.
                 with suppress(BrokenPipeError):
                     fail(connection, f"a worker of it ended with exit code {process.exitcode}")
                 return
@@ -370,7 +370,7 @@ def _requests(connection: Connection) -> Iterator[Row | _Turn]:
 
 
 def _act(action: Action, turn: _Turn) -> _Done:
-    """Act for the warm-up, then at least once and as often as there is time for."""
+    """Do the warm-up, and then the action at least once and until the time is over."""
     done: list[tuple[float, int]] = []
     started = time.perf_counter()
     while len(done) < turn.warm_up and time.perf_counter() - started < _LONG_WARM_UP:

@@ -1,13 +1,13 @@
-"""``with shared_allocations():`` as users have it.
+"""The context manager ``shared_allocations()``.
 
 May import errors, process_registry and the other modules of the package.
 
-What an array library allocates with belongs to a context of :mod:`contextvars`,
-and contexts do not nest as ``with`` blocks do: a generator may be left in the
-middle of its block, and closed in another thread. So every block is noted where
-it was entered; there the library's own allocation comes back with the last of
-them. Independently of that the allocator gives ordinary memory while no block
-is open anywhere in the process, also one whose end was lost to an interrupt.
+An array library's current memory handler belongs to a context of :mod:`contextvars`, and
+contexts do not nest as ``with`` blocks do: a generator may be left in the middle of its
+block, and closed in another thread. So each context notes the blocks that were entered in
+it, and gets the library's own handler back when the last of them is left. In addition, the
+allocator gives out ordinary memory while no block is open anywhere in the process. That is
+so even if an interrupt prevented a context from getting its handler back.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _here: ContextVar[tuple[weakref.ref[SharedAllocations], ...]] = ContextVar(
 )
 """The blocks that were entered in this context."""
 _before: ContextVar[Any] = ContextVar("shmreduce_allocation_before", default=None)
-"""What this context allocated with before the first of them."""
+"""The memory handler of this context before the first of them."""
 
 
 class SharedAllocations:
     """A block in which arrays are born in shared memory.
 
-    It may be entered again when it has been left.
+    It can be entered again after it was left.
 
     Parameters
     ----------
     handlers : MemoryHandlers
-        Of the array library.
+        Changes the array library's handler.
     handler : object
-        The one of them that allocates from shared memory.
+        The handler that allocates from shared memory.
 
     Raises
     ------
     RuntimeError
-        From entering it while it is open, as that of :func:`asyncio.timeout`.
+        From entering it while it is open, as for :func:`asyncio.timeout`.
     """
 
-    # Here, since __init__ may be interrupted, and __del__ comes all the same.
+    # On the class: if __init__ is interrupted, __del__ is called nevertheless.
     _entered = _closed = False
     _heap: BornHeap | None = None
 
@@ -93,8 +93,8 @@ class SharedAllocations:
         self._close()
 
     def __del__(self) -> None:
-        # Left by an interrupt at the beginning of __exit__, or in it. Which
-        # context it was entered in cannot be told here.
+        # An interrupt came at the beginning of __exit__, or in it. The context in which the
+        # block was entered cannot be restored here, since this may run in another one.
         if self._entered and not self._closed:
             _open.discard(self)
             _lend_from(self._heap)
@@ -162,7 +162,7 @@ def shared_allocations() -> SharedAllocations:
 
 
 def check_allocator() -> None:
-    """Raise what :func:`shared_allocations` would raise here."""
+    """Raise the error that :func:`shared_allocations` would raise here, if any."""
     shared_allocations()
 
 
@@ -172,7 +172,7 @@ def _still_open() -> tuple[weakref.ref[SharedAllocations], ...]:
 
 def _lend_from(heap: BornHeap | None) -> None:
     if heap is None or not heap.is_own:
-        # In a child that was forked inside the block, the heap is its parent's.
+        # In a child that was forked inside the block, the heap belongs to the parent.
         return
     if len(_open):
         heap.start_lending()

@@ -3,13 +3,14 @@
 May import errors, settings, ``fork_hooks``, ``thread_locks``, :mod:`shmreduce.memory` and
 ``library``.
 
-A block is the allocator's while an array lives in it and while it lies idle for
-the next one; what stands there is in the allocator's table alone. It is this
-heap's, as any by-value block, when its array has been freed and somebody else
-may still see it: a receiver, to whom it was moved, or a forked child. Once that
-is over it goes back to the allocator.
+A block belongs to the allocator while an array lives in it, and while it is idle and
+waits for the next array; then only the allocator's table has an entry for it. If its
+array has been freed, but another process may still see it (a receiver to which it was
+moved, or a forked child), the block belongs to this heap, like any by-value block. When
+nobody sees it any more, it goes back to the allocator.
 
-What an interrupt or a kill leaves half done is a block that is not used again.
+If an operation here is interrupted or the process is killed half-way, the worst result is
+a block that is never used again.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ if TYPE_CHECKING:
 __all__ = ["BornHeap", "get_heap", "has_address", "heap_of"]
 
 _SMALLEST = 64 << 10
-"""Bytes; below, a block of whole pages would waste too much."""
+"""Bytes. For a smaller array, a block of whole pages would waste too much."""
 _REGION = 1 << 30
-"""Bytes of addresses that the allocator may carve; pages come as it does."""
+"""Bytes of addresses that the allocator may carve. Pages are reserved only as it does."""
 _ADDRESS_SHARE = 16
-"""Of limited addresses (ulimit -v), which part a region may take."""
+"""If addresses are limited (ulimit -v), a region may take 1/16 of them."""
 _MOST_BLOCKS = 8192
-"""That the allocator may carve from one region."""
+"""The largest number of blocks that the allocator may carve from one region."""
 _HEADROOM_SHARE = 0.8
-"""Of what the system can still give, which part the allocator may carve."""
+"""The part of the memory that the system has left which the allocator may carve."""
 
 _keep_alive = ctypes.pythonapi.Py_IncRef
 _keep_alive.argtypes = [ctypes.py_object]
@@ -61,9 +62,9 @@ _let_go.argtypes = [ctypes.py_object]
 _let_go.restype = None
 
 _heaps: dict[int, BornHeap] = {}
-"""Which heap's segment each range of the allocator is."""
+"""The heaps by the number of a range of the allocator."""
 _lenders: list[BornHeap] = []
-"""The heap in which arrays are born now, if any."""
+"""The heap in which arrays are born now, if there is one."""
 
 
 class BornHeap(Heap):
@@ -84,8 +85,8 @@ class BornHeap(Heap):
         runtime = current()
         self._library: Library = load()
         self._ledger = runtime.live.ledger
-        # The allocator counts forks from when it was loaded, the ledger from
-        # when shared memory was first used here.
+        # The allocator has counted forks since it was loaded, the ledger since shared memory
+        # was first used here.
         self._forks_before = self._library.counters.forks - self._ledger.forks
         self._ranges: dict[int, OwnedSegment] = {}
         self._numbers: dict[bytes, int] = {}
@@ -98,15 +99,15 @@ class BornHeap(Heap):
         """Whether arrays may be born here now."""
         self._process = os.getpid()
         self.moving: dict[int, None] = {}
-        """Entries that a message under way may move; nobody else decides about them."""
-        # A child sees arrays that no root of this process tells of.
+        """Entries that a message may move; until it is complete, nobody else may take them."""
+        # A forked child sees the arrays of the allocator, for which this process has no roots.
         runtime.live.guards_forks = True
 
-    # The allocator's entries. Only who has the turn looks at them for longer
-    # than an instant: they may become other blocks' when they are released.
+    # The allocator's entries. Only the thread that has the turn may use one for longer than
+    # an instant, since a released entry may be reused for another block.
 
     def place_of(self, number: int) -> tuple[OwnedSegment, int] | None:
-        """Return segment and block of a live entry, None if it cannot be told just now."""
+        """Return segment and block of a live entry; None if another thread has the turn."""
         try:
             with _turn.ours:
                 return self._place_of(number)
@@ -117,17 +118,17 @@ class BornHeap(Heap):
         entry = self._library.table[number]
         segment = self._ranges[entry.range]
         if not entry.flags & KNOWN:
-            # Written down and booked when it was carved long ago.
+            # The allocator has carved the block, but this heap has not recorded it yet.
             data = segment.data
             segment.offsets[entry.block] = entry.address - data.address + data.offset
             segment.capacities[entry.block] = entry.capacity
             if self._library.known(number):
-                # It is in use: too late to refuse it.
+                # It is in use, so it must be booked even above the budget.
                 self._host.family.book(entry.capacity, segment)
         return segment, entry.block
 
     def drain(self) -> None:
-        """Take the blocks whose arrays have gone, as far as nobody sees them any more."""
+        """Take over the blocks whose arrays were freed and that no child can see any more."""
         with suppress(_TurnTakenError), _turn.ours:
             self._drain()
 
@@ -144,7 +145,7 @@ class BornHeap(Heap):
         entry = self._library.table[number]
         if self._seen_by_child(entry.birth, entry.death):
             return False
-        # The next array here must write into the file again.
+        # Private pages must become pages of the file again, for the next array.
         if entry.flags & PRIVATE and not self._library.restore(number):
             return False
         segment, block = self._place_of(number)
@@ -158,18 +159,19 @@ class BornHeap(Heap):
             return False
         before = self._forks_before
         if self._library.counters.forks - before != self._ledger.forks:
-            # A fork under way, or one whose hooks were interrupted: nobody
-            # knows whether its child has gone.
+            # A fork is in progress, or its hooks were interrupted: then it is not known
+            # whether the child has ended.
             return True
         return self._ledger.visible(birth - before, death - before)
 
-    # What it is lent
+    # Memory that is lent to the allocator
 
     def tend(self) -> None:
-        """Take what was freed, lend what is free, and see to it that there is enough.
+        """Take over freed blocks, lend free ones, and make sure that the allocator has enough.
 
-        Done for every message that moves something, and around every block: so
-        the usual case, in which there is nothing to do, is a few comparisons.
+        This is done for every message that moves an array, and when a ``with`` block is
+        entered or left. In the usual case there is nothing to do, which takes only a few
+        comparisons.
         """
         if not self.is_own:
             # A child that was forked before its parent had sent a message goes on with it.
@@ -201,7 +203,7 @@ class BornHeap(Heap):
         return self._process == os.getpid()
 
     def stop_lending(self) -> None:
-        """Let no more arrays be born here; those that live go on."""
+        """Let no more arrays be born here; those that live are not affected."""
         self.lending = False
         self._library.enable(0)
         self.tend()
@@ -213,7 +215,7 @@ class BornHeap(Heap):
         self._library.enable(1)
 
     def _relieve_others(self) -> None:
-        """See to it that nothing is born in the heap of another strategy any more."""
+        """Let no more arrays be born in the heap of another strategy."""
         for heap in _lenders:
             heap.lending = False
         self._take_idle()
@@ -235,14 +237,14 @@ class BornHeap(Heap):
                     return
 
     def _provide(self) -> None:
-        """Give the allocator a region to carve, and say how much of it."""
+        """Give the allocator a region, and set how many bytes of it it may carve."""
         counters = self._library.counters
         threshold = max(get_settings().inline_limit, _SMALLEST)
         if (
             not counters.carved_bytes
             and not counters.missed
             and counters.largest <= self._prepared
-            # Else some may have been refused since the last look.
+            # Without room, arrays may have been refused since the last call.
             and self._has_room
             and threshold == self._threshold
             and self._region_blocks
@@ -254,7 +256,7 @@ class BornHeap(Heap):
             with self.exclusive(wait=False):
                 room = self._prepare(wanted)
         except HeapBusyError:
-            # Another thread is at it, or this one was when it was interrupted.
+            # Another thread is doing it, or this one was when it was interrupted.
             return
         self._threshold, self._prepared = threshold, largest
         self._has_room = self._library.size_class(max(largest, threshold)) <= room
@@ -266,21 +268,21 @@ class BornHeap(Heap):
         enough = left > 2 * wanted
         try:
             room = self._room()
-            # Not for what there is no room for anyway.
+            # A new region does not help if there is no room for an array of that size.
             if not enough and (wanted <= room or not left):
                 needed = wanted if wanted <= room else 0
                 self._new_region(max(3 * needed, _usual_region()), needed)
         except (HeapBusyError, SegmentError, LeaseTimeoutError):
-            # No room, or another strategy's heap is in use: arrays come from ordinary
-            # memory until the next look, and are copied when they are sent.
+            # No room, or another strategy's heap is in use. Until the next call arrays get
+            # ordinary memory, and are copied when they are sent.
             return 0
         return room
 
     def _room(self) -> int:
-        """Return how many bytes may be carved until the next look.
+        """Return how many bytes may be carved until the next call.
 
-        An equal part of what the budget leaves to all members of the family,
-        since the others may be about to do the same.
+        That is the rest of the budget, divided equally among the members of the family,
+        since the others may do the same at this moment.
         """
         members = self._host.family.members()
         room = (self._host.budget() - sum(reserved for _, reserved in members)) // len(members)
@@ -290,7 +292,7 @@ class BornHeap(Heap):
         return max(0, room)
 
     def _new_region(self, size: int, needed: int) -> None:
-        """Lend the allocator addresses for ``size`` bytes; a budget may allow few of them."""
+        """Lend the allocator addresses for ``size`` bytes; the budget may allow to use few."""
         for heap in {*_heaps.values()} - {self}:
             with heap.exclusive(wait=False):
                 heap._take_region_back()
@@ -339,7 +341,7 @@ class BornHeap(Heap):
         if length:
             run = (start.value - segment.data.address + segment.data.offset, length)
             if rest:
-                # As if it had been a block: merged with its neighbours.
+                # Given back as if it were a block, which merges it with its neighbours.
                 block = rest.pop()
                 segment.offsets[block], segment.capacities[block] = run
                 segment.uncarve(block)
@@ -348,25 +350,25 @@ class BornHeap(Heap):
         segment.spare.extend(rest)
 
     def _number_of(self, segment: OwnedSegment) -> int | None:
-        """Return the allocator's number of a segment; None if it has no room for one more."""
+        """Return the allocator's range number of a segment; None if its table is full."""
         number = self._numbers.get(segment.token)
         if number is None:
             data = segment.data
             number = self._library.add_range(data.address, data.size, segment.fd, data.offset)
             if number < 0:
                 return None
-            # Arrays do not keep the mapping alive, and may be freed when
-            # everything of Python's is gone: so it is never unmapped.
+            # Kept alive here, since arrays do not keep the mapping, and may be freed after
+            # all Python objects are gone.
             _keep_alive(data.pages)
             self._ranges[number], _heaps[number] = segment, self
             self._numbers[segment.token] = number
         return number
 
-    # What any heap does
+    # Methods of any heap
 
     def _makers_alone(self, segment: OwnedSegment) -> list[Mapping]:
-        # Of the arrays the allocator has made the pages private, and what was
-        # written to those is nowhere else.
+        # Not the data: the allocator has made the pages of the arrays private, and only they
+        # have what was written there.
         return [segment.tables]
 
     def collect(self) -> int:
@@ -380,7 +382,7 @@ class BornHeap(Heap):
         return super().collect()
 
     def cool(self, keep: int) -> int:
-        """Take idle blocks back from the allocator, and give the system what is above ``keep``."""
+        """Take idle blocks back from the allocator; give what is above ``keep`` to the system."""
         self._take_idle()
         if not self.lending:
             self._take_region_back()
@@ -390,7 +392,8 @@ class BornHeap(Heap):
         with suppress(_TurnTakenError), _turn.ours:
             while number := self._library.take_idle():
                 heap = heap_of(number)
-                # No message has named it in this life: no handle need become stale.
+                # No message has had a handle of it since it was lent, so no handle need be
+                # made stale.
                 segment, block = heap._place_of(number)
                 self._library.release(number)
                 heap._keep_warm(segment, block)
@@ -398,7 +401,7 @@ class BornHeap(Heap):
     def _drop_empty(self) -> None:
         for segment in self.segments:
             number = self._numbers.get(segment.token)
-            # The allocator's functions use the descriptor.
+            # Before the segment's descriptor is closed, which the allocator uses.
             if segment.empty and number is not None and self._library.drop_range(number):
                 for table in (self._ranges, _heaps):
                     table.pop(number, None)
@@ -407,7 +410,7 @@ class BornHeap(Heap):
         super()._drop_empty()
 
     def leave(self) -> None:
-        """Give back what nobody needs, at the process's end; nothing is born here any more."""
+        """Give back what nobody needs, at the process's end; no arrays are born here any more."""
         self.lending = False
         self._library.end()
         self._take_idle()
@@ -415,18 +418,18 @@ class BornHeap(Heap):
 
     @property
     def warm_bytes(self) -> int:
-        """Bytes of free blocks whose pages are kept, the allocator's included."""
+        """Bytes of free blocks whose pages are kept, including those of the allocator."""
         return super().warm_bytes + self._library.counters.idle_bytes
 
 
 def _usual_region() -> int:
-    """Return how many bytes of addresses a region has: receivers must find as many."""
+    """Return how many bytes of addresses a region has; receivers need as many."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return _REGION if limit == resource.RLIM_INFINITY else min(_REGION, limit // _ADDRESS_SHARE)
 
 
 def get_heap() -> BornHeap:
-    """Return the heap for arrays that are born now, by the strategy in force.
+    """Return the heap for arrays that are born now, with the current strategy.
 
     Raises
     ------
@@ -451,18 +454,18 @@ def has_address(address: int) -> bool:
 
 
 class _TurnTakenError(Exception):
-    """Somebody else, or this thread further out, is at the entries. No user sees it."""
+    """Another thread uses the entries, or an outer call of this one. Users never see it."""
 
 
 class _Turn:
-    """Whose turn it is to look at the entries."""
+    """The lock for using the allocator's entries."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Have it be nobody's."""
-        # Not a reentrant one: a destructor that comes into the middle has no turn.
+        """Make a new lock, which is not held."""
+        # Not reentrant: a destructor that interrupts the thread must not get the turn.
         lock = threading.Lock()
         ours = taken_at_once(lock, _TurnTakenError)
         self.lock, self.ours = lock, ours
@@ -472,7 +475,7 @@ _turn = _Turn()
 
 
 def _forget() -> None:
-    # A forked child's allocator has forgotten its parent's blocks, too.
+    # In a forked child the allocator forgets its parent's blocks, too.
     _heaps.clear()
     _lenders.clear()
     _turn.renew()

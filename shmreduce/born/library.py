@@ -1,12 +1,12 @@
-"""The compiled allocator: loading it, and what its tables and functions are.
+"""Loads the compiled allocator, and declares its tables and functions.
 
 May import errors, contracts, ``compiled``, ``fork_hooks``, ``interpreter``, ``thread_locks`` and
 :mod:`shmreduce.memory`.
 
-Its functions are called with the interpreter's lock held (``PyDLL``): none of
-them waits for anything but memory, and no other thread, signal handler or
-finalizer runs Python meanwhile. The fork hooks are functions of the library
-itself, which no Ctrl-C can interrupt.
+Its functions are called with the interpreter lock held (``PyDLL``). None of them waits for
+anything but memory, and no other thread, signal handler or finalizer can run Python code
+meanwhile. The fork hooks are functions of the library itself, so Ctrl-C cannot interrupt
+them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = [
 
 LIBRARY = ALLOCATOR.library
 VERSION = 2
-"""Of the tables and functions; the source has the same number."""
+"""Version of the tables and functions; the C source has the same number."""
 LIVE, FREED = 2, 3
 PRIVATE, KNOWN, EXPOSED = 2, 8, 16
 _MOST_ENTRIES = 16384
 _ADVICE = (
     "Run `shmreduce build-helper` (or `python -m shmreduce build-helper`), which needs a C "
-    "compiler, or install shmreduce where there is one. All else works without it"
+    "compiler, or install shmreduce where there is one. Everything else works without it"
 )
 
 
 class Entry(ctypes.Structure):
-    """One block that the allocator has; ``struct entry`` of the source."""
+    """One block of the allocator; ``struct entry`` of the source."""
 
     _fields_ = (
         ("address", ctypes.c_uint64),
@@ -141,7 +141,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "realloc": (None, ()),
     "free": (None, ()),
 }
-"""Result and arguments of each function; the last four are not called from here."""
+"""Result and arguments of each function. The last four are not called from Python."""
 
 
 class Library:
@@ -164,8 +164,8 @@ class Library:
         self.functions = AllocatorFunctions(
             0, *(_address(getattr(self, name)) for name in ("malloc", "calloc", "realloc", "free"))
         )
-        # The hooks of the memory package are registered already, so before a
-        # fork this one runs first, and after it last.
+        # The hooks of the memory package are registered already. So before a fork this one
+        # runs first, and after a fork it runs last.
         os.register_at_fork(
             before=self.before_fork,
             after_in_parent=self.after_fork_in_parent,
@@ -173,7 +173,7 @@ class Library:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Only for type checkers: all functions are set above.
+        # Only for type checkers: __init__ has set all functions.
         raise AttributeError(name)
 
 
@@ -187,12 +187,12 @@ _loading = interrupt_safe(threading.Lock())
 
 
 def load() -> Library:
-    """Return the allocator, loaded when it is first needed.
+    """Return the allocator; the first call loads it.
 
     Raises
     ------
     AllocatorUnavailableError
-        If it was not built, or for another version of shmreduce.
+        If it was not built, or was built for another version of shmreduce.
     """
     global _library
     if _library is not None:
@@ -201,7 +201,7 @@ def load() -> Library:
         raise _unavailable("this Python is a free-threaded build")
     try:
         if LIBRARY.stat().st_mode & stat.S_IWOTH:
-            raise _unavailable("anybody may write to it")
+            raise _unavailable("every user may write to it")
         dll = ctypes.PyDLL(str(LIBRARY))
         version = dll.shmreduce_version()
     except (OSError, AttributeError) as error:
@@ -216,7 +216,7 @@ def load() -> Library:
 
 
 def _renew_lock() -> None:
-    # Another thread may have held it at the moment of the fork.
+    # At the fork, another thread of the parent may have held it.
     global _loading
     _loading = interrupt_safe(threading.Lock())
 

@@ -1,9 +1,9 @@
-"""Arrays that were born in shared memory, while it is tried whether they can be moved.
+"""The attempt to move arrays that were born in shared memory.
 
 May import errors, settings, strategies, :mod:`shmreduce.memory`, ``library`` and ``heap``.
 
-What the trial is, :mod:`shmreduce.moving` says. Here it is about the allocator:
-an array has been given up when the allocator's ``free`` was called for its memory.
+:mod:`shmreduce.moving` explains the attempt. For these arrays, there is no other reference
+if the allocator's ``free`` has been called for the memory.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ class BornMove(NamedTuple):
     heap: BornHeap
     number: int
     handle: bytes
+    """Its handle in the pickle, padded if a longer one may have to replace it."""
     lease: Lease
 
     def is_apart(self) -> bool:
-        """Return whether it has been freed, and nobody sees the block's pages."""
+        """Return whether it has been freed, and no forked child sees the block's pages."""
         entry = load().table[self.number]
         return entry.state == FREED and not entry.flags & (PRIVATE | EXPOSED)
 
     def memory(self) -> tuple[int, int]:
-        """Return where it is, and its size; the entry is nobody else's until this has ended."""
+        """Return the array's address and size. The entry is not reused until :meth:`end`."""
         entry = load().table[self.number]
         return entry.address, entry.size
 
     def stay(self) -> None:
-        """Let an array be as if it had never been in a message."""
+        """Undo it: the array is as if it had never been in a message."""
         self.heap.moving.pop(self.number, None)
         if not self.lease.segment.heads[self.lease.block]:
-            # Otherwise somebody has it by some message: it is freed as such a block is.
+            # No lease is left. With a lease, a receiver has the block, and it is freed like
+            # any block that was sent.
             load().unsend(self.number)
 
     def end(self) -> Callable[[], object]:
-        """Give the entry back to the heap, which is to be tended."""
+        """Finish it: the message is complete. Return what lets the heap use the entry again."""
         self.stay()
         return self.heap.tend
 
@@ -64,20 +66,20 @@ def name_array(
     lend: Callable[[OwnedSegment, int, int], tuple[bytes, Lease] | None],
     note: Callable[[BornMove], object],
 ) -> BornMove | None:
-    """Name an array in a message without copying it; None if it cannot be moved.
+    """Put a handle of an array into a message without copying it; None if it cannot be moved.
 
     Parameters
     ----------
     address, used : int
-        As of :meth:`shmreduce.Message.move`.
+        Those of :meth:`shmreduce.Message.move`.
     lend : callable
-        Called with a segment, a block of it, and the bytes that the array has. Returns the
-        handle and the lease, or None if it cannot.
+        Called with a segment, a block of it, and the size of the array in bytes. Returns the
+        handle and the lease, or None if there can be none.
     note : callable
-        Takes what is returned, before an interrupt can lose it.
+        Called with the result before this returns, so that an interrupt cannot lose it.
     """
     if get_settings().on_exhausted == "pickle":
-        # What may have to be copied later must be sure to get its memory.
+        # If the array must be copied later and there is no room, it is too late to pickle it.
         return None
     library = load()
     number = library.send(address)
@@ -88,7 +90,7 @@ def name_array(
     try:
         entry = library.table[number]
         size = entry.size
-        # A copy must be named by a handle of the same length.
+        # With another strategy, the handle of a copy could be too long to replace this one.
         if 2 * used < size or heap.strategy is not current_strategy():
             return None
         heap.moving[number] = None

@@ -1,9 +1,9 @@
 """The command line: ``shmreduce`` and ``python -m shmreduce``.
 
-Highest layer, together with ``bench`` and ``demo``, which know nothing of it.
-This module picks the command; each command has a module of its own, which
-imports what it needs when it runs. May import :mod:`shmreduce`, errors and the
-commands; each of these may import everything below the command line.
+The highest layer, together with ``bench`` and ``demo``, which do not import it. This module
+selects the command. Each command has its own module, which imports what it needs when it
+runs. May import :mod:`shmreduce`, errors and the commands; each of these may import
+everything below the command line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _STANDARD_ERROR = 2
-"""The number of that descriptor."""
+"""The descriptor of standard error."""
 EXIT_ERROR = 2
 """Exit status when a command could not do its work; argparse uses the same."""
 
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0: done, nothing to complain about. 1: done, and something was found
-        that should be mended. 2: a wrong option, or a :class:`ShmreduceError` or
-        an error of the system, told on standard error. 130: interrupted.
+        0: done, without a problem. 1: done, and a problem was found. 2: a wrong option, or a
+        :class:`ShmreduceError` or OSError, which is printed on standard error. 130:
+        interrupted.
 
     Examples
     --------
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader (`head`, say) has left. Python would complain once more
-        # when it flushes at exit; see the note at the end of signal's docs.
+        # The reader, such as `head`, has exited. Redirected, since Python would fail again
+        # when it flushes at exit; see the note at the end of the docs of signal.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ShmreduceError, OSError) as error:
@@ -72,9 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _mend_streams() -> None:
-    """See to it that everything can be printed, to nowhere if need be."""
-    # What the caller has closed is opened: its number is not for shared memory, into
-    # which some library might write its messages.
+    """Make sure that printing never fails, even if the standard streams are closed."""
+    # Open what the caller has closed. Otherwise a segment could get the number, and some
+    # library would write its messages into it.
     while (number := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         os.set_inheritable(number, True)
     os.close(number)
@@ -83,7 +83,7 @@ def _mend_streams() -> None:
     if sys.stderr is None:
         sys.stderr = _nowhere()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Names of files need not be text, nor need the terminal know all letters.
+        # A file name may not be valid text, and the terminal may not have all characters.
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -1,4 +1,4 @@
-"""``shmreduce bench``: figures of this machine, in one run beside others.
+"""``shmreduce bench``: measures shmreduce and other systems on this machine, in one run.
 
 May import ``text`` and ``bench_page`` of this package, errors, extras and
 :mod:`shmreduce.bench`.
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Raise for a file that cannot be written, before the hours of measuring and not after."""
+    """Raise if a file cannot be written, before hours of measuring and not after."""
     for name in ("results", "plot", "report"):
         path: Path | None = getattr(options, name)
         reason = None if path is None else _reason_against(path, replaced=name == "results")
@@ -135,7 +135,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _reason_against(path: Path, *, replaced: bool) -> str | None:
-    """Return why a file cannot be written, or replaced by another, before that is tried."""
+    """Return why a file could not be written, or replaced by another; None if it could."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     if path.is_dir():
@@ -218,7 +218,7 @@ def _print(report: Report, verdicts: Sequence[Verdict], *, with_resources: bool)
 
 
 def medians(report: Report, workload: str) -> Table:
-    """Return a table of medians and spreads, a line for each system."""
+    """Return a table of medians and spreads, with a line for each system."""
     from shmreduce.bench.suite import TITLES
 
     rows = report.rows(workload)
@@ -230,7 +230,7 @@ def medians(report: Report, workload: str) -> Table:
 
 
 def ratios(report: Report, workload: str) -> Table:
-    """Return a table of how many times our time the others take."""
+    """Return a table of the other systems' times as multiples of ours."""
     from shmreduce.bench.systems.ours import OURS
     from shmreduce.bench.targets import COMPARED
 
@@ -252,7 +252,7 @@ def ratios(report: Report, workload: str) -> Table:
 
 
 def resources(report: Report, workload: str, row: str) -> Table:
-    """Return a table of what a row took beside time."""
+    """Return a table of the resources, other than time, that a row took."""
     from shmreduce.bench.turns import METRICS
 
     metrics = [metric for metric in METRICS if metric in report.metrics(workload)]

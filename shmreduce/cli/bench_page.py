@@ -74,7 +74,7 @@ def _parts(report: Report, verdicts: Sequence[Verdict]) -> Iterator[str]:
         for table in (medians(report, workload), ratios(report, workload)):
             yield from _table(table)
         yield from _rates(report, workload)
-        # Of the largest row; the others' are in the JSON.
+        # Only for the largest row; those of the others are in the JSON.
         yield from _table(resources(report, workload, report.rows(workload)[-1]))
     if report.notices:
         yield "## Left out\n"
@@ -82,7 +82,7 @@ def _parts(report: Report, verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 
 def _brief(notice: str) -> str:
-    """Return what a notice says, of a traceback the last line alone."""
+    """Return a notice with only the last line of its traceback, if it has one."""
     first, *more = notice.splitlines()
     return f"{first.removesuffix('Traceback (most recent call last):')}{more[-1] if more else ''}"
 
@@ -100,7 +100,7 @@ def _table(table: Table) -> Iterator[str]:
 
 
 def _rates(report: Report, workload: str) -> Iterator[str]:
-    """Tell messages and bytes a second, for messages that go one way."""
+    """Yield messages and bytes per second, for messages that go one way."""
     if workload != "stream":
         return
     rows = report.rows(workload)

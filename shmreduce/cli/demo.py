@@ -1,4 +1,4 @@
-"""``shmreduce demo``: a pool filters images; a table compares and says what is left.
+"""``shmreduce demo``: filters images in pools, compares them, and checks for leftovers.
 
 May import ``text`` of this package, errors, extras, ``processors``, :mod:`shmreduce.demo`,
 :mod:`shmreduce.fresh_process` and :mod:`shmreduce.memory.inspection`.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add_command"]
 
 _MOST_WORKERS = 1000
-"""Each is a process, and there is no work for so many."""
+"""Each worker is a process, and there are not enough images for more."""
 _SYSTEM_TITLES = {
     "plain": "plain multiprocessing",
     "by value": "shmreduce",
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
         finished = _follow(process, started, plan)
         process.finish()
         processes_left = process.processes_left()
-        # Others may be at work with shmreduce on this machine.
+        # Only the demo's: other programs on this machine may use shmreduce.
         segments_left = [
             each for each in inspection.list_segments() if each.owner in finished.processes
         ]
@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _follow(process: FreshProcess, started: Started, plan: Plan) -> Finished:
-    """Draw the progress bar until the outcomes are there."""
+    """Draw the progress bar until the outcomes arrive."""
     from shmreduce.demo.comparison import SYSTEMS, Step
     from shmreduce.extras import import_extra
 
@@ -197,9 +197,9 @@ def _as_json(started: Started, outcomes: list[Outcome], left: dict[str, int]) ->
 
 
 def _positive(text: str) -> int:
-    # Of a ValueError argparse would tell the name of this function.
+    # Not a ValueError, for which argparse would print the name of this function.
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
@@ -212,7 +212,7 @@ def _workers(text: str) -> int:
 
 def _existing(path: Path | None) -> Path | None:
     if path is not None and not path.is_file():
-        reason = "it is no regular file" if path.exists() else "there is no such file"
+        reason = "it is not a regular file" if path.exists() else "there is no such file"
         raise ConfigurationError(
             f"cannot use {path} as the demo's input: {reason}",
             setting="--input",

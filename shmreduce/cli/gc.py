@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
         states = {state.name: state for state in list_segments()}
         found = leftovers()
         names = found if options.dry_run else remove_leftovers()
-        # Not what has been left since.
+        # Only those found before: others may have been left behind in the meantime.
         stuck = [] if options.dry_run else [name for name in leftovers() if name in found]
     status = 1 if stuck or told else 0
     if options.json:
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
     for name in names:
         print(f"{verb} {name}{_details(states.get(name))}")
     for name in stuck:
-        print(f"could not remove {name}: see to it that this user may")
+        print(f"could not remove {name}: check the permissions of its folder")
     if not names and not status:
         print("Nothing is left behind by killed processes.")
     return status
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _details(state: SegmentState | None) -> str:
     if state is None:
-        # Its maker was killed before it had written the header.
+        # Its maker was killed before it wrote the header.
         return ""
     return (
         f": {size_text(state.reserved)}, made {time_text(state.age)} ago by process {state.owner}"

@@ -83,7 +83,7 @@ def _print_segments(title: str, segments: list[SegmentState]) -> None:
 
 
 def _holders_text(holders: dict[int, int]) -> str:
-    """Return pids, each with its number of descriptors where that is not one."""
+    """Return the pids, each with its number of descriptors if that is not 1."""
     return (
         ", ".join(
             f"{pid}" if count == 1 else f"{pid} ({count} descriptors)"

@@ -1,4 +1,4 @@
-"""``shmreduce plugins``: what was found, from where, and why some do not work.
+"""``shmreduce plugins``: lists the plugins, where they come from, and why some do not work.
 
 May import ``text`` of this package, errors, discovery and process_registry.
 """
@@ -29,18 +29,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def find_plugins() -> list[PluginReport]:
-    """Return what became of each installed plugin."""
+    """Return a report on each installed plugin."""
     from shmreduce.errors import ShmreduceWarning
     from shmreduce.process_registry import plugin_report
 
     with warnings.catch_warnings():
-        # The report says what the warning says.
+        # The reports have the same information as the warnings.
         warnings.simplefilter("ignore", ShmreduceWarning)
         return plugin_report(ask=True)
 
 
 def is_usable(report: PluginReport) -> bool:
-    """Return False for a plugin that should work and does not."""
+    """Return False for a plugin that should work but does not."""
     return report.status not in ("broken", "conflict")
 
 
@@ -73,5 +73,5 @@ def _provides(report: PluginReport) -> str:
     if report.strategies:
         parts.append(f"strategies {', '.join(report.strategies)}")
     if report.array_factory:
-        parts.append("arrays for shmreduce.empty and its like")
+        parts.append("arrays for shmreduce.empty and the like")
     return "; ".join(parts) or "-"

@@ -1,7 +1,7 @@
 """How the commands write tables, sizes and durations.
 
-May import the standard library; rich, where installed, draws the tables on a
-terminal. Everywhere else they are plain lines, which other programs can read.
+May import the standard library, and rich, which draws the tables on a terminal if it is
+installed. Otherwise tables are plain lines, which other programs can read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes as people read it.
+    """Return a number of bytes as text for people.
 
     Examples
     --------
@@ -38,7 +38,7 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration as people read it.
+    """Return a duration as text for people.
 
     Examples
     --------
@@ -114,7 +114,7 @@ class Table:
                 if Measurement.get(console, unlimited, drawn).minimum <= console.width:
                     console.print(drawn)
                     return
-                # Words cut into pieces of a few letters are not to be read.
+                # Too narrow: rich would break words into pieces of a few letters.
         print(self.plain())
 
 

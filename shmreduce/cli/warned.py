@@ -1,4 +1,4 @@
-"""Warnings of shmreduce as lines on standard error.
+"""Prints warnings of shmreduce as lines on standard error.
 
 May import errors.
 """
@@ -20,12 +20,12 @@ __all__ = ["warnings_told"]
 
 @contextmanager
 def warnings_told(command: str) -> Iterator[list[str]]:
-    """Print what is warned of within the block, each once and in one line, at its end.
+    """At the end of the block, print each warning that was given in it, once and in one line.
 
     Yields
     ------
     list of str
-        What was printed, once the block has ended.
+        The printed warnings, which are added after the block has ended.
     """
     told: list[str] = []
     caught: list[warnings.WarningMessage] = []

@@ -1,5 +1,5 @@
-"""The main job on real input: a pool of processes filters images.
+"""The demo: a pool of processes filters images.
 
-May import everything below the command line. ``images`` finds the input,
-``filters`` is the work, ``comparison`` runs it on several systems in turn.
+May import everything below the command line. ``images`` loads the input, ``filters``
+has the work, and ``comparison`` runs it on several systems in turn.
 """

@@ -1,7 +1,7 @@
 """Runs the same work on plain multiprocessing and on shmreduce, in turn.
 
-Everything happens in one fresh process, see :func:`serve`, so that the caller
-can look at what is left when that process has ended.
+Everything happens in one fresh process, see :func:`serve`. When that process has ended,
+the caller can check what it has left behind.
 
 May import ``filters`` and ``images`` of this package, errors, settings, the
 public names of :mod:`shmreduce`, and NumPy.
@@ -52,7 +52,7 @@ SYSTEMS: tuple[SystemName, ...] = ("plain", "by value", "shared")
 
 
 class WrongResultError(ShmreduceError):
-    """A system's filtered image differs from plain multiprocessing's.
+    """A filtered image of one system differs from that of plain multiprocessing.
 
     Fields: ``system``, ``image`` (its number).
     """
@@ -75,9 +75,9 @@ class Plan:
     input_file : path or None
         Images to use instead of the shipped ones.
     start_method : str
-        Of the pools' workers.
+        The start method of the pools' workers.
     strategy : str or None
-        None for the default.
+        The sharing strategy; None for the default.
     """
 
     filter_name: str = "gaussian"
@@ -91,7 +91,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Started:
-    """First message of :func:`serve`: what is going to be done."""
+    """First message of :func:`serve`: what will be done."""
 
     images: int
     image_bytes: int
@@ -101,12 +101,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Step:
-    """One more image is done."""
+    """Message of :func:`serve`: one more image is done."""
 
 
 @dataclass
 class Outcome:
-    """What one system did.
+    """The result of one system.
 
     Parameters
     ----------
@@ -117,15 +117,15 @@ class Outcome:
     seconds : list of float
         Time of each round, from handing the images to the pool to the last result.
     filter_seconds : list of float
-        Of each round, the time that the workers spent filtering, all together.
+        For each round, the sum of the times that the workers spent filtering.
     travelled : int
-        Bytes of arrays that went to workers and back, all rounds.
+        Bytes of arrays that went to workers and back, in all rounds.
     copied : int
-        Of these, the bytes that were copied into shared memory, once each. Shared
+        How many of these bytes were copied into shared memory, once each. Shared
         images are not copied, and small ones go through the pipe.
     piped : int or None
-        Bytes that this process and its workers read from pipes, all rounds; None
-        where the system does not count them.
+        Bytes that this process and its workers read from pipes, in all rounds; None
+        if the operating system does not count them.
     """
 
     system: SystemName
@@ -139,7 +139,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Finished:
-    """Last message of :func:`serve`: what each system did, and the processes that did it."""
+    """Last message of :func:`serve`: the results, and the ids of the processes."""
 
     outcomes: list[Outcome]
     processes: list[int]
@@ -181,7 +181,7 @@ def serve(connection: Connection, plan: Plan) -> None:
                 results = system.run(plan.filter_name, lambda: connection.send(Step()))
                 expected = expected or results
                 _check(system.outcome.system, results, expected)
-                # Before the next system is timed, not while.
+                # Freed now, and not while the next system is timed.
                 del results
         workers = [process.pid for process in multiprocessing.active_children()]
         connection.send(
@@ -193,7 +193,7 @@ def serve(connection: Connection, plan: Plan) -> None:
 
 
 class _System:
-    """One pool and the images as that pool's owner would send them."""
+    """One pool, and the images in the form in which they are sent to it."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ def _start_systems(
     images: Sequence[Image],
     install: Callable[[], AbstractContextManager[object]],
 ) -> list[_System]:
-    """Start a pool for each system, the plain one where nothing is installed."""
+    """Start a pool for each system, that of ``plain`` without shmreduce installed."""
     import shmreduce
 
     systems = []
@@ -256,7 +256,7 @@ def _start_systems(
         installed = nullcontext if name == "plain" else install
         with installed():
             pool = pools.enter_context(context.Pool(plan.workers))
-            # Nobody is timed while a worker still imports.
+            # One task for each worker, so that all have imported what they need before timing.
             pool.map(apply_filter, [(plan.filter_name, 0, _trial(images[0]))] * plan.workers, 1)
             ours = [shmreduce.share(image) for image in images] if name == "shared" else images
         systems.append(_System(name, plan.workers, pool, ours, installed))
@@ -271,7 +271,7 @@ def _check(system: SystemName, results: Sequence[Image], expected: Sequence[Imag
     import numpy as np
 
     for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-        # Pixels without a value are NaN, which equals nothing, itself included.
+        # Pixels without a value are NaN, which is not equal to itself.
         if not np.array_equal(result, wanted, equal_nan=True):
             raise WrongResultError(
                 f"image {number} as filtered by the system {system!r} differs from what plain "
@@ -284,9 +284,9 @@ def _check(system: SystemName, results: Sequence[Image], expected: Sequence[Imag
 def _piped() -> int | None:
     """Return the bytes that this process and its workers have read so far.
 
-    While images are filtered that is what goes through the pools' pipes
-    (proc_pid_io(5)). What they write is not counted: the kernel takes for that
-    also what is written to files of shared memory.
+    While images are filtered, these are the bytes that go through the pools' pipes
+    (proc_pid_io(5)). Written bytes cannot be used, since the kernel also counts writes to
+    files in shared memory.
     """
     workers = (process.pid for process in multiprocessing.active_children())
     try:

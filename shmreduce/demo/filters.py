@@ -1,7 +1,7 @@
 """The demo's work: one image in, one filtered image out.
 
-Runs in the pool's workers. Knows nothing of shared memory: it is what a user
-would write for plain :mod:`multiprocessing`. May import extras and NumPy.
+It runs in the pool's workers, and does not use shmreduce: it is what a user would write
+for plain :mod:`multiprocessing`. May import extras and NumPy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _sobel(image: Image) -> Any:
 
 
 FILTERS = {"gaussian": _gaussian, "median": _median, "sobel": _sobel}
-"""Name to function of one image."""
+"""The filters by name: functions of one image."""
 
 
 def apply_filter(task: tuple[str, int, Image]) -> tuple[int, Image, float]:
@@ -60,5 +60,5 @@ def apply_filter(task: tuple[str, int, Image]) -> tuple[int, Image, float]:
 
 
 def _per_axis(image: Image, value: float, *, other: float) -> tuple[float, ...]:
-    """Filter along rows and columns, not across channels."""
+    """Return a filter parameter for each axis: rows and columns, but not channels."""
     return (value, value) + (other,) * (image.ndim - 2)

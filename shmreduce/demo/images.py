@@ -37,7 +37,7 @@ IMAGE_NAMES = (
 """Images inside scikit-image's wheel: `skimage.data
 <https://scikit-image.org/docs/stable/api/skimage.data.html>`_ needs no download for them."""
 _FILTERED_AS = {"e": "float32", "g": "float64"}
-"""Code of a type that SciPy's filters do not take to one that they do."""
+"""From the code of a type that SciPy's filters do not accept to one that they do."""
 
 
 def load_images(side: int, names: Sequence[str] = IMAGE_NAMES) -> list[Image]:
@@ -66,7 +66,7 @@ def load_images(side: int, names: Sequence[str] = IMAGE_NAMES) -> list[Image]:
     try:
         return [_enlarge(getattr(data, name)(), side) for name in names]
     except (MemoryError, ValueError) as error:
-        # NumPy says ValueError of what no machine could have.
+        # NumPy raises ValueError for an array that is too large for any machine.
         raise ConfigurationError(
             f"no memory for {len(names)} images of {side} x {side} pixels: {error}",
             setting="--side",
@@ -90,19 +90,19 @@ def load_file(path: Path) -> list[Image]:
 
     Notes
     -----
-    Numbers of half and of extended precision, which SciPy's filters do not
-    take, become the nearest kind that they do.
+    Numbers of half and extended precision, which SciPy's filters do not accept, are
+    converted to the nearest type that they do.
     """
     import numpy as np
 
     try:
-        # Opened here, since NumPy leaves a bad archive open. Pickled objects are refused:
-        # a data file must not run code.
+        # Opened here, since NumPy does not close a damaged archive. Pickled objects are
+        # refused: a data file must not run code.
         with path.open("rb") as file:
             stack = np.load(file, allow_pickle=False)
     except Exception as error:
-        # A damaged file makes NumPy pass on what its parsers raise, of the header
-        # (tokenize.TokenError) or of a zip archive, or ask for memory without end.
+        # For a damaged file, NumPy raises whatever its parsers raise (tokenize.TokenError for
+        # a header, errors of zipfile), or asks for far too much memory.
         raise _bad_input(path, f"{error}") from error
     if not isinstance(stack, np.ndarray):
         raise _bad_input(path, "it holds several arrays, save one with numpy.save")

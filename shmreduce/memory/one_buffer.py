@@ -43,20 +43,23 @@ class Trial(Protocol):
     """Of one buffer in a message: whether its sender is the last to have it."""
 
     def is_apart(self) -> bool:
-        """Return whether nobody here has it, or what they write is not the receiver's to see."""
+        """Return whether no later write in this process can reach the receiver.
+
+        Either nobody here has the buffer, or its owner has private pages.
+        """
 
     def memory(self) -> tuple[int, int]:
-        """Return the address and the size of what is to be copied; the lease keeps it there."""
+        """Return the address and size of the buffer's memory, which the lease keeps."""
 
     def stay(self) -> None:
-        """Let the buffer be as if it had never been in a message."""
+        """Undo it: the buffer is as if it had never been in a message."""
 
     def end(self) -> Callable[[], object] | None:
-        """Take note that the message is complete; return what can be done once it was sent."""
+        """Finish it: the message is complete. Return what can be done once it was sent."""
 
 
 class Received:
-    """A by-value block that was received, and is on its way to somebody else.
+    """A by-value block that this process received, and now passes on.
 
     Parameters
     ----------
@@ -74,8 +77,8 @@ class Received:
 
     def is_apart(self) -> bool:
         """See :class:`Trial`; who has it still is cut off from the block."""
-        # As long as there is a reference here the hold does not end: pages that were cut
-        # off after its end would be another block's.
+        # The local reference keeps the block held: if the hold ended before
+        # make_private(), the pages might belong to another block by then.
         root = self._root()
         record = self._record
         return root is None or record.private or bool(record.live.make_private(record))

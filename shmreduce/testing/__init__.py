@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pytest
 
-# Before they are imported, so that a failing assert says what it compared.
+# Before the modules are imported, so that pytest can rewrite their asserts.
 pytest.register_assert_rewrite("shmreduce.testing.reducers", "shmreduce.testing.strategies")
 
 from shmreduce.testing.leaks import Census, find_leaks, take_census  # noqa: E402

@@ -1,4 +1,4 @@
-"""Compares what a test found with what it leaves.
+"""Compares what the process holds before and after a test.
 
 May import ``leaks`` of this package and pytest.
 """
@@ -25,10 +25,10 @@ def no_leaks(request: pytest.FixtureRequest, patience: float = 5.0) -> Iterator[
     Parameters
     ----------
     request : pytest.FixtureRequest
-        Of the test. If it fails by itself nothing is compared: its traceback
-        holds what the test had.
+        The test's request. If the test fails by itself, nothing is compared, since its
+        traceback keeps the test's objects.
     patience : float
-        Seconds that other processes get to give back what they hold.
+        Seconds to wait for other processes to release what they hold.
     """
     failed = request.session.testsfailed
     before = take_census()

@@ -1,11 +1,11 @@
-"""What this process holds of shared memory, and what of it is there too long.
+"""Counts what this process holds of shared memory, and finds leaks.
 
 May import public names of :mod:`shmreduce` and
 :mod:`shmreduce.memory.inspection`.
 
-Memory that is kept warm for the next array is no leak. A leak is what somebody
-forgot: an array that is still referenced, a message that nobody read, a block
-that another process still holds, a descriptor, a file.
+Memory that is kept warm for the next array is not a leak. A leak is an array that is
+still referenced, a message that nobody has read, a block that another process still
+holds, an open descriptor, or a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Census", "find_leaks", "take_census"]
 
 _PAUSE = 0.01
-"""Seconds between two looks at what other processes may be about to give back."""
+"""Seconds between two checks whether other processes have released what they held."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def take_census() -> Census:
     >>> take_census().arrays - before.arrays
     1
     """
-    # What the core opens once and keeps is open before the first look.
+    # So that everything that the core opens once and keeps is open now.
     shmreduce.allocate(1)
     gc.collect()
     state = process_state()
@@ -157,16 +157,16 @@ def _descriptors() -> dict[int, str]:
         try:
             found[int(link.name)] = str(link.readlink())
         except FileNotFoundError:
-            # The one that listed the folder.
+            # The descriptor by which iterdir() read the folder.
             continue
     return found
 
 
 def _forgotten_names(in_use: set[str]) -> Iterator[str]:
-    """Yield the names of segments of this very process that the core does not know.
+    """Yield the names of this process's segments that the core does not know any more.
 
-    Those of other processes, killed ones included, come and go: their families
-    sweep them.
+    Segments of other processes do not count, not even of killed ones: their families
+    remove them.
     """
     for name in all_names():
         state = look_at(name)

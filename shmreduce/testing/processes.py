@@ -62,7 +62,7 @@ class OtherProcess:
         Parameters
         ----------
         function : callable
-            Importable by name in the child, and what it returns picklable.
+            A function that the child can import by name. Its result must be picklable.
         *arguments
             Its arguments. They stay the caller's.
 
@@ -99,7 +99,7 @@ class OtherProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Not by end of file: a forked child has a copy of our end.
+        # A message, since closing our end is not enough: a forked child has a copy of it.
         with contextlib.suppress(BrokenPipeError):
             self._connection.send(None)
         self._connection.close()
@@ -123,5 +123,5 @@ def _answer(connection: Connection) -> None:
         except Exception as error:
             answer = (False, error)
         connection.send(answer)
-        # What was received and sent is not to live until the next question.
+        # Do not keep the objects until the next question.
         del question, function, arguments, answer

@@ -1,7 +1,7 @@
 """The pytest fixture that fails a test which leaks shared memory.
 
-May import :mod:`shmreduce.testing.guard` and pytest. To be loaded by a
-``conftest.py``: ``pytest_plugins = ["shmreduce.testing.pytest_plugin"]``.
+May import :mod:`shmreduce.testing.guard` and pytest. A ``conftest.py`` loads it:
+``pytest_plugins = ["shmreduce.testing.pytest_plugin"]``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["shmreduce_no_leaks", "shmreduce_patience"]
 
 @pytest.fixture
 def shmreduce_patience() -> float:
-    """Return the seconds that other processes get to give back what they hold: 5.
+    """Return how many seconds to wait for other processes to release what they hold: 5.
 
-    To be overridden where tests need more.
+    Override it if tests need more.
     """
     return 5.0
 
@@ -33,7 +33,7 @@ def shmreduce_no_leaks(
 ) -> Iterator[None]:
     """Fail the test if it leaves blocks, messages, descriptors or segments behind.
 
-    A test that failed is not looked at: its traceback holds what it had.
+    A test that failed is not checked, since its traceback keeps its objects.
 
     To guard all tests of a module:
     ``pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")``.

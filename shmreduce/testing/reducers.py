@@ -29,9 +29,9 @@ _LARGE = 1 << 20
 class ReducerContract:
     """The tests that every reducer must pass. Derive a test class that makes objects.
 
-    The reducer must be registered: by an installed plugin, or by
-    :func:`shmreduce.register_reducer` at the top of the test module, where
-    child processes run it too. The test module must be importable by name.
+    The reducer must be registered by an installed plugin, or by
+    :func:`shmreduce.register_reducer` at the top level of the test module, so that child
+    processes register it too. The test module must be importable by name.
 
     Attributes
     ----------
@@ -63,12 +63,12 @@ class ReducerContract:
         Parameters
         ----------
         nbytes : int
-            About how many bytes it has; for 0 the smallest there is.
+            About how many bytes the object should have; for 0, as few as possible.
 
         Returns
         -------
         object
-            Equal to all others of the same ``nbytes``.
+            Equal to all other objects of the same ``nbytes``.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define make()")
 
@@ -78,7 +78,7 @@ class ReducerContract:
         Parameters
         ----------
         first, second : object
-            From :meth:`make`, or received.
+            Results of :meth:`make`, or received objects.
 
         Returns
         -------
@@ -92,8 +92,8 @@ class ReducerContract:
         Parameters
         ----------
         obj : object
-            A large one, from :meth:`make` or received. It must not be equal to
-            its old self afterwards.
+            A large result of :meth:`make`, or a received object. Afterwards it must not be
+            equal to what it was before.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define write()")
 
@@ -124,13 +124,13 @@ class ReducerContract:
 
     @pytest.mark.parametrize("nbytes", _SIZES)
     def test_alone_in_a_channel(self, nbytes: int) -> None:
-        """Sent alone, by a shorter way if the reducer has one, an object arrives as ever."""
+        """An object that is sent alone arrives equal, even if the reducer has ``buffer_of``."""
         originals = [self.make(nbytes)]
         if self.shareable:
             originals.append(shmreduce.share(originals[0]))
         for original in originals:
             shared = shmreduce.is_shared(original)
-            # Memory is warm from the second on, and the way another.
+            # From the second time on memory is warm, and another code path is taken.
             for _ in range(3):
                 received = _through_a_pipe(original)
                 assert type(received) is type(original)
@@ -138,7 +138,7 @@ class ReducerContract:
                 assert shmreduce.is_shared(received) == shared
 
     def test_alone_in_a_channel_it_is_independent(self) -> None:
-        """Neither side sees what the other writes, also where a received object is sent on."""
+        """Neither side sees the other's writes, even if a received object is forwarded."""
         original = self.make(_LARGE)
         for _ in range(3):
             received = _through_a_pipe(original)
@@ -159,23 +159,23 @@ class ReducerContract:
         assert self.equal(ForkingPickler.loads(message), self.make(_LARGE))
 
     def test_the_message_holds_the_moment_of_pickling(self) -> None:
-        """What the sender writes after sending does not show at the receiver."""
+        """The receiver does not see what the sender writes after pickling."""
         original = self.make(_LARGE)
         message = ForkingPickler.dumps(original)
         self.write(original)
         assert self.equal(ForkingPickler.loads(message), self.make(_LARGE))
 
     def test_what_is_received_is_independent(self) -> None:
-        """What the receiver writes does not show at the sender."""
+        """The sender does not see what the receiver writes."""
         original = self.make(_LARGE)
         received = _round_trip(original)
         self.write(received)
-        # Or nothing in this suite that writes and compares would notice anything.
+        # Otherwise the tests that write and compare would not notice anything.
         assert not self.equal(received, original), "write() changed nothing that equal() sees"
         assert self.equal(original, self.make(_LARGE))
 
     def test_what_is_passed_on_is_independent(self) -> None:
-        """A received object can be sent on, and changed, like one made here."""
+        """A received object can be forwarded, and changed, like one that was made here."""
         received = _round_trip(self.make(_LARGE))
         message = ForkingPickler.dumps(received)
         self.write(received)
@@ -194,12 +194,12 @@ class ReducerContract:
     # Failures
 
     def test_what_cannot_be_pickled_leaves_nothing(self) -> None:
-        """If the rest of a message cannot be pickled the object's memory is given back."""
+        """If the rest of a message cannot be pickled, the object's memory is given back."""
         with pytest.raises(_PickledOnPurposeError):
             ForkingPickler.dumps([self.make(_LARGE), _Unpicklable()])
 
     def test_what_cannot_be_unpickled_leaves_nothing(self) -> None:
-        """If the rest of a message cannot be unpickled the object's memory is given back."""
+        """If the rest of a message cannot be unpickled, the object's memory is given back."""
         message = ForkingPickler.dumps([_FailsWhenLoaded(), self.make(_LARGE)])
         with pytest.raises(_PickledOnPurposeError):
             ForkingPickler.loads(message)
@@ -220,9 +220,9 @@ class ReducerContract:
         assert self.equal(second, self.make(_LARGE))
 
     def test_pickled_twice(self) -> None:
-        """An object that is sent again is a message, and a copy, of its own."""
+        """An object that is sent several times arrives as independent copies."""
         original = self.make(_LARGE)
-        # Both before either is read, and one more when both have been.
+        # Two are pickled before either is read, and a third after both were read.
         messages = [ForkingPickler.dumps(original) for _ in range(2)]
         first, second = (ForkingPickler.loads(message) for message in messages)
         third = _round_trip(original)
@@ -262,7 +262,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("nbytes", _SIZES)
     def test_shared_objects_stay_shared(self, nbytes: int) -> None:
-        """Whatever its size, a shared object is shared where it arrives."""
+        """A shared object of any size arrives as a shared object."""
         if not self.shareable:
             return
         shared = shmreduce.share(self.make(nbytes))
@@ -272,7 +272,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("start_method", ["fork", "spawn"])
     def test_writes_to_shared_objects_show_everywhere(self, start_method: str) -> None:
-        """Both sides see what the other writes."""
+        """Each side sees what the other writes."""
         if not self.shareable:
             return
         shared = shmreduce.share(self.make(_LARGE))
@@ -286,7 +286,7 @@ class ReducerContract:
             assert self.equal(returned, shared)
 
     def test_read_only_sharing(self) -> None:
-        """A receiver cannot write to what was shared as ``ro``."""
+        """A receiver cannot write to an object that was shared as ``ro``."""
         if not self.shareable:
             return
         shared = shmreduce.share(self.make(_LARGE), mode="ro")
@@ -295,7 +295,7 @@ class ReducerContract:
         assert self.equal(shared, self.make(_LARGE))
 
     def test_copy_on_write_sharing(self) -> None:
-        """What a receiver writes to what was shared as ``cow`` is its own."""
+        """If an object was shared as ``cow``, a receiver's writes stay in the receiver."""
         if not self.shareable:
             return
         shared = shmreduce.share(self.make(_LARGE), mode="cow")
@@ -320,7 +320,8 @@ def _round_trip(obj: Any) -> Any:
 
 def _through_a_pipe(obj: Any) -> Any:
     here, there = shmreduce.Pipe(duplex=False)
-    # Where pipes are those of the standard library a large message waits for its reader.
+    # In a thread: with the standard library's pipes, send() waits for the reader of a large
+    # message.
     sender = threading.Thread(target=there.send, args=(obj,))
     sender.start()
     try:
@@ -332,7 +333,7 @@ def _through_a_pipe(obj: Any) -> Any:
 
 
 def _send_over_tcp(obj: Any) -> Any:
-    """Send a large object to this process, but by a connection that may cross hosts."""
+    """Send a large object to this process by a TCP connection, which could cross hosts."""
     received: list[bytes] = []
 
     def serve() -> None:

@@ -85,7 +85,7 @@ class StrategyContract:
         assert len(name.encode()) <= 32
 
     def test_says_whether_it_works_here(self) -> None:
-        """unusable_reason() gives None or a sentence, and makes nothing that stays."""
+        """unusable_reason() returns None or a sentence, and leaves nothing behind."""
         strategy = self.make_strategy()
         reason = strategy.unusable_reason()
         assert reason is None or (isinstance(reason, str) and reason)
@@ -127,7 +127,7 @@ class StrategyContract:
             _remove(strategy, file)
 
     def test_create_is_exclusive(self, strategy: SharingStrategy) -> None:
-        """A second file of one token is an error or another file, never the first."""
+        """A second create() with the same token raises, or makes another file."""
         token = secrets.token_hex(16)
         first = strategy.create(_PAGE, token)
         try:
@@ -143,7 +143,7 @@ class StrategyContract:
     def test_create_that_fails_leaves_nothing(self, strategy: SharingStrategy) -> None:
         """If the system refuses the size, neither descriptor nor name stays."""
         token = secrets.token_hex(16)
-        # What other tests have left in cycles is not to be closed in between.
+        # Otherwise garbage of other tests might close descriptors between the two lists.
         gc.collect()
         descriptors = set(Path("/proc/self/fd").iterdir())
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,7 +159,7 @@ class StrategyContract:
     def test_descriptors_are_closed_on_exec(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
-        """Neither create() nor open() gives a descriptor that programs inherit."""
+        """Descriptors of create() and open() are not inherited by other programs."""
         opened = strategy.open(strategy.locator(segment))
         try:
             assert not os.get_inheritable(segment.fd)
@@ -170,7 +170,7 @@ class StrategyContract:
     def test_open_finds_the_same_memory(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
-        """What is written through a mapping of one descriptor is read through the other."""
+        """What is written through a mapping of one descriptor can be read through the other."""
         opened = strategy.open(strategy.locator(segment))
         try:
             with mmap.mmap(segment.fd, _PAGE) as ours, mmap.mmap(opened.fd, _PAGE) as theirs:
@@ -184,7 +184,7 @@ class StrategyContract:
     def test_open_makes_a_new_description(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
-        """A lock of one descriptor is in the way of the other: they are not duplicates."""
+        """A lock of one descriptor excludes the other, as they are different descriptions."""
         opened = strategy.open(strategy.locator(segment))
         try:
             _lock_first_byte(segment.fd)
@@ -197,7 +197,7 @@ class StrategyContract:
     def test_another_process_can_open_it(
         self, strategy: SharingStrategy, segment: SegmentFile, start_method: str
     ) -> None:
-        """A locator leads another process to the same memory."""
+        """Another process can open the same memory by a locator."""
         os.pwrite(segment.fd, b"question", 0)
         with OtherProcess(start_method) as other:
             found = other.ask(_exchange, strategy, strategy.locator(segment), b"answer")
@@ -207,7 +207,7 @@ class StrategyContract:
     def test_another_process_can_pass_it_on(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
-        """A process that opened a segment makes locators of it that work, too."""
+        """A locator that was made by a process which opened the segment works, too."""
         with OtherProcess("spawn") as other:
             locator, descriptor = other.ask(_open_and_keep, strategy, strategy.locator(segment))
             opened = strategy.open(locator)
@@ -220,7 +220,7 @@ class StrategyContract:
     def test_a_locator_does_without_the_name(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
-        """Whoever got the file by other means, and does not know its name, can name it, too."""
+        """A process that has the file, but not its name, can make a locator of it."""
         locator = strategy.locator(SegmentFile(segment.fd, None))
         assert isinstance(locator, str)
         with OtherProcess("spawn") as other:
@@ -228,7 +228,7 @@ class StrategyContract:
         assert number == os.fstat(segment.fd).st_ino
 
     def test_open_of_what_is_gone(self, strategy: SharingStrategy) -> None:
-        """Once a segment is closed and unlinked its locator is a FileNotFoundError."""
+        """After a segment is closed and unlinked, open() raises FileNotFoundError."""
         file = strategy.create(_PAGE, secrets.token_hex(16))
         locator = strategy.locator(file)
         _remove(strategy, file)
@@ -236,7 +236,7 @@ class StrategyContract:
             strategy.open(locator)
 
     def test_open_of_what_a_killed_process_made(self, strategy: SharingStrategy) -> None:
-        """A killed maker's segment is gone, or stays readable until its name is removed."""
+        """A killed process's segment is gone, or can be opened until its name is removed."""
         with OtherProcess("spawn") as other:
             name, locator = other.ask(_create_and_keep, strategy, secrets.token_hex(16))
             other.kill()
@@ -260,7 +260,7 @@ class StrategyContract:
         assert segment.name not in set(strategy.names())
 
     def test_names_lists_segments_alone(self, strategy: SharingStrategy) -> None:
-        """names() lists no other file: the core removes what it lists, if it looks abandoned."""
+        """names() lists no other files, since the core may remove the files that it lists."""
         token = secrets.token_hex(16)
         file = strategy.create(_PAGE, token)
         others: list[Path] = []
@@ -277,7 +277,7 @@ class StrategyContract:
     def test_unlink_again_is_no_error(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
-        """Removing a name that is gone does nothing."""
+        """Removing a name that was removed already does nothing."""
         if segment.name is None:
             return
         strategy.unlink(segment.name)
@@ -287,7 +287,7 @@ class StrategyContract:
     def test_a_segment_outlives_its_name(
         self, strategy: SharingStrategy, segment: SegmentFile
     ) -> None:
-        """Who has a segment open can use it after its name was removed."""
+        """A segment that is open can be used after its name was removed."""
         if segment.name is not None:
             strategy.unlink(segment.name)
         os.pwrite(segment.fd, b"still here", 0)
@@ -301,11 +301,11 @@ def _remove(strategy: SharingStrategy, file: SegmentFile) -> None:
 
 
 def _make_neighbours(segment: Path, token: str) -> list[Path]:
-    """Make empty files that are no segments beside one that has a name; return their paths."""
+    """Make empty files beside a segment's, with similar names; return their paths."""
     names = {
         f"{segment.name}.old",
-        # A name may end with something else than its token, such as the maker's number,
-        # and still be one without its last character.
+        # One character of the token is missing, not of the name: a name may end with
+        # something else, such as a process id, and be a valid one without its last digit.
         segment.name.replace(token, token[:-1]),
         f"data-{secrets.token_hex(8)}.npy",
     } - {segment.name}

@@ -169,7 +169,7 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     """Whatever else is in the file is left alone."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"notes\.txt is no report"):
+    with pytest.raises(ConfigurationError, match=r"notes\.txt is not a report"):
         suite.load_report(path)
     assert path.read_text() == text
 

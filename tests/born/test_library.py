@@ -78,7 +78,7 @@ def writable(path: Path) -> None:
     [
         (not_a_library, "invalid ELF header|file too short"),
         (something_else, "it is of version 1000, this is version"),
-        (writable, "anybody may write to it"),
+        (writable, "every user may write to it"),
     ],
 )
 def test_what_is_not_to_be_trusted_is_not_loaded(

@@ -15,7 +15,7 @@ import shmreduce
 from shmreduce import handle_calls, packets
 from shmreduce.born import moving as born
 from shmreduce.handle_calls import (
-    HANDLE_AFTER,
+    LENGTH_PREFIX,
     around_handle,
     call_of,
     pickle_around,
@@ -570,7 +570,7 @@ def test_the_pickle_of_a_call_is_read_by_anybody(handle: bytes, arguments: Any) 
     assert around is not None
     data = pickle_around(handle, around)
     assert repr(pickle.loads(data)) == repr((handle, *arguments))
-    start = len(around[0]) + HANDLE_AFTER
+    start = len(around[0]) + LENGTH_PREFIX
     assert data[start : start + len(handle)] == handle
     function, found = call_of(data[: len(around[0])], data[start + len(handle) :]) or (None, ())
     assert function is together

@@ -587,7 +587,7 @@ def test_nobody_makes_a_second_lock(children: Children, kind: str) -> None:
     assert within(answers.recv) == []
     with queue._rlock:
         commands.send("the lock is made")
-        assert "let that process ask for it first" in within(answers.recv)
+        assert "access it there before the queue is passed on" in within(answers.recv)
     children.join()
     for each in (for_child, commands, answers, of_child):
         each.close()

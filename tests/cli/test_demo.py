@@ -116,7 +116,7 @@ def test_what_is_no_number_is_told(number: str, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as caught:
         main(["demo", f"--workers={number}"])
     assert caught.value.code == 2
-    assert f"--workers: {number!r} is no whole number from 1 on" in capsys.readouterr().err
+    assert f"--workers: {number!r} is not a whole number of 1 or more" in capsys.readouterr().err
 
 
 def test_the_demo_filters_the_images_of_scikit_image() -> None:
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
     told = run("demo", f"--input={tmp_path / 'missing.npy'}", status=2).stderr
     assert "there is no such file" in told
     told = run("demo", "--input", str(tmp_path), status=2).stderr
-    assert "it is no regular file" in told
+    assert "it is not a regular file" in told
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

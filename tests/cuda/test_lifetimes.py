@@ -228,7 +228,7 @@ def test_a_forwarder_that_was_killed_is_told_from_the_origin(standin: Standin) -
             bring_to_the_middle(origin, middle, third)
             middle.ask(act.send_to, "third", "x")
             middle.kill()
-        with pytest.raises(CudaProducerDied, match=f"process {origin.pid}, .* lives") as caught:
+        with pytest.raises(CudaProducerDied, match=f"process {origin.pid}, .* is alive") as caught:
             third.ask(act.receive_from, "third", "x")
         assert caught.value.pid == middle.pid
     assert standin.folder.exists()

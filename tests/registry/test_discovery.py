@@ -293,7 +293,7 @@ def test_damaged_entry_points_take_nobody_down(installer: Installer, content: by
     installer.install_damaged("damaged", "entry_points.txt", content)
     installer.install("fine", REDUCER.format(claimed="example.Z"))
     plugins = Plugins(Registry())
-    with pytest.warns(ShmreduceWarning, match="goes without plugin 'damaged' of distribution"):
+    with pytest.warns(ShmreduceWarning, match="works without plugin 'damaged' of distribution"):
         synchronise(plugins, Settings())
     report = report_of(plugins, "damaged")
     assert (report.status, report.distribution) == ("broken", "damaged")

@@ -103,7 +103,7 @@ def test_a_strategy_that_cannot_be_asked_takes_nobody_down(
 
     monkeypatch.setattr(Broken, "unusable_reason", fail)
     assert "file_system" in get_all_sharing_strategies()
-    with pytest.raises(StrategyUnusableError, match="it raised RuntimeError: no such moon; us"):
+    with pytest.raises(StrategyUnusableError, match=" raised RuntimeError: no such moon; us"):
         set_sharing_strategy("broken")
     assert isinstance(inspection.leftovers(), list)
     assert isinstance(inspection.list_segments(), list)
@@ -327,7 +327,7 @@ def _send() -> bytes:
 def test_a_reason_is_a_sentence(answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``unusable_reason`` returns besides is quoted: it is no reason to read."""
     monkeypatch.setattr(Broken, "unusable_reason", lambda _: answer)
-    with pytest.raises(StrategyUnusableError, match=f"it returned {answer!r}, neither"):
+    with pytest.raises(StrategyUnusableError, match=f" returned {answer!r}, which is neither"):
         set_sharing_strategy("broken")
 
 

@@ -1,7 +1,7 @@
 """Verifies the plugin against the driver and devices of this machine.
 
-``python -m shmreduce_cuda.verify`` runs every case in a process of its own, with a
-time limit, and prints a table, or JSON. May import the plugin and this package.
+``python -m shmreduce_cuda.verify`` runs each case in its own process, with a time limit,
+and prints a table or JSON. May import the plugin and this package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKAGES = ("shmreduce", "numpy", "cupy-cuda12x", "cupy-cuda13x", "numba", "num
 
 
 def main() -> int:
-    """Run what the command line asks for; return the exit status."""
+    """Run the cases that the command line asks for; return the exit status."""
     options = _read_options()
     scale = QUICK if options.quick else Scale()
     if options.case is not None:
@@ -105,7 +105,7 @@ def _run_here(case: Case, scale: Scale) -> None:
 
 
 def _run_apart(case: Case, *, quick: bool) -> Outcome:
-    """Run a case in a process of its own, which is killed if it takes too long."""
+    """Run a case in its own process, which is killed if it takes too long."""
     command = [sys.executable, "-m", "shmreduce_cuda.verify", "--case", case.name]
     if quick:
         command.append("--quick")
@@ -115,7 +115,7 @@ def _run_apart(case: Case, *, quick: bool) -> Outcome:
     try:
         output, errors = child.communicate(timeout=case.timeout)
     except subprocess.TimeoutExpired:
-        # With the processes that it has started.
+        # The whole group: also the processes that it has started.
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
@@ -129,7 +129,7 @@ def _run_apart(case: Case, *, quick: bool) -> Outcome:
     outcome = Outcome(**json.loads(lines[-1]))
     said = errors.strip().splitlines()
     if outcome.status == "failed" and said:
-        # By a process that the case had started, perhaps.
+        # Perhaps a process that the case had started has printed the reason.
         outcome = replace(outcome, detail=f"{outcome.detail} ({said[-1]})")
     return outcome
 

@@ -1,4 +1,4 @@
-"""Facts about drivers that the plugin relies on, each looked at directly.
+"""Cases that check facts about drivers which the plugin relies on.
 
 May import the plugin, and ``lab``, ``outcomes`` and ``partner`` of this package.
 """
@@ -31,7 +31,7 @@ _open_here: list[int] = []
 
 
 def machine() -> dict[str, Any]:
-    """Return which driver and which devices there are."""
+    """Return facts about the driver and the devices."""
     version = c_int()
     get_driver().call("cuDriverGetVersion", byref(version))
     uuids = visible_uuids()
@@ -52,7 +52,7 @@ def _handle_of(pointer: int) -> Bytes64:
 
 
 def _open(handle: bytes) -> tuple[int, int]:
-    """Return the code of opening a handle here, and the address."""
+    """Open a handle in this process; return the driver's code, and the address."""
     pointer = c_uint64()
     with current_context(0) as driver:
         code = driver.attempt(

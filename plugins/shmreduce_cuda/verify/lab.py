@@ -1,7 +1,7 @@
-"""Device memory of every kind, as arrays, by the driver alone.
+"""Arrays in device memory of every kind, made by the driver without an array library.
 
-May import ``devices`` and ``driver`` of this plugin, and NumPy. For the
-verification, and for tests: no array library is needed.
+May import ``devices`` and ``driver`` of this plugin, and NumPy. For the verification and
+for tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmreduce_cuda.devices import current_context
-from shmreduce_cuda.driver import AllocationProperties, Location
+from shmreduce_cuda.driver import AccessDescription, AllocationProperties, Location
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,14 +46,14 @@ class PoolProperties(ctypes.Structure):
 
 
 class Pool:
-    """A memory pool that was made exportable, or a device's default one.
+    """An exportable memory pool, or a device's default pool.
 
     Parameters
     ----------
     ordinal : int
         The device.
     exportable : bool
-        Whether to make one; else it is the default one.
+        Whether to make an exportable pool; if False, this is the default pool.
     """
 
     def __init__(self, ordinal: int, *, exportable: bool = True) -> None:
@@ -74,7 +74,7 @@ class Pool:
 
 
 class Stream:
-    """A stream that does not wait for others."""
+    """A non-blocking stream: it does not wait for the default stream."""
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -83,7 +83,7 @@ class Stream:
             driver.call("cuStreamCreate", byref(self.handle), _NON_BLOCKING)
 
     def fill(self, memory: Memory, value: int, *, times: int = 1) -> None:
-        """Have all 32-bit words of a memory set, once or more, and do not wait for it."""
+        """Set all 32-bit words of a memory, once or several times, without waiting for it."""
         with current_context(self.ordinal) as driver:
             for _ in range(times):
                 driver.call(
@@ -91,7 +91,7 @@ class Stream:
                 )
 
     def wait(self) -> None:
-        """Wait until all is done."""
+        """Wait until the stream has done its work."""
         with current_context(self.ordinal) as driver:
             driver.call("cuStreamSynchronize", self.handle)
 
@@ -102,20 +102,20 @@ class Stream:
 
 
 class Memory:
-    """Memory of one kind, freed when it is dropped, and overwritten before that.
+    """Memory of one kind. When it is dropped, it is overwritten and then freed.
 
     Parameters
     ----------
     nbytes : int
-        How much; a multiple of four.
+        The size in bytes, a multiple of four.
     kind : str
         One of ``KINDS``.
     ordinal : int
         The device.
     pool : Pool, optional
-        Where to take it from; a new one for the kind ``pool``.
+        The pool to allocate from; by default a new one for the kind ``pool``.
     pieces : int
-        Of how many pieces virtual memory consists.
+        The number of pieces of virtual memory.
     """
 
     def __init__(
@@ -203,22 +203,21 @@ class Memory:
 
 
 def _allow_access(driver: Driver, start: int, size: int, ordinal: int) -> None:
-    from shmreduce_cuda.driver import AccessDescription
-
     access = AccessDescription(Location(_DEVICE, ordinal), 3)
     driver.call("cuMemSetAccess", start, size, byref(access), 1)
 
 
 class DeviceArray:
-    """An array of a device, with ``__cuda_array_interface__`` and slices.
+    """An array in device memory, with ``__cuda_array_interface__`` and slices.
 
     Parameters
     ----------
     memory : Memory
-        Where it lies.
-    template : numpy.ndarray, optional
-        An array of the host that lies in its own memory as this one does in
-        the device's; only asked for its layout.
+        Its memory.
+    template : numpy.ndarray
+        An array in host memory with the same layout. Its values are not used.
+    start : int
+        Bytes from the beginning of the memory to the first element.
     """
 
     def __init__(self, memory: Memory, template: np.ndarray[Any, Any], start: int = 0) -> None:
@@ -230,7 +229,7 @@ class DeviceArray:
     def of(
         cls, values: Any, kind: str = "legacy", ordinal: int = 0, **options: Any
     ) -> DeviceArray:
-        """Return an array of new memory with the values of an array of the host."""
+        """Return an array in new memory with the values of an array in host memory."""
         host = np.asarray(values, order="C")
         memory = Memory(max(4, -(-host.nbytes // 4) * 4), kind, ordinal, **options)
         array = cls(memory, np.empty_like(host))
@@ -239,7 +238,7 @@ class DeviceArray:
         return array
 
     def __getitem__(self, key: Any) -> DeviceArray:
-        # With the dots a single element is an array, too.
+        # With the ellipsis, a single element is an array too.
         part = self.template[(*key, ...) if isinstance(key, tuple) else (key, ...)]
         return DeviceArray(
             self.memory, part, self.start + _address(part) - _address(self.template)
@@ -280,7 +279,7 @@ def _span(interface: dict[str, Any]) -> tuple[int, int, Sequence[int] | None, An
     descr = interface.get("descr")
     dtype = np.dtype(interface["typestr"])
     if descr and dtype.kind == "V" and any(field[0] for field in descr):
-        # With the gaps between fields as gaps.
+        # np.dtype(descr) would make fields of the gaps between fields.
         dtype = np.lib.format.descr_to_dtype(descr)
     strides = interface.get("strides")
     shape = interface["shape"]

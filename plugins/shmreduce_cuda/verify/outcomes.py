@@ -1,4 +1,4 @@
-"""What a case of the verification finds.
+"""The cases of the verification, and their results.
 
 May import the standard library only.
 """
@@ -15,11 +15,11 @@ __all__ = ["Case", "Outcome", "Scale", "SkippedCaseError", "UnexpectedResultErro
 
 
 class UnexpectedResultError(Exception):
-    """Something is not as the plugin relies on."""
+    """A fact that the plugin relies on is not true."""
 
 
 class SkippedCaseError(Exception):
-    """The case cannot be made here; the text says what is missing."""
+    """The case cannot be run here; the text says what is missing."""
 
 
 def expect(condition: object, text: str) -> None:
@@ -35,15 +35,15 @@ class Scale:
     Parameters
     ----------
     trials : int
-        Of what may go wrong now and then.
+        How often something is tried that may fail occasionally.
     sends : int
-        Of what must not leave anything.
+        How often something is sent that must leave nothing behind.
     messages : int
-        Whose times are taken.
+        How many messages are timed.
     largest : int
         Bytes of the largest array.
     busy : int
-        Bytes that a stream writes again and again, to be at work for some time.
+        Bytes that a stream writes repeatedly, so that it is busy for some time.
     """
 
     trials: int = 1000
@@ -55,16 +55,16 @@ class Scale:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to be verified.
+    """One fact to be verified.
 
     Parameters
     ----------
     name : str
-        By which it is called.
+        Its name for ``--only``.
     about : str
-        What must be so, in one sentence.
+        The fact, in one sentence.
     run : callable
-        Takes a scale; returns figures.
+        Checks it; takes a scale, and returns figures.
     timeout : float
         Seconds after which it has failed.
     """
@@ -77,18 +77,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case found.
+    """The result of a case.
 
     Parameters
     ----------
     name, about : str
-        As of the case.
+        Those of the case.
     status : {"passed", "failed", "skipped"}
-        How it went.
+        The result.
     detail : str
         Why it failed or was skipped; empty if it passed.
     figures : dict
-        What was measured or seen.
+        What was measured or observed.
     seconds : float
         How long it took.
     """

@@ -54,7 +54,7 @@ def eventually(condition: Callable[[], object], what: str, patience: float = PAT
 
 
 class Partner:
-    """A process that was spawned; it calls functions, one after another."""
+    """A spawned process that calls functions, one after another."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -116,7 +116,7 @@ def _serve(connection: Any) -> None:
         except Exception as error:
             answer = (False, error)
         connection.send(answer)
-        # What was received is not to live until the next question.
+        # Do not keep the objects until the next question.
         del question, function, arguments, answer
 
 

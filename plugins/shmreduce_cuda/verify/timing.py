@@ -1,4 +1,4 @@
-"""Latencies, beside those of torch where it is installed.
+"""Cases that measure latencies, beside those of torch if it is installed.
 
 May import public names of :mod:`shmreduce`, the plugin, and ``lab``,
 ``outcomes`` and ``partner`` of this package.
@@ -38,7 +38,7 @@ def _echo(inbox: Any, outbox: Any, count: int) -> None:
     receive = inbox.recv if hasattr(inbox, "recv") else inbox.get
     for _ in range(count):
         array = receive()
-        # The array is dropped before the answer: so its mapping is closed in time.
+        # Dropped before the answer, so that closing its mapping is part of the time.
         del array
         outbox.send(None)
 
@@ -56,7 +56,7 @@ def _measure(make: Callable[[], Any], way: str, count: int) -> dict[str, float]:
         send = inbox.put
     child = context.Process(target=_echo, args=(inbox, theirs, count + _WARM_UP), daemon=True)
     child.start()
-    # So that the end of the child is the end of the pipe.
+    # So that recv() raises EOFError if the child dies.
     theirs.close()
     array, taken = make(), []
     for _ in range(count + _WARM_UP):
@@ -81,10 +81,9 @@ def _measure(make: Callable[[], Any], way: str, count: int) -> dict[str, float]:
 
 
 def _of_size(nbytes: int) -> DeviceArray:
-    # Not filled: the memory may be larger than the host's.
-    return DeviceArray(Memory(nbytes), np.lib.stride_tricks.as_strided(
-        np.zeros(1, "u1"), (nbytes,), (1,)
-    ))  # fmt: skip
+    # The template has only one byte, since device memory may be larger than host memory.
+    template = np.lib.stride_tricks.as_strided(np.zeros(1, "u1"), (nbytes,), (1,))
+    return DeviceArray(Memory(nbytes), template)
 
 
 def _latency(scale: Scale) -> dict[str, Any]:

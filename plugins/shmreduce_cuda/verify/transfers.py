@@ -1,4 +1,4 @@
-"""Whether arrays arrive: round trips, order, refusals, lifetimes.
+"""Cases that check whether arrays arrive: round trips, order, refusals, lifetimes.
 
 May import public names of :mod:`shmreduce`, the plugin, and ``lab``,
 ``outcomes`` and ``partner`` of this package.
@@ -25,7 +25,7 @@ __all__ = ["CASES"]
 _SHAREABLE = ("legacy", "pool", "virtual")
 _RECLAIM_SECONDS = 1.0
 _BUSY_SECONDS = 0.02
-"""For which a stream is at work: longer than any message takes."""
+"""How long a stream is busy: longer than any message takes."""
 _FEWEST_FILLS, _MOST_FILLS = 20, 1000
 
 
@@ -128,7 +128,7 @@ def _addresses(scale: Scale) -> dict[str, Any]:
 
 
 def _order(scale: Scale) -> dict[str, Any]:
-    """Send while a stream that does not wait for others is at work for long."""
+    """Send while a non-blocking stream is busy for a long time."""
     stale = {"send": 0, "share": 0, "queue": 0}
     with installed(), partner() as other:
         array = DeviceArray.of(np.zeros(scale.busy // 4, "u4"))
@@ -140,7 +140,7 @@ def _order(scale: Scale) -> dict[str, Any]:
             stream.fill(array.memory, number - 1, times=times)
             stream.fill(array.memory, number)
             if way == "queue":
-                # The feeder thread pickles; this process gets its own memory back.
+                # The feeder thread pickles it. This process gets its own memory back.
                 queue.put(array[-4:])
                 found = read(queue.get(timeout=far.PATIENCE))
             else:
@@ -160,7 +160,7 @@ def _order(scale: Scale) -> dict[str, Any]:
 
 
 def _times(stream: Stream, array: DeviceArray) -> int:
-    """Return how often a stream must fill an array to be at work for longer than a message."""
+    """Return how often a stream must fill an array to be busy for longer than a message takes."""
     stream.fill(array.memory, 0, times=_FEWEST_FILLS)
     stream.wait()
     began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""What is compared, one module for each family of systems.
+"""The systems that are compared, with one module for each family of them.
 
-``base`` says what a system is; ``channels`` has the loops of those with queues.
-This module imports nothing.
+``base`` defines what a system is. ``channels`` has the workers' loops for systems with
+queues. This module imports nothing.
 """

@@ -1,8 +1,8 @@
-"""What the suite asks of each system that is compared.
+"""The interface of the systems that are compared.
 
-May import :mod:`shmreduce.errors`, :mod:`shmreduce.fresh_process` and
-``payloads``. A system is a small picklable object. A session is a system at
-work, in the process that is measured.
+May import :mod:`shmreduce.errors`, :mod:`shmreduce.fresh_process` and ``payloads``. A
+system is a small picklable object. A session is a running system, in the process that
+is measured.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 __all__ = ["Ability", "Kind", "Session", "System", "missing"]
 
 Ability = Literal["echo", "stream", "fan_out", "relay", "collect", "exchange"]
-"""What a session can be asked for; the names of its methods."""
+"""What a session can do; these are names of its methods."""
 
 Kind = Literal["fresh", "shared", "born"]
-"""How an array is meant to travel: by value and not sent before; shared already;
-by value, but made by NumPy in shared memory."""
+"""How an array travels: by value, and never sent before; as an array that is shared already;
+or by value, but made by NumPy in shared memory."""
 
 
 class Session:
-    """A system at work: its workers are started, its connections made.
+    """A running system: its workers are started, and its connections made.
 
-    A subclass implements the methods for the abilities that its system names.
+    A subclass implements the methods for the abilities of its system.
     """
 
     def prepare(self, nbytes: int) -> None:
-        """Get ready for messages with arrays of ``nbytes`` in all."""
+        """Get ready for messages whose arrays have ``nbytes`` bytes in total."""
 
     def message(self, payload: Any, kind: Kind) -> Any:
-        """Return what is sent to say ``payload``. Called outside the timed region."""
+        """Return the object to send for ``payload``. This is not timed."""
         raise NotImplementedError
 
     def payload(self, message: Any) -> Any:
@@ -42,13 +42,13 @@ class Session:
         return message
 
     def release(self, message: Any) -> None:
-        """Give a received message's memory back where that is not done by dropping it."""
+        """Give a received message's memory back, if dropping the message does not."""
 
     def echo(self, box: list[Any]) -> Any:
-        """Send the message in ``box`` to a worker and return what comes back.
+        """Send the message in ``box`` to a worker, and return what comes back.
 
-        The box is emptied on the way, so that nobody else has the message: what
-        is referred to elsewhere cannot be moved.
+        The box is emptied, so that there is no other reference to the message, which would
+        prevent its arrays from being moved.
         """
         raise NotImplementedError
 
@@ -57,11 +57,11 @@ class Session:
         raise NotImplementedError
 
     def fan_out(self, payload: Any) -> list[Any]:
-        """Give one array to each worker, and return what each says of it."""
+        """Send one array to each worker, and return each worker's marks of it."""
         raise NotImplementedError
 
     def relay(self, payload: Any) -> Any:
-        """Send an array to a worker, on to a second, and return what that one says of it."""
+        """Send an array to a worker, which forwards it to a second; return that one's marks."""
         raise NotImplementedError
 
     def collect(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -69,11 +69,11 @@ class Session:
         raise NotImplementedError
 
     def exchange(self, payload: Any, laps: int) -> int:
-        """Let messages go round among all workers and return how often one was sent."""
+        """Let messages go round among all workers, and return how many were sent in total."""
         raise NotImplementedError
 
     def processes(self) -> list[Any]:
-        """Return the workers whose death nobody else would notice."""
+        """Return the workers whose death the system does not notice itself."""
         return []
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class System:
     Parameters
     ----------
     name : str
-        As the tables call it.
+        Its name in tables.
     """
 
     name: str
@@ -95,18 +95,18 @@ class System:
     abilities: ClassVar[frozenset[Ability]] = frozenset()
     kinds: ClassVar[frozenset[Kind]] = frozenset({"fresh"})
     sends_objects: ClassVar[bool] = True
-    """Whether more than single arrays can be sent."""
+    """Whether it can send objects other than single arrays."""
     starts_quickly: ClassVar[bool] = True
-    """Whether a new session for each sample is bearable."""
+    """Whether it starts fast enough for a new session per sample."""
 
     @property
     def ours(self) -> bool:
-        """Whether it is ours."""
+        """Whether it is shmreduce."""
         return False
 
     @property
     def is_peer(self) -> bool:
-        """Whether it does what ours does, and is none of ours."""
+        """Whether it is another system that shmreduce is compared with."""
         return not self.ours
 
     def can(self, ability: Ability, kind: Kind = "fresh") -> bool:
@@ -123,7 +123,7 @@ class System:
 
 
 def missing(module: str, distribution: str) -> str | None:
-    """Return that a module is not installed, and how to get it, or None."""
+    """Return a text if a module is not installed, which says how to get it, or None."""
     if find_spec(module) is None:
         return f"{distribution} is not installed: pip install 'shmreduce[bench]'"
     return None

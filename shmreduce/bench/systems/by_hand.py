@@ -27,8 +27,8 @@ class _Held:
     ) -> None:
         import numpy as np
 
-        # Before the segment, so that it goes before it: a segment with arrays in
-        # use cannot be closed.
+        # Set before the segment, so that it is freed before it: a segment cannot be closed
+        # while an array uses it.
         self.array: np.ndarray[Any, Any] | None = np.ndarray(shape, dtype, buffer=memory.buf)
         self.memory = memory
         self.kept = kept
@@ -42,11 +42,11 @@ class _Held:
 
 
 class _HandQueue:
-    """Puts names into a queue, and arrays into segments of those names."""
+    """Puts arrays into segments, and the segments' names into a queue."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
-        # Segments that are used again and again are opened once.
+        # Segments that are sent repeatedly are opened only once.
         self._known: dict[str, _Held] = {}
 
     def __reduce__(self) -> Any:
@@ -67,7 +67,7 @@ class _HandQueue:
 
     def get(self) -> Any:
         message = self._queue.get()
-        # Orders of the suite itself are shorter.
+        # The suite's own orders are shorter tuples.
         if not isinstance(message, tuple) or len(message) != 4:
             return message
         name, shape, dtype, kept = message
@@ -79,7 +79,7 @@ class _HandQueue:
                 other.close()
             self._known = {name: held}
         else:
-            # Whoever gets it is its only user; the memory stays until it is closed.
+            # This process is its only user. The memory is kept until it is closed.
             held.memory.unlink()
         return held
 
@@ -95,19 +95,19 @@ class ByHand(ChannelSystem):
     sends_objects: ClassVar[bool] = False
 
     def queue(self, room: int) -> Any:  # noqa: ARG002 - only names go through
-        """Return a queue that names segments."""
+        """Return a queue for names of segments."""
         return _HandQueue(self.context().SimpleQueue())
 
     def message(self, payload: Any, kind: Kind) -> Any:
-        """Return an array, or a segment with it."""
+        """Return the array, or a segment that has it."""
         return payload if kind == "fresh" else self.shared(payload)
 
     def shared(self, array: Any) -> Any:
-        """Return a segment that stays."""
+        """Return a segment that is sent repeatedly."""
         return _copy(array, kept=True)
 
     def spread(self, array: Any) -> Any:
-        """Copy once, not for each receiver."""
+        """Copy the array once, and not for each receiver."""
         return self.shared(array)
 
     def payload(self, message: Any) -> Any:
@@ -115,7 +115,7 @@ class ByHand(ChannelSystem):
         return message.array
 
     def release(self, message: Any) -> None:
-        """Close a segment that was received; one that stays is unlinked by its maker."""
+        """Close a received segment, unless it is sent repeatedly: its maker unlinks such a one."""
         if isinstance(message, _Held) and (message.ours or not message.kept):
             message.close()
 

@@ -1,4 +1,4 @@
-"""Systems that send by queues between processes: the loops that anybody would write.
+"""Systems that send by queues between processes, and the loops of their workers.
 
 May import ``base``, ``payloads`` and :mod:`shmreduce.fresh_process`.
 """
@@ -27,17 +27,17 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class ChannelSystem(System):
-    """A way of sending that has queues with ``put`` and ``get``."""
+    """A system that has queues with ``put`` and ``get``."""
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(
         {"echo", "stream", "fan_out", "relay", "exchange"}
     )
 
     queues_have_room: ClassVar[bool] = False
-    """Whether queues are made for messages of a size."""
+    """Whether queues are made for a maximum size of messages."""
 
     def prepare(self) -> None:
-        """Do at the start of each process what users of the system do there."""
+        """Set up the system at the start of each process, as its users do."""
 
     def context(self) -> Any:
         """Return the context that starts workers."""
@@ -48,30 +48,30 @@ class ChannelSystem(System):
         """Return a queue for messages with ``room`` bytes of arrays."""
 
     def message(self, payload: Any, kind: Kind) -> Any:
-        """Return what is put into a queue to say ``payload``."""
+        """Return the object that is put into a queue for ``payload``."""
         return change_arrays(payload, {"fresh": self.fresh, "shared": self.shared}[kind])
 
     def fresh(self, array: Any) -> Any:
-        """Return what stands for an array that was not sent before."""
+        """Return the object to send for an array that was not sent before."""
         return array
 
     def shared(self, array: Any) -> Any:
-        """Return what stands for an array in shared memory."""
+        """Return the object to send for an array in shared memory."""
         raise NotImplementedError
 
     def spread(self, array: Any) -> Any:
-        """Return what is put into each of several queues."""
+        """Return the object to put into each of several queues."""
         return self.fresh(array)
 
     def payload(self, message: Any) -> Any:
-        """Return what was received as NumPy arrays."""
+        """Return a received message's contents as NumPy arrays."""
         return message
 
     def release(self, message: Any) -> None:
-        """Give back what was received, where dropping it does not do that."""
+        """Give a received message's memory back, if dropping the message does not."""
 
     def send_on(self, queue: Any, box: list[Any]) -> None:
-        """Put what was received into another queue, and give it back; the box is emptied."""
+        """Put a received message into another queue, release it, and empty the box."""
         message = box.pop()
         queue.put(message)
         self.release(message)
@@ -81,7 +81,7 @@ class ChannelSystem(System):
         raise NotImplementedError
 
     def open(self, ability: Ability, workers: int) -> Session:
-        """Start the workers that an ability takes."""
+        """Start the workers that an ability needs."""
         self.prepare()
         if ability == "collect":
             return PoolSession(self, workers)
@@ -94,11 +94,11 @@ class ChannelSession(Session):
     Parameters
     ----------
     system : ChannelSystem
-        Brings queues and processes.
+        Makes queues and processes.
     ability : str
         What the workers will do.
     workers : int
-        How many, where that can be chosen.
+        The number of workers, for abilities that do not fix it.
     """
 
     def __init__(self, system: ChannelSystem, ability: Ability, workers: int) -> None:
@@ -111,7 +111,7 @@ class ChannelSession(Session):
             self._start(0)
 
     def prepare(self, nbytes: int) -> None:
-        """Make other queues if these are not made for messages of that size."""
+        """Make new queues if these were made for messages of another size."""
         if self._system.queues_have_room and nbytes != self._room:
             self.close()
             self._start(nbytes)
@@ -131,7 +131,7 @@ class ChannelSession(Session):
             loops = [{"echo": _echo, "stream": _swallow}.get(self._ability, _tell)] * (last + 1)
             outboxes = [self._back] * (last + 1)
         context = system.context()
-        # Of plain multiprocessing, so that a worker's end can be waited for as well.
+        # A pipe of plain multiprocessing, to wait for it and for the end of workers together.
         ready, theirs = get_context("spawn").Pipe(duplex=False)
         self._processes = []
         for loop, inbox, outbox in zip(loops, self._inboxes, outboxes, strict=True):
@@ -145,14 +145,14 @@ class ChannelSession(Session):
         ready.close()
 
     def _await(self, ready: Connection) -> None:
-        # One worker's end stays open as long as another one is there to say something.
+        # The pipe alone is not enough: it stays open while any other worker has its end.
         wait([ready, *(process.sentinel for process in self._processes)])
         try:
             if ready.poll():
                 ready.recv()
                 return
         except EOFError:
-            pass  # the last one has ended
+            pass  # all workers have ended
         for process in self._processes:
             process.join(1)
         codes = [process.exitcode for process in self._processes]
@@ -204,13 +204,13 @@ class ChannelSession(Session):
     def exchange(self, payload: Any, laps: int) -> int:
         """Let half as many messages as there are workers go round.
 
-        Not more: a worker that waits for room in the next one's pipe must find one
-        further on that reads.
+        More could block for ever: if a worker waits for room in the pipe of the next one,
+        some worker must be reading.
         """
         workers = len(self._inboxes)
         tokens = workers // 2
         for number, inbox in enumerate(self._inboxes):
-            # A message that began at the next worker comes here last of all.
+            # A worker with an odd number ends the messages that began at the next worker.
             inbox.put((laps * tokens, number % 2 == 1))
         for inbox in self._inboxes[::2]:
             inbox.put(self._system.fresh(payload))
@@ -228,7 +228,7 @@ class ChannelSession(Session):
         if not processes:
             return
         for inbox in self._inboxes:
-            # Its reader may be gone.
+            # The worker may be gone.
             with suppress(BrokenPipeError, ConnectionError):
                 inbox.put(None)
         for process in processes:
@@ -236,14 +236,14 @@ class ChannelSession(Session):
 
 
 class PoolSession(Session):
-    """A pool of a system's own."""
+    """The pool of a system."""
 
     def __init__(self, system: ChannelSystem, workers: int) -> None:
         self._system = system
         self._pool = system.pool(workers)
 
     def collect(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Map, one item a task."""
+        """Call the pool's ``map`` with one item per task."""
         results: list[Any] = self._pool.map(_Prepared(self._system, function), items, chunksize=1)
         return results
 
@@ -259,13 +259,13 @@ class PoolSession(Session):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Calls a function and returns what the system has for its arrays."""
+    """Calls a function, and returns the result in the form in which the system sends it."""
 
     system: ChannelSystem
     function: Callable[[Any], Any]
 
     def __call__(self, item: Any) -> Any:
-        # Not kept in a variable: a result that only the pool has can be moved.
+        # Not kept in a variable: a result without any other reference can be moved.
         return self.system.message(self.function(item), "fresh")
 
 
@@ -324,7 +324,7 @@ def _pass_round(system: ChannelSystem, inbox: Any, outbox: Any, home: Any) -> No
         if order is None:
             break
         if not isinstance(order, tuple):
-            # From a neighbour who had its order sooner.
+            # A message from a neighbour that got its order before this worker.
             early.append(order)
             continue
         count, ends_here = order

@@ -1,4 +1,4 @@
-"""What everything is held against: one copy within one process.
+"""The reference for all systems: one copy within one process.
 
 May import ``base``.
 """

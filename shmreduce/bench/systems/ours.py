@@ -1,4 +1,4 @@
-"""shmreduce, in the ways in which it is used.
+"""shmreduce, in the different ways in which it can be used.
 
 May import ``payloads``, ``base``, ``channels``, the public names of shmreduce, errors
 and strategies.
@@ -46,14 +46,14 @@ class Shmreduce(ChannelSystem):
         return None
 
     def prepare(self) -> None:
-        """Choose the strategy; children have it from their parent."""
+        """Choose the strategy, which children inherit."""
         import shmreduce
 
         if shmreduce.get_sharing_strategy() != self.strategy:
             shmreduce.set_sharing_strategy(self.strategy)
 
     def context(self) -> Any:
-        """Return a context of ours."""
+        """Return a context of shmreduce."""
         import shmreduce
 
         return shmreduce.get_context("spawn")
@@ -67,7 +67,7 @@ class Shmreduce(ChannelSystem):
         return self.context().Pool(workers)
 
     def send_on(self, queue: Any, box: list[Any]) -> None:
-        """Keep nothing of it: it is passed on as it is then."""
+        """Forward the message without keeping a reference, so that it is moved."""
         queue.put(box.pop())
 
     def shared(self, array: Any) -> Any:
@@ -77,7 +77,7 @@ class Shmreduce(ChannelSystem):
         return shmreduce.share(array)
 
     def spread(self, array: Any) -> Any:
-        """Copy once, not for each receiver; a small one is pickled anyway."""
+        """Copy the array once, and not for each receiver; but a small one is pickled."""
         import shmreduce
 
         small = array.nbytes < shmreduce.get_settings().inline_limit
@@ -111,7 +111,7 @@ class BornShared(Shmreduce):
     kinds: ClassVar[frozenset[Kind]] = frozenset({"born"})
 
     def can(self, ability: Ability, kind: Kind = "fresh") -> bool:
-        """Return what it does otherwise than :class:`Shmreduce`."""
+        """Return whether it has an ability in which it differs from :class:`Shmreduce`."""
         return ability == "collect" or super().can(ability, kind)
 
     def unusable_reason(self) -> str | None:
@@ -129,7 +129,7 @@ class BornShared(Shmreduce):
         return self.context().Pool(workers, shared_allocations=True)
 
     def message(self, payload: Any, kind: Kind) -> Any:
-        """Have NumPy make the arrays anew, as the result of a computation would be."""
+        """Let NumPy make new arrays in shared memory, like results of a computation."""
         if kind != "born":
             return super().message(payload, kind)
         import shmreduce
@@ -139,4 +139,4 @@ class BornShared(Shmreduce):
 
 
 OURS = Shmreduce().name
-"""The system that ratios are told against: ours, as it comes."""
+"""The system that the others are compared with: shmreduce with default settings."""

@@ -40,7 +40,7 @@ class Stock(ChannelSystem):
 
 @dataclass(frozen=True)
 class Pipe(Stock):
-    """Plain multiprocessing that sends ten bytes: what a round trip costs at least."""
+    """Plain multiprocessing that sends ten bytes: the least that a round trip costs."""
 
     name: str = "ten bytes"
 
@@ -53,11 +53,11 @@ class Pipe(Stock):
         return False
 
     def message(self, payload: Any, kind: Kind) -> Any:  # noqa: ARG002 - any payload
-        """Return what stands for any payload."""
+        """Return ten bytes for any payload."""
         return b"0123456789"
 
     def payload(self, message: Any) -> Any:
-        """Return None: nothing to look at."""
+        """Return None: there are no arrays."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Torch(ChannelSystem):
         return self.context().Pool(workers, initializer=self.prepare)
 
     def message(self, payload: Any, kind: Kind) -> Any:
-        """Return tensors; what is born shared is made by ``share_memory_``."""
+        """Return tensors; those of kind ``born`` are made by ``share_memory_``."""
         return super().message(payload, "fresh" if kind == "fresh" else "shared")
 
     def fresh(self, array: Any) -> Any:
         """Return a tensor over ``array``.
 
-        Sending a tensor moves its storage to shared memory for good, so each
-        message needs a new one; ``array`` itself stays where it is.
+        Sending a tensor moves its storage to shared memory permanently, so each message needs
+        a new tensor. ``array`` itself is not moved.
         """
         return _torch().from_numpy(array)
 
@@ -121,7 +121,7 @@ class Torch(ChannelSystem):
 
 @dataclass(frozen=True)
 class FasterFifo(ChannelSystem):
-    """Queues of faster-fifo, a circular buffer in shared memory that messages are pickled into."""
+    """Queues of faster-fifo: messages are pickled into a circular buffer in shared memory."""
 
     name: str = "faster-fifo"
 
@@ -132,17 +132,17 @@ class FasterFifo(ChannelSystem):
         return missing("faster_fifo", "faster-fifo")
 
     def prepare(self) -> None:
-        """Let queues be arguments of spawned processes."""
+        """Make queues picklable as arguments of spawned processes."""
         import_module("faster_fifo_reduction")
 
     def queue(self, room: int) -> Any:
-        """Return a queue with room for two messages, and some pickled names besides."""
+        """Return a queue with room for two messages, and some more bytes for the pickles."""
         made: Any = import_module("faster_fifo").Queue
         return _PatientFifo(made(max_size_bytes=2 * room + 4_000_000))
 
 
 class _PatientFifo:
-    """Waits as long as it takes; ten seconds are what faster-fifo does by default."""
+    """Waits practically without a limit; faster-fifo waits ten seconds by default."""
 
     def __init__(self, fifo: Any) -> None:
         self._fifo = fifo
@@ -170,7 +170,7 @@ class ZeroMQ(ChannelSystem):
 
 
 class _ZeroMQQueue:
-    """As pyzmq's guide to serializing does it: pickle protocol 5, and no copies."""
+    """Sends as in pyzmq's guide to serializing: by pickle protocol 5, and without copies."""
 
     def __init__(self) -> None:
         descriptor, path = tempfile.mkstemp(prefix="bench-zmq-")
@@ -201,7 +201,7 @@ class _ZeroMQQueue:
             zmq = import_module("zmq")
             socket = zmq.Context.instance().socket(getattr(zmq, kind))
             self._sockets[kind] = socket
-            # The one who reads is the one who is found.
+            # The reader binds the address, to which writers connect.
             (socket.bind if kind == "PULL" else socket.connect)(f"ipc://{self._path}")
         return self._sockets[kind]
 

@@ -25,25 +25,25 @@ __all__ = ["Dask", "Executor", "Joblib", "Loky", "OurExecutor", "Ray"]
 
 
 class _TaskSession(Session):
-    """Workers that are given functions to call."""
+    """Workers that call functions."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
 
     @abstractmethod
     def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Hand a call to a worker and return what stands for its result."""
+        """Submit a call to a worker, and return a future or the like."""
 
     @abstractmethod
     def results(self, calls: list[Any]) -> list[Any]:
-        """Wait for calls."""
+        """Wait for calls, and return their results."""
 
     def spread(self, payload: Any) -> Any:
-        """Return what is given to several workers."""
+        """Return an argument that is sent to several workers."""
         return payload
 
     def message(self, payload: Any, kind: Kind) -> Any:  # noqa: ARG002 - fresh is all there is
-        """Return the argument that says ``payload``."""
+        """Return the argument to send for ``payload``."""
         return payload
 
     def echo(self, box: list[Any]) -> Any:
@@ -60,7 +60,7 @@ class _TaskSession(Session):
         return self.results([self.start(marks, argument) for _ in range(self._workers)])
 
     def relay(self, payload: Any) -> Any:
-        """Give the result of one call to another one."""
+        """Pass the result of one call to another call."""
         middle = self.results([self.start(_same, payload)])[0]
         return self.results([self.start(marks, middle)])[0]
 
@@ -71,7 +71,7 @@ class _TaskSession(Session):
 
 @dataclass(frozen=True)
 class _TaskSystem(System):
-    """A system of calls."""
+    """A system whose workers call functions."""
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(
         {"echo", "stream", "fan_out", "relay", "collect"}
@@ -84,7 +84,7 @@ class _TaskSystem(System):
         """Start workers."""
 
     def open(self, ability: Ability, workers: int) -> Session:
-        """Start as many workers as there are with queues."""
+        """Start as many workers as systems with queues do."""
         return self.session(self.workers_for.get(ability, workers))
 
 
@@ -121,7 +121,7 @@ class Executor(_TaskSystem):
 
 @dataclass(frozen=True)
 class OurExecutor(_TaskSystem):
-    """``shmreduce.ProcessPoolExecutor``: what to compare other executors with."""
+    """``shmreduce.ProcessPoolExecutor``, with which the other executors are compared."""
 
     name: str = "shmreduce executor"
 
@@ -141,7 +141,7 @@ class OurExecutor(_TaskSystem):
 
 @dataclass(frozen=True)
 class Loky(_TaskSystem):
-    """loky's executor, which is used again."""
+    """loky's reusable executor."""
 
     name: str = "loky"
 
@@ -181,7 +181,7 @@ class _JoblibSession(_TaskSession):
 class Joblib(_TaskSystem):
     """``joblib.Parallel`` with its default backend.
 
-    One worker would be none: joblib then calls functions in its own process.
+    It has at least two workers: with one, joblib calls functions in its own process.
     """
 
     name: str = "joblib"
@@ -197,13 +197,13 @@ class Joblib(_TaskSystem):
 
 @dataclass(frozen=True)
 class _Stored:
-    """An array in the object store. Inside of an object, a reference stays one."""
+    """A reference to an array in the object store. Ray does not resolve it inside an object."""
 
     reference: Any
 
 
 class _RaySession(_TaskSession):
-    """Actors, and the object store for what more than one of them gets."""
+    """Actors, and the object store for arguments of several of them."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
@@ -234,7 +234,7 @@ class _RaySession(_TaskSession):
         if not isinstance(message, _Stored):
             return self.results([self.start(_same, message)])[0]
         received = self._ray.get(self._actors[0].look.remote(message))
-        # Both sides have the array then, as with queues.
+        # Get it here too, so that both sides have the array, as with queues.
         self._ray.get(received.reference)
         return received
 
@@ -248,7 +248,7 @@ class _RaySession(_TaskSession):
         return found
 
     def relay(self, payload: Any) -> Any:
-        # The reference goes through here, the array from actor to actor.
+        # Only the reference goes through this process; the array goes from actor to actor.
         return self._ray.get(self.start(marks, self.start(_same, payload)))
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class Ray(_TaskSystem):
 
 
 class _DaskSession(_TaskSession):
-    """A LocalCluster; large arguments are scattered before."""
+    """A LocalCluster. Large arguments are scattered first."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
@@ -315,7 +315,7 @@ class _DaskSession(_TaskSession):
         return found
 
     def relay(self, payload: Any) -> Any:
-        # The future goes through here, the array from worker to worker.
+        # Only the future goes through this process; the array goes from worker to worker.
         return self.start(marks, self.start(_same, payload)).result()
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class _DaskSession(_TaskSession):
 
 
 _SCATTERED_FROM = 1 << 20
-"""Bytes from which Dask's pages on efficiency advise ``scatter``."""
+"""Bytes. Dask's documentation on efficiency recommends ``scatter`` for larger arguments."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What is measured, one module for each workload.
+"""The workloads that are measured.
 
-``base`` says what a workload with turns is; :mod:`shmreduce.bench.turns` gives
-them to systems. ``live_arrays``, ``burst``, ``killed``, ``stages`` and
-``import_time`` are measured in ways of their own. This module imports nothing.
+``base`` defines a workload for which systems take turns; :mod:`shmreduce.bench.turns`
+runs them. ``live_arrays``, ``burst``, ``killed``, ``stages`` and ``import_time`` run
+themselves. This module imports nothing.
 """

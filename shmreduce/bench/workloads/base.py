@@ -1,4 +1,4 @@
-"""What a workload is whose systems take turns.
+"""The interface of workloads for which systems take turns.
 
 May import ``plan``, ``payloads`` and ``systems.base``.
 """
@@ -26,15 +26,15 @@ class Row:
     Parameters
     ----------
     name : str
-        As tables call it.
+        Its name in tables.
     nbytes : int
-        Of the arrays in one message.
+        Bytes of the arrays in one message.
     form : str
         What the message is; see :func:`~shmreduce.bench.payloads.make_payload`.
     count : int
-        Arrays of a message, or results of a call.
+        Number of arrays in a message, or of results of a call.
     workers : int
-        Where that can be chosen.
+        Number of workers, for workloads that do not fix it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Row:
 
 
 class Action(ABC):
-    """A row at work in a session: what is done again and again."""
+    """What is done repeatedly for one row, in a session."""
 
     @abstractmethod
     def once(self) -> tuple[float, int]:
@@ -57,14 +57,14 @@ class Action(ABC):
 
 @dataclass(frozen=True)
 class Workload(ABC):
-    """Something that systems do in turn. Picklable.
+    """Something that systems do in turn. It is picklable.
 
     Parameters
     ----------
     name : str
-        As ``--only`` knows it.
+        Its name for ``--only``.
     title : str
-        As tables are headed.
+        The heading of its tables.
     """
 
     name: str
@@ -72,15 +72,15 @@ class Workload(ABC):
 
     ability: ClassVar[Ability]
     copies: ClassVar[float] = 4.0
-    """How many times a row's bytes a system needs in memory, all processes together."""
+    """All processes of a system together need so many times a row's bytes of memory."""
     cold: ClassVar[bool] = False
     """Whether each sample is taken in processes that were just started."""
     processors: ClassVar[int | None] = None
-    """How many processors the processes share; None for all that there are."""
+    """How many processors the processes share; None for all."""
 
     @abstractmethod
     def rows(self, plan: Plan) -> Sequence[Row]:
-        """Return what a plan asks for, small rows first."""
+        """Return the rows of a plan, small ones first."""
 
     @property
     def kind(self) -> Kind:

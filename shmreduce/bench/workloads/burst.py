@@ -1,7 +1,7 @@
-"""Many large arrays at once through a queue, then nothing: the memory must come back.
+"""Sends many large arrays through a queue, and measures when their memory is given back.
 
-Counted are the pages that the kernel has allocated for the segments of the
-sender and of the receiver (``st_blocks``, see inode(7)).
+It counts the pages that the kernel has allocated for the segments of the sender and of
+the receiver (``st_blocks``, see inode(7)).
 
 May import ``measurements`` and ``systems`` of the benchmarks,
 :mod:`shmreduce.fresh_process`, :mod:`shmreduce.memory.inspection` and NumPy.
@@ -137,6 +137,6 @@ def _receive(system: ChannelSystem, there: Any, answer: Connection, count: int) 
     for _ in range(count):
         there.get()
     answer.send("read")
-    # Idle, and in possession of whatever it keeps; ends with the sender.
+    # Stays idle, with the memory that it keeps, until the sender ends.
     with suppress(EOFError):
         answer.recv()

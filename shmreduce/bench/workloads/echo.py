@@ -34,7 +34,7 @@ class _EchoAction(Action):
         self._shared: Any = session.message(self._source, kind) if kind == "shared" else None
 
     def once(self) -> tuple[float, int]:
-        """Send, receive, and see whether it is what was sent."""
+        """Send and receive, and check that the same values come back."""
         session = self._session
         if self._kind == "shared":
             box = [self._shared]
@@ -83,7 +83,7 @@ class Echo(Workload):
 
 
 class _FirstUseAction(_EchoAction):
-    """Round trips after which nothing but the connection is warm."""
+    """Round trips for which only the connection is warm."""
 
     def __init__(self, session: Session, row: Row) -> None:
         super().__init__(session, row, "fresh")
@@ -103,7 +103,7 @@ class EchoFirstUse(Workload):
         return [Row(size_name(size), size) for size in plan.first_use_sizes]
 
     def suits(self, system: System) -> bool:
-        """Leave out what takes seconds to start, and the copy, which is warm by definition."""
+        """Leave out systems that take seconds to start, and the copy, which is always warm."""
         return super().suits(system) and system.starts_quickly and (system.ours or system.is_peer)
 
     def begin(self, session: Session, row: Row) -> Action:
@@ -119,7 +119,7 @@ class _EchoContainers(Workload):
     copies: ClassVar[float] = 6.0
 
     def suits(self, system: System) -> bool:
-        """Leave out what sends single arrays only."""
+        """Leave out systems that can only send single arrays."""
         return super().suits(system) and system.sends_objects
 
     def begin(self, session: Session, row: Row) -> Action:

@@ -1,4 +1,4 @@
-"""How much longer an interpreter takes to start when it imports something.
+"""Measures how long an interpreter takes that imports a package.
 
 May import ``measurements`` and :mod:`shmreduce.fresh_process`.
 """
@@ -40,13 +40,13 @@ def measure_import_time(workload: str, rounds: int) -> list[Measurement]:
         statements["torch"] = "import torch.multiprocessing"
     rows = {name: Measurement(workload, name, ROW, "s") for name in statements}
     for number in range(rounds + 1):
-        # Turned round every other time: who comes after a big one finds cold caches.
+        # The order is reversed every other time: after a large package caches are cold.
         for name, statement in list(statements.items())[:: 1 if number % 2 else -1]:
-            # Slow to import, and far from any limit of ours.
+            # Importing it is so slow that three samples are enough.
             if name == "torch" and number > 3:
                 continue
             seconds = _run(statement)
-            # The first time reads files that are not in memory yet.
+            # The first time is not counted: it reads files that are not in memory yet.
             if number > 0:
                 rows[name].samples.append(seconds)
     return list(rows.values())
@@ -55,9 +55,9 @@ def measure_import_time(workload: str, rounds: int) -> list[Measurement]:
 def _run(statement: str) -> float:
     started = time.perf_counter()
     try:
-        # Waiting for the end of output is exact; waiting for the end of a process
-        # with a timeout looks every few milliseconds only.
-        subprocess.run(  # noqa: S603 - the statements stand above
+        # With captured output, since waiting for its end is exact. Waiting for a process with
+        # a timeout checks only every few milliseconds.
+        subprocess.run(  # noqa: S603 - the statements are those above
             [sys.executable, "-c", statement], check=True, timeout=_PATIENCE, capture_output=True
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

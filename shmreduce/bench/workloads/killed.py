@@ -1,8 +1,8 @@
-"""A worker is killed in the middle of a task: how long until its caller is told.
+"""Kills a worker in the middle of a task, and measures when its caller gets the error.
 
 May import ``measurements``, errors, ``fresh_process``, ``executor`` and the public
-names of shmreduce. A pool of plain multiprocessing is not among the systems: it
-waits forever.
+names of shmreduce. A pool of plain multiprocessing is not among the systems, since it
+waits for ever.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _serve(connection: Connection, name: str) -> None:
     try:
         _SYSTEMS[name](writer)
     except (WorkerDied, BrokenProcessPool):
-        # The clock is the same for all processes.
+        # The monotonic clock is the same for all processes.
         connection.send(time.monotonic() - reader.recv())
 
 

@@ -1,7 +1,7 @@
-"""Many shared arrays alive at once: how many descriptors and mappings they take.
+"""Counts the descriptors and mappings that many live shared arrays take.
 
-Measured under a low limit of open files, as the default limits of containers
-and desktops are low compared with the number of arrays that programs hold.
+This is done with a low limit of open files, since the default limits of containers and
+desktops are low compared with the number of arrays that programs keep.
 
 May import ``measurements`` and ``systems`` of the benchmarks,
 :mod:`shmreduce.fresh_process` and NumPy.
@@ -69,7 +69,7 @@ def _serve(connection: Connection, system: ChannelSystem, count: int) -> None:
     shared = time.perf_counter()
     for first in range(0, count, _BATCH):
         there.put(arrays[first : first + _BATCH])
-    # The receiver's end of the pipe closes if it dies.
+    # EOFError if the receiver dies, which closes its end of the pipe.
     checksum, descriptors, mappings = answer.recv()
     sent = time.perf_counter()
     if checksum != sum(range(count)):
@@ -100,7 +100,7 @@ def _receive(system: ChannelSystem, there: Any, answer: Connection, count: int) 
 
 
 def _descriptors() -> int:
-    # One of them is the one that lists the folder.
+    # Without the descriptor by which iterdir() reads the folder.
     return len(list(Path("/proc/self/fd").iterdir())) - 1
 
 

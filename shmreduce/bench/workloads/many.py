@@ -39,7 +39,7 @@ class _ArrayAction(Action):
 
 
 class _StreamAction(_ArrayAction):
-    """As many messages as take a tenth of a second."""
+    """Sends as many messages as take a tenth of a second."""
 
     _least, _most, _seconds = 20, 20_000, 0.1
 
@@ -76,7 +76,7 @@ class Stream(Workload):
 
 class _FanOutAction(_ArrayAction):
     def once(self) -> tuple[float, int]:
-        """Send to all, and hear from all."""
+        """Send to all workers, and wait for all answers."""
         started = time.perf_counter()
         told = self._session.fan_out(self._source)
         seconds = time.perf_counter() - started
@@ -106,7 +106,7 @@ class FanOut(Workload):
 
 class _PipelineAction(_ArrayAction):
     def once(self) -> tuple[float, int]:
-        """Send to the first, and hear from the last."""
+        """Send to the first worker, and wait for the answer of the last."""
         started = time.perf_counter()
         told = self._session.relay(self._source)
         seconds = time.perf_counter() - started
@@ -144,7 +144,7 @@ class _Filled:
 
 @dataclass(frozen=True)
 class _Marked(_Filled):
-    """A function whose result is a new array that is hardly written: moving it is all there is."""
+    """A function whose result is a new array with only two values written, so it is fast."""
 
     def __call__(self, number: int) -> Any:
         import numpy as np
@@ -155,7 +155,7 @@ class _Marked(_Filled):
 
 
 _RESULTS: dict[str, type[_Filled]] = {"filled": _Filled, "bare": _Marked}
-"""What the results of a row are, by the last word of its name."""
+"""The functions of a row, by the last word of its name."""
 
 
 class _ResultsAction(Action):
@@ -166,7 +166,7 @@ class _ResultsAction(Action):
         session.prepare(row.nbytes)
 
     def once(self) -> tuple[float, int]:
-        """Map over all items, and look at all results, which are alive together."""
+        """Map over all items, and check all results, which are alive at the same time."""
         started = time.perf_counter()
         results = self._session.collect(self._function, self._items)
         seconds = time.perf_counter() - started
@@ -204,7 +204,7 @@ class Results(Workload):
 
 
 class _ExchangeAction(_ArrayAction):
-    """Laps for a twentieth of a second."""
+    """Lets messages go round for a twentieth of a second."""
 
     _seconds = 0.05
 
@@ -223,10 +223,10 @@ class _ExchangeAction(_ArrayAction):
 
 @dataclass(frozen=True)
 class Exchange(Workload):
-    """Processes in a ring, half as many messages as processes under way.
+    """Messages go round in a ring of processes, half as many messages as processes.
 
-    All on the same two processors, however many processes there are, so that
-    rows can be compared.
+    All processes share two processors, however many processes there are, so that rows can
+    be compared.
     """
 
     ability: ClassVar[Ability] = "exchange"

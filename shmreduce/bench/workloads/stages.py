@@ -1,8 +1,8 @@
-"""What each step of a message costs, so that a regression shows where it is.
+"""Measures each stage of a message, to find where a regression is.
 
 May import ``measurements``, ``payloads``, ``fresh_process`` and the public names of
-shmreduce. Everything is done as a user could do it: after ``install()``, over a pipe of
-plain multiprocessing, with the functions that reducers are made of.
+shmreduce. It uses public functions only: after ``install()``, with a pipe of plain
+multiprocessing and the functions that reducers call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["STAGES", "measure_fork", "measure_stages"]
 
 STAGES = ("reduce", "allocate", "copy", "send", "receive", "rebuild", "release")
-"""In the order in which a message goes through them."""
+"""The stages, in the order in which a message passes them."""
 
 _WARM_UP = 5
 _FORKS = 20
@@ -35,9 +35,9 @@ _FORKS = 20
 def measure_stages(workload: str, sizes: Sequence[int], rounds: int) -> list[Measurement]:
     """Time the stages of by-value and of shared arrays.
 
-    ``reduce`` is pickling without what ``allocate`` and ``copy`` take, and
-    ``receive`` does not wait: the message is there. The receiver is another
-    process; two are needed, as an array of one's own is rebuilt in another way.
+    ``reduce`` is pickling without the time of ``allocate`` and ``copy``. ``receive`` does
+    not include waiting for the message. The receiver is another process, since an array of
+    the same process is rebuilt in another way.
     """
     measurements = []
     with FreshProcess("stages", _serve, rounds) as process:
@@ -110,7 +110,7 @@ def _one(array: Any, here: Connection, answer: Connection, *, copied: bool) -> d
 
 
 def _allocate_and_copy(array: Any) -> dict[str, float]:
-    """Do by hand what the reducer of arrays does; nothing for what it would pickle."""
+    """Do what the reducer of arrays does; nothing for an array that it would pickle."""
     import numpy as np
 
     from shmreduce import Message

@@ -1,7 +1,7 @@
-"""``shmreduce doctor``: looks at everything that shared memory needs here.
+"""``shmreduce doctor``: checks everything that shared memory needs on this machine.
 
-``limits``, ``system`` and ``installation`` hold the checks; each returns
-``Finding`` objects, of ``findings``: a verdict, what was found, what to do.
+``limits``, ``system`` and ``installation`` have the checks. Each returns ``Finding``
+objects (see ``findings``): a verdict, what was found, and what to do.
 
 May import these four, ``text`` of the command line, errors and ``headroom`` of the
 memory.
@@ -49,7 +49,7 @@ CHECKS: tuple[Check, ...] = (
     installation.compiled_modules,
     installation.leftovers,
 )
-"""In the order in which they are printed."""
+"""The checks, in the order in which they are printed."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,7 +64,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Make every check; one that cannot be made is a finding, too."""
+    """Make all checks; if one raises, that is a finding, too."""
     return [finding for check in CHECKS for finding in _findings(check, machine)]
 
 
@@ -73,7 +73,7 @@ def _findings(check: Check, machine: Machine) -> list[Finding]:
         answer = check(machine)
         return [answer] if isinstance(answer, Finding) else list(answer)
     except Exception as error:
-        # Whatever it is: an odd machine is what the other findings are for.
+        # On an odd machine a check may raise anything; the other checks must still be made.
         name = check.__name__.replace("_", " ")
         what = str(error)
         if not isinstance(error, ShmreduceError | OSError):

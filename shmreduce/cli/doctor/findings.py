@@ -1,4 +1,4 @@
-"""What a check of the doctor says.
+"""The result of one check of the doctor.
 
 May import the standard library only.
 """
@@ -16,14 +16,14 @@ Verdict = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of one check.
+    """The result of one check.
 
     Parameters
     ----------
     name : str
-        What was looked at.
+        What was checked.
     verdict : {"ok", "warning", "problem"}
-        How it is.
+        Whether something must be done.
     value : str
         What was found.
     remedy : str

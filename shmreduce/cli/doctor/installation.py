@@ -1,4 +1,4 @@
-"""Checks of shmreduce itself: settings, plugins, strategies, what is compiled, leftovers.
+"""Checks of shmreduce itself: settings, plugins, strategies, compiled parts, leftovers.
 
 May import ``findings``, ``plugins`` of the command line, and everything below
 the command line.
@@ -46,11 +46,11 @@ def settings(_machine: Machine) -> Finding:
 
 
 def plugins(_machine: Machine) -> Iterator[Finding]:
-    """Look for plugins that should work and do not, and for what does not work here."""
+    """Find plugins that should work and do not, and reducers that do not work here."""
     reports = find_plugins()
     broken = [report for report in reports if not is_usable(report)]
     for report in reports:
-        # Not a fault: not every machine has what every plugin is for.
+        # Not a problem: a machine without a GPU, for example, cannot use a plugin for GPUs.
         for reason in report.unusable:
             yield Finding(f"plugin {report.name}", "ok", f"does not work here: {reason}")
     if not broken:
@@ -65,7 +65,7 @@ def plugins(_machine: Machine) -> Iterator[Finding]:
 
 
 def _remedy(broken: list[PluginReport]) -> str:
-    """Say what to do; of two in conflict it is the user who knows which one to block."""
+    """Return what to do. If two are in conflict, only the user can know which one to block."""
     names = [each.name for each in broken if each.status != "conflict"]
     remedies = []
     if names:
@@ -113,7 +113,7 @@ def strategies(_machine: Machine) -> Iterator[Finding]:
 
 
 def _fault_of(strategy: SharingStrategy) -> str | None:
-    """Return what is wrong with a strategy that says it works, or None."""
+    """Return what is wrong with a strategy whose ``unusable_reason()`` is None, or None."""
     from shmreduce.memory.segment_creation import try_strategy
 
     try:
@@ -135,17 +135,17 @@ def allocator(_machine: Machine) -> Finding:
     try:
         load()
     except AllocatorUnavailableError as error:
-        # Not a fault: most programs do not need it.
+        # Not a problem: most programs do not need it.
         return Finding(title, "ok", f"no shared_allocations: {error.reason}")
     return Finding(title, "ok", "works")
 
 
 def compiled_modules(_machine: Machine) -> Finding:
-    """Try to import the modules that make work quicker."""
+    """Try to import the compiled modules."""
     from shmreduce.compiled import reason_against
 
     reason = reason_against()
-    # Not a fault: all works without.
+    # Not a problem: everything works without them.
     found = f"not used, so messages take longer: {reason}" if reason else "used"
     return Finding("compiled modules", "ok", found)
 

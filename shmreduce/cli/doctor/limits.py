@@ -1,4 +1,4 @@
-"""Checks of how much memory, address space and descriptors there are.
+"""Checks of the limits of memory, address space and descriptors.
 
 May import ``findings``, ``text`` of the command line and ``headroom`` of the
 memory.
@@ -30,7 +30,7 @@ _LITTLE_MEMORY = 512 << 20
 
 
 def open_files(machine: Machine) -> Finding:
-    """Look at RLIMIT_NOFILE: a process needs some 32 descriptors for segments."""
+    """Check RLIMIT_NOFILE: a process needs some 32 descriptors for segments."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         in_use = len(list(machine.path("/proc/self/fd").iterdir()))
@@ -48,7 +48,7 @@ def open_files(machine: Machine) -> Finding:
 
 
 def mappings(machine: Machine) -> Finding:
-    """Look at vm.max_map_count: a process needs some 64 mappings, and more for cow arrays."""
+    """Check vm.max_map_count: a process needs some 64 mappings, and more for cow arrays."""
     most = machine.number("/proc/sys/vm/max_map_count")
     if most is None:
         return Finding("memory mappings", "ok", "no limit known")
@@ -62,10 +62,10 @@ def mappings(machine: Machine) -> Finding:
 
 
 def shared_memory_directory(machine: Machine) -> Finding:
-    """Look at the directory of named segments; memfds are not bound by its size."""
+    """Check the directory of named segments; its size does not limit memfds."""
     name = os.environ.get("SHMREDUCE_DIRECTORY") or "/dev/shm"  # noqa: S108 - only looked at
     try:
-        # With a slash behind it a file is none: ENOTDIR.
+        # With a slash at the end, statvfs() fails with ENOTDIR for a regular file.
         status = os.statvfs(f"{machine.path(name)}/")
     except OSError as error:
         return Finding(
@@ -90,7 +90,7 @@ def shared_memory_directory(machine: Machine) -> Finding:
 
 
 def available_memory(machine: Machine) -> Finding:
-    """Look at MemAvailable, which bounds all shared memory of the machine."""
+    """Check MemAvailable, which limits all shared memory of the machine."""
     available, total = machine.memory("MemAvailable", "MemTotal")
     if available is None or total is None:
         return Finding("available memory", "ok", "not told by this system")
@@ -106,7 +106,7 @@ def available_memory(machine: Machine) -> Finding:
 
 
 def cgroup_memory(machine: Machine) -> Finding:
-    """Look at the memory limit of the cgroup and of those above it: shared memory counts."""
+    """Check the memory limits of the cgroup and those above it, which include shared memory."""
     limits = sorted(cgroup_limits(machine))
     if not limits:
         return Finding("cgroup memory limit", "ok", "none")
@@ -124,7 +124,7 @@ def cgroup_memory(machine: Machine) -> Finding:
 
 
 def address_space(machine: Machine) -> Finding:
-    """Look at RLIMIT_AS: segments are mapped whole, used or not."""
+    """Check RLIMIT_AS: segments are mapped as a whole, used or not."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return Finding("address space", "ok", "unlimited")
@@ -140,7 +140,7 @@ def address_space(machine: Machine) -> Finding:
 
 
 def overcommit(machine: Machine) -> Finding:
-    """Look at vm.overcommit_memory: mode 2 refuses private copies of large blocks."""
+    """Check vm.overcommit_memory: mode 2 refuses private mappings of large blocks."""
     mode = machine.number("/proc/sys/vm/overcommit_memory")
     if mode != 2:
         return Finding("overcommit", "ok", "not strict")

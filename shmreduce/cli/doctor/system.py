@@ -1,4 +1,4 @@
-"""Checks of the kernel, of what a container allows, and of Python.
+"""Checks of the kernel, the container and Python.
 
 May import ``findings``, ``interpreter``, and ``headroom`` and ``locks`` of the memory.
 """
@@ -31,13 +31,13 @@ __all__ = [
     "user_namespace",
 ]
 
-# The initial pid namespace's number (include/linux/proc_ns.h, PROC_PID_INIT_INO).
+# The number of the initial PID namespace (include/linux/proc_ns.h, PROC_PID_INIT_INO).
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _WHOLE_USER_RANGE = "4294967295"
 
 
 def kernel(_machine: Machine) -> Finding:
-    """Look at the operating system."""
+    """Check the operating system."""
     value = f"{platform.system()} {platform.release()} {platform.machine()}"
     if sys.platform == "linux":
         return Finding("kernel", "ok", value)
@@ -47,7 +47,7 @@ def kernel(_machine: Machine) -> Finding:
 
 
 def python(_machine: Machine) -> Finding:
-    """Look at the interpreter and whether it has a global interpreter lock."""
+    """Check the interpreter, and whether it has a global interpreter lock."""
     value = f"{platform.python_implementation()} {platform.python_version()}"
     if is_free_threaded():
         return Finding(
@@ -60,7 +60,7 @@ def python(_machine: Machine) -> Finding:
 
 
 def anonymous_files(_machine: Machine) -> Finding:
-    """Make and seal a memfd, which the file_descriptor strategy lives on."""
+    """Make and seal a memfd, which the file_descriptor strategy needs."""
     if not hasattr(os, "memfd_create"):
         return _no_memfd("this Python has no os.memfd_create")
     try:
@@ -77,7 +77,7 @@ def anonymous_files(_machine: Machine) -> Finding:
 
 
 def byte_locks(_machine: Machine) -> Finding:
-    """Take a lock of an open file description and see it from another one."""
+    """Take a lock of an open file description, and check that another one sees it."""
     name = "byte locks (F_OFD_SETLK)"
     remedy = "every strategy needs them: use 64-bit Linux, and allow fcntl in the seccomp profile"
     if not locks.supported():
@@ -104,7 +104,7 @@ def byte_locks(_machine: Machine) -> Finding:
 
 
 def process_files(machine: Machine) -> Finding:
-    """Look at /proc and its hidepid option (proc(5))."""
+    """Check /proc and its hidepid option (proc(5))."""
     name = "/proc"
     if not machine.path("/proc/self/fd").is_dir():
         return Finding(
@@ -130,9 +130,9 @@ def process_files(machine: Machine) -> Finding:
 def other_processes(machine: Machine) -> Finding:
     """Open a file of a child process through /proc/PID/fd, as readers of segments do.
 
-    That needs ptrace's read access (ptrace(2), PTRACE_MODE_READ_FSCREDS): the
-    same user, and a process that may be dumped. Yama's ptrace_scope does not
-    matter, since it restricts attaching only.
+    That needs ptrace's read access (ptrace(2), PTRACE_MODE_READ_FSCREDS): both processes run
+    as the same user, and the child is dumpable. Yama's ptrace_scope does not matter, since it
+    only restricts attaching.
     """
     name = "files of other processes"
     scope = machine.number("/proc/sys/kernel/yama/ptrace_scope")
@@ -160,7 +160,7 @@ def other_processes(machine: Machine) -> Finding:
 
 
 def container(machine: Machine) -> Finding:
-    """Look for the marks of a container; processes must share one to share memory."""
+    """Look for signs of a container; only processes in the same one can share memory."""
     signs = [
         name
         for name in ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")
@@ -184,7 +184,7 @@ def container(machine: Machine) -> Finding:
 
 
 def user_namespace(machine: Machine) -> Finding:
-    """Look at the user namespace: users of different ones are strangers to each other."""
+    """Check the user namespace: processes of different ones cannot open each other's segments."""
     mapped = (machine.text("/proc/self/uid_map") or "").split()
     if not mapped or mapped == ["0", "0", _WHOLE_USER_RANGE]:
         return Finding("user namespace", "ok", "the first one")
