@@ -48,7 +48,7 @@ import os
 import selectors
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ProducerDied, TaskAbandonedError
@@ -187,9 +187,13 @@ class Supervisor:
         OSError
             If one cannot be started. None is left then.
         """
-        self._self_pipe = SelfPipe()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._self_pipe.fileno(), selectors.EVENT_READ)
+        with ExitStack() as undone:
+            self._self_pipe = SelfPipe()
+            undone.callback(self._self_pipe.close)
+            self._selector = selectors.DefaultSelector()
+            undone.callback(self._selector.close)
+            self._selector.register(self._self_pipe.fileno(), selectors.EVENT_READ)
+            undone.pop_all()
         try:
             with Interrupts() as interrupts:
                 while len(self.workers) < self.wanted:
