@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 from multiprocessing import process
@@ -157,12 +158,20 @@ def installed_entry_points(told: Told | None = None) -> list[Found]:
 
     Nobody looks for them where imports look in the same places as those of the
     process that has ``told``.
+
+    Raises
+    ------
+    OSError
+        If no descriptor is free to look with.
     """
     if told is not None and told[0] == search_path():
         return [ToldEntryPoint(*fields) for fields in told[1]]
     # Only here: to import it takes longer than all else of this module and its imports.
     from importlib.metadata import entry_points
 
+    # It takes a folder that it cannot list, also for want of a descriptor, for an empty one,
+    # and remembers that: there would be no plugins as long as this process lives.
+    os.close(os.open(os.devnull, os.O_RDONLY))
     try:
         return [*entry_points(group=hookspecs.PROJECT)]
     except Exception as error:
