@@ -1,6 +1,7 @@
 """Finds the entry points of plugins among the installed distributions.
 
-May import errors, signals and ``hookspecs``. Nothing is imported of what is found.
+May import errors, signals, ``free_descriptors`` and ``hookspecs``. Nothing is imported of
+what is found.
 
 To look through all distributions takes longer than all else that a child does
 before its first array. So children are told what their parent has found.
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 from dataclasses import dataclass
 from multiprocessing import process
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from shmreduce import hookspecs
 from shmreduce.errors import PluginError
+from shmreduce.free_descriptors import need_descriptors
 from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def installed_entry_points(told: Told | None = None) -> list[Found]:
 
     Raises
     ------
-    OSError
+    SegmentError
         If no descriptor is free to look with.
     """
     if told is not None and told[0] == search_path():
@@ -171,7 +172,7 @@ def installed_entry_points(told: Told | None = None) -> list[Found]:
 
     # It takes a folder that it cannot list, also for want of a descriptor, for an empty one,
     # and remembers that: there would be no plugins as long as this process lives.
-    os.close(os.open(os.devnull, os.O_RDONLY))
+    need_descriptors(1, "look for plugins")
     try:
         return [*entry_points(group=hookspecs.PROJECT)]
     except Exception as error:
