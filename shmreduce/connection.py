@@ -73,6 +73,21 @@ _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
 _NO_MEMORY = frozenset((errno.ENOBUFS, errno.ENOMEM))
+_LACKING = frozenset(
+    (
+        errno.EAFNOSUPPORT,
+        errno.EPROTONOSUPPORT,
+        errno.ESOCKTNOSUPPORT,
+        errno.EPROTOTYPE,
+        errno.EOPNOTSUPP,
+        errno.EINVAL,
+        errno.ENOSYS,
+        # A filter of system calls (seccomp(2)), or another rule.
+        errno.EPERM,
+        errno.EACCES,
+    )
+)
+"""What socketpair(2) says where there are no such sockets."""
 _SPARE_BUFFERS = 4
 _UNREAD_SHARE = 4
 """Unread packets may take up to 1/4 of the socket's buffer; beyond it, large ones go into blocks.
@@ -419,12 +434,22 @@ def _ask_for_room(end: socket.socket) -> None:
 
 @functools.cache
 def supported() -> bool:
-    """Return whether the connections of this module work here."""
+    """Return whether the connections of this module work here.
+
+    Raises
+    ------
+    OSError
+        If that cannot be told now: no descriptor or no memory is free. It is asked again then.
+    """
     if is_free_threaded() or not (locks.supported() and hasattr(socket, "SOCK_SEQPACKET")):
         return False
     try:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError:
+    except OSError as error:
+        # Anything else is so at this moment: too many open files, say, or a signal's
+        # handler raised. This answer holds as long as the process lives.
+        if error.errno not in _LACKING:
+            raise
         return False
     for end in ends:
         end.close()

@@ -1,6 +1,7 @@
 """Finds the entry points of plugins among the installed distributions.
 
-May import errors, signals and ``hookspecs``. It does not import the plugins that it finds.
+May import errors, signals, ``free_descriptors`` and ``hookspecs``. It does not import the
+plugins that it finds.
 
 Looking through all distributions takes longer than everything else that a child does
 before its first array. So a child is told what its parent has found.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from shmreduce import hookspecs
 from shmreduce.errors import PluginError
+from shmreduce.free_descriptors import need_descriptors
 from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
@@ -158,12 +160,20 @@ def installed_entry_points(told: Told | None = None) -> list[Found]:
 
     Does not search if this process has the same search path as the one that told it what it
     had found.
+
+    Raises
+    ------
+    SegmentError
+        If no descriptor is free to search with.
     """
     if told is not None and told[0] == search_path():
         return [ToldEntryPoint(*fields) for fields in told[1]]
     # Imported late: it takes longer to import than everything else in this module.
     from importlib.metadata import entry_points
 
+    # It takes a folder that it cannot list, also for want of a descriptor, for an empty one,
+    # and remembers that: there would be no plugins as long as this process lives.
+    need_descriptors(1, "look for plugins")
     try:
         return [*entry_points(group=hookspecs.PROJECT)]
     except Exception as error:

@@ -90,14 +90,16 @@ class Feeder:
     ) -> None:
         """Send items whose number is known; pass errors of the iterable to the result."""
         count = -(-len(items) // chunksize)
-        sent = 0
+        sent = taken = 0
         try:
             for chunk in itertools.islice(chunks_of(items, chunksize), count):
                 call: Call = (how, func, chunk, {})
                 if not self.send(result, sent, sent * chunksize, call, retries, wait=wait):
                     return
                 sent += 1
+                taken += len(chunk)
             # An iterable may have fewer items than its length says.
+            result.trim(taken)
             result.forget(count - sent)
         except Exception as error:
             if is_from_handler(error):
@@ -127,8 +129,7 @@ class Feeder:
             result.expect(index)
         except BaseException as error:
             # The iterable has raised it. Even SystemExit: a thread waits for the result.
-            result.answer(index, False, error)
-            result.expect(index + 1)
+            result.end_with(index, error)
         finally:
             self._supervisor.revoke(result)
 

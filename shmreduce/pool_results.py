@@ -225,6 +225,12 @@ class MapResult(ApplyResult[list[_T]]):
         if last:
             self._finish()
 
+    def trim(self, length: int) -> None:
+        """Expect so many items: the iterable had no more, whatever its length said."""
+        with self._locked:
+            if self._success:
+                del self._value[length:]
+
     def forget(self, chunks: int) -> None:
         """Expect this many chunks fewer: they will not be sent."""
         with self._locked:
@@ -320,8 +326,7 @@ class IMapIterator(Generic[_T]):
         """Take the value of one task, or its exception."""
         with self._locked:
             self._early[index] = (succeeded, value)
-            while self._arrived in self._early:
-                self._add(*self._early.pop(self._arrived))
+            self._add_early()
             self._news()
 
     def expect(self, length: int) -> None:
@@ -330,11 +335,23 @@ class IMapIterator(Generic[_T]):
             self._length = length
             self._news()
 
+    def end_with(self, length: int, error: BaseException) -> None:
+        """Take what the iterable raised after so many tasks: it comes behind their results."""
+        with self._locked:
+            self._early[length] = (False, error)
+            self._length = length + 1
+            self._add_early()
+            self._news()
+
     def abandon(self, error: BaseException) -> None:
         """Fail after the results that have arrived."""
         with self._locked:
             self._abandoned = error
             self._news()
+
+    def _add_early(self) -> None:
+        while self._arrived in self._early:
+            self._add(*self._early.pop(self._arrived))
 
     def _add(self, succeeded: bool, value: Any) -> None:
         self._arrived += 1
@@ -358,4 +375,6 @@ class IMapUnorderedIterator(IMapIterator[_T]):
         """Take the value of one task, or its exception."""
         with self._locked:
             self._add(succeeded, value)
+            # Only what the iterable raised may be there: it is the last to come.
+            self._add_early()
             self._news()

@@ -46,7 +46,7 @@ import os
 import selectors
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ProducerDied, TaskAbandonedError
@@ -186,9 +186,13 @@ class Supervisor:
         OSError
             If a worker cannot be started. Those that were started have been ended then.
         """
-        self._self_pipe = SelfPipe()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._self_pipe.fileno(), selectors.EVENT_READ)
+        with ExitStack() as undone:
+            self._self_pipe = SelfPipe()
+            undone.callback(self._self_pipe.close)
+            self._selector = selectors.DefaultSelector()
+            undone.callback(self._selector.close)
+            self._selector.register(self._self_pipe.fileno(), selectors.EVENT_READ)
+            undone.pop_all()
         try:
             with Interrupts() as interrupts:
                 while len(self.workers) < self.wanted:

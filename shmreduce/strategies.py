@@ -1,8 +1,8 @@
 """Chooses the sharing strategy by name and says why others cannot be chosen.
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
-:mod:`shmreduce.settings`, :mod:`shmreduce.signals`, ``interpreter`` and
-:mod:`shmreduce.process_registry`.
+:mod:`shmreduce.settings`, :mod:`shmreduce.signals`, ``free_descriptors``,
+``interpreter`` and :mod:`shmreduce.process_registry`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
+from shmreduce.free_descriptors import need_descriptors
 from shmreduce.interpreter import is_free_threaded
 from shmreduce.process_registry import get_plugins, get_registry
 from shmreduce.settings import get_settings, set_settings
@@ -31,6 +32,9 @@ __all__ = [
 
 DEFAULT_ORDER: Final = ("file_descriptor", "file_system")
 """If the settings name no strategy, the first of these that works is used."""
+
+_FOR_A_TRIAL = 2
+"""Descriptors that a trial of one of these has open at the same time."""
 
 _chosen: tuple[str | None, int, SharingStrategy] | None = None
 
@@ -94,6 +98,8 @@ def choose_strategy(name: str | None) -> SharingStrategy:
     StrategyUnusableError
         If it does not work on this machine; or, without a name, if no default strategy
         works. The message gives the reasons and lists the strategies that work.
+    SegmentError
+        If, without a name, no descriptor is free to try them with.
     """
     if name is not None:
         strategy = find_strategy(name)
@@ -102,6 +108,9 @@ def choose_strategy(name: str | None) -> SharingStrategy:
             return strategy
     else:
         strategies = get_registry().strategies()
+        # A strategy that has none to try says that it does not work, and the next would be
+        # taken as long as this process lives.
+        need_descriptors(_FOR_A_TRIAL, "try the sharing strategies")
         for default in DEFAULT_ORDER:
             if default in strategies:
                 strategy = strategies[default].strategy

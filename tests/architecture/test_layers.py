@@ -39,7 +39,7 @@ LAYERS = [
         "thread_locks",
     },
     {"errors", "receive_buffer", "tracebacks"},
-    {"contracts", "copying"},
+    {"contracts", "copying", "free_descriptors"},
     {"settings"},
     {"hookspecs", "registry"},
     {"entry_points"},

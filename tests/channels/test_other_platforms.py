@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing.connection
 import multiprocessing.managers
 import multiprocessing.pool
 import multiprocessing.queues
+import os
+import resource
+import socket
 import sys
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 
 import shmreduce
 from shmreduce import PlatformError, StrategyUnusableError, connection
+from tests.open_files import open_files
 
 pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")
 
@@ -25,6 +30,54 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context that believes to be on such a platform."""
     monkeypatch.setattr(connection, "supported", lambda: False)
     return shmreduce.get_context("fork")
+
+
+def ask_with_no_descriptor_free() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_files()) + 1, hard))
+    connection.supported.cache_clear()
+    taken = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for make in (shmreduce.Pipe, shmreduce.SimpleQueue, shmreduce.Queue, shmreduce.Pool):
+            with pytest.raises(OSError, match="Too many open files"):
+                make()
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    here, there = shmreduce.Pipe()
+    assert isinstance(here, connection.Connection)
+    here.close()
+    there.close()
+
+
+def test_too_many_open_files_do_not_make_a_platform_another() -> None:
+    """The first that is asked for then fails; the next is ours, not the standard library's."""
+    fork = shmreduce.get_context("fork")
+    asking = fork.Process(target=ask_with_no_descriptor_free)
+    asking.start()
+    asking.join(PATIENCE)
+    assert asking.exitcode == 0
+
+
+@pytest.mark.parametrize("number", [errno.EPROTONOSUPPORT, errno.EPERM])
+def test_where_the_system_has_no_packets(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """What it says for good is remembered: the channels are those of the standard library."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    connection.supported.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socketpair", refuse)
+            assert not connection.supported()
+        assert not connection.supported()
+    finally:
+        connection.supported.cache_clear()
 
 
 def test_nothing_is_installed_in_a_free_threaded_python(

@@ -204,6 +204,50 @@ def test_an_iterable_that_raises(pool: Pool) -> None:
     assert list(results) == []
 
 
+def wait_and_breaking(connection: Any) -> Iterator[Any]:
+    """Yield what a task waits for, and raise; the task ends only after that."""
+    yield connection
+    yield connection
+    raise LookupError("iterable")
+
+
+def receive(connection: Any) -> Any:
+    return connection.recv()
+
+
+@pytest.mark.parametrize("chunksize", [1, 2])
+def test_what_an_iterable_raises_comes_behind_the_results(chunksize: int) -> None:
+    """Also from imap_unordered: no result of an item before is lost, even if it comes later."""
+    here, there = FORK.Pipe()
+    with Pool(1, context=FORK) as pool:
+        results: Any = pool.imap_unordered(receive, wait_and_breaking(there), chunksize)
+        with pytest.raises(multiprocessing.TimeoutError):
+            results.next(0.2)
+        here.send(1)
+        here.send(2)
+        assert [results.next(PATIENCE) for _ in range(2)] == [1, 2]
+        with pytest.raises(LookupError, match="iterable"):
+            results.next(PATIENCE)
+        assert list(results) == []
+
+
+class Short:
+    """Has fewer items than its length says, as a progress bar with a guessed total."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("chunksize", [None, 1, 2, 20])
+def test_an_iterable_that_is_shorter_than_it_says(pool: Pool, chunksize: int | None) -> None:
+    """The list has the results that there are, and none of items that never came."""
+    assert pool.map(square, Short(), chunksize) == [0, 1, 4]
+    assert pool.map_async(square, Short(), chunksize).get(PATIENCE) == [0, 1, 4]
+
+
 class Unsized:
     """Has a length that cannot be told."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import multiprocessing
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -67,6 +70,43 @@ def test_many_pools_leave_nothing(use: Callable[[], None], count: int) -> None:
     assert after[1] <= before[1]
     assert after[2] - before[2] < 16 * MEBIBYTE
     assert not multiprocessing.active_children()
+
+
+class TooManyWatched(selectors.DefaultSelector):
+    """Cannot look at a descriptor (epoll_ctl(2))."""
+
+    def register(self, *_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def lack_descriptors() -> Any:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def sockets() -> set[str]:
+    """Return the sockets that this process has open."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        # That of the listing itself is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found.add(str(entry.readlink()))
+    return {each for each in found if each.startswith("socket:")}
+
+
+@pytest.mark.parametrize("make", [lack_descriptors, TooManyWatched])
+def test_a_pool_that_cannot_be_made_leaves_no_socket(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]
+) -> None:
+    """Both ends of the pipe that wakes its thread are closed at once, not by the collector."""
+    with monkeypatch.context() as patch:
+        patch.setattr(selectors, "DefaultSelector", make)
+        before = sockets()
+        with pytest.raises(OSError, match=r"Too many|No space") as caught:
+            Pool(1, context=FORK)
+        # While its traceback has the pool.
+        after = sockets()
+        assert caught.tb is not None
+    assert after <= before
 
 
 @pytest.mark.parametrize("method", START_METHODS)

@@ -587,6 +587,40 @@ def test_what_was_told_is_loaded_as_what_was_found(installer: Installer) -> None
     assert tell(search_path(), again.values()) == told()
 
 
+LOOKS_IN_VAIN = """
+import importlib.metadata
+import os
+import resource
+
+# What has been imported needs no descriptor: only the search does.
+import shmreduce
+from shmreduce import discovery, entry_points, process_registry
+
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+taken = [os.open(os.devnull, os.O_RDONLY)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, hard))
+try:
+    process_registry.get_plugins()
+except shmreduce.SegmentError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print([each.name for each in process_registry.plugin_report()].count("numpy"))
+"""
+
+
+def test_plugins_are_not_lost_for_want_of_a_descriptor() -> None:
+    """The search fails, and is made anew when one is free: that there are none is not found."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS_IN_VAIN],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.startswith("no descriptor is free to look for plugins: Too many open files")
+    assert done.stdout.endswith("and try again\n1\n")
+
+
 @pytest.mark.parametrize("content", [b"[shmreduce]\ndamaged\n", b"[shmreduce]\na = not one!\n"])
 def test_what_is_damaged_is_looked_at_by_everybody(installer: Installer, content: bytes) -> None:
     """So that everybody says the same of it."""

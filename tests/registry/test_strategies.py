@@ -29,6 +29,7 @@ from shmreduce.process_registry import get_registry
 from shmreduce.strategies import DEFAULT_ORDER, current_strategy, find_strategy
 from shmreduce.testing import OtherProcess, find_leaks, take_census
 from shmreduce_fd.strategy import FileDescriptorStrategy
+from tests.conftest import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,6 +109,40 @@ def test_a_strategy_that_cannot_be_asked_takes_nobody_down(
     assert isinstance(inspection.leftovers(), list)
     assert isinstance(inspection.list_segments(), list)
     assert "strategy broken" in [each.name for each in installation.strategies(Machine())]
+
+
+ONE_IS_FREE = """
+import os
+import resource
+import shmreduce
+
+# Everything is imported and found: only the trial needs descriptors.
+assert shmreduce.get_sharing_strategy() == "file_descriptor"
+shmreduce.strategies._chosen = None
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+free = os.open(os.devnull, os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+os.close(free)
+try:
+    print(shmreduce.get_sharing_strategy())
+except shmreduce.SegmentError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(shmreduce.get_sharing_strategy())
+"""
+
+
+def test_another_is_not_taken_for_good_for_want_of_a_descriptor() -> None:
+    """With one free, one strategy would say that it does not work: nobody is asked."""
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_IS_FREE],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stdout.startswith("no descriptor is free to try the sharing strategies: Too many")
+    assert done.stdout.endswith("and try again\nfile_descriptor\n")
 
 
 def test_default_is_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,59 @@
+"""Looks whether descriptors are free, before something that would not tell.
+
+May import :mod:`shmreduce.errors` and :mod:`shmreduce.signals`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from shmreduce.errors import SegmentError
+from shmreduce.signals import is_from_system
+
+__all__ = ["need_descriptors"]
+
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
+
+
+def need_descriptors(count: int, purpose: str) -> None:
+    """Raise an error unless so many descriptors are free.
+
+    What follows takes their want for something else, which is then remembered.
+
+    Parameters
+    ----------
+    count : int
+        How many are needed at the same time.
+    purpose : str
+        What for; stands in the message.
+
+    Raises
+    ------
+    SegmentError
+        If they are not free.
+
+    Examples
+    --------
+    >>> need_descriptors(2, "look for plugins")
+    """
+    opened = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401
+    except OSError as error:
+        if not is_from_system(error):
+            raise
+        if error.errno not in _EXHAUSTED:
+            # Not what was asked: there is no such file in this container, say.
+            return
+        raise SegmentError(
+            f"no descriptor is free to {purpose}: {error.strerror}. Close files, or raise the "
+            "limit of open files (ulimit -n), and try again",
+            operation="open",
+            errno=error.errno,
+            segment=None,
+        ) from error
+    finally:
+        for each in opened:
+            os.close(each)
