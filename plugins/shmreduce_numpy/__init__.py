@@ -41,8 +41,10 @@ def shmreduce_reducers() -> Iterable[Reducer]:
     from shmreduce_numpy.reducer import NumpyReducer
 
     if sys.modules.get("numpy") is not None:
-        # Now, not at the first message: children that are forked from now on have it, too.
+        # Now, not at the first message or shared array: children that are forked from now on
+        # have it, too, and later no descriptor may be free to import it.
         importlib.import_module("shmreduce_numpy.reduction")
+        importlib.import_module("shmreduce_numpy.sharing")
     return [NumpyReducer()]
 
 
