@@ -555,9 +555,12 @@ class Plugins:
             if plugin.status == "broken" and not plugin.warned:
                 # First, since the warning may be turned into an error.
                 plugin.warned = True
+                # Names are blocked, not distributions: with a namesake that works this is no way.
+                is_alone = [each.name for each in self._plugins].count(plugin.name) == 1
+                block = f", or block it with SHMREDUCE_BLOCK={plugin.name}" if is_alone else ""
                 warnings.warn(
                     f"shmreduce goes without {plugin.origin}: {plugin.reason}; repair or "
-                    f"uninstall it, or block it with SHMREDUCE_BLOCK={plugin.name}",
+                    f"uninstall it{block}",
                     ShmreduceWarning,
                     stacklevel=3,
                 )

@@ -166,7 +166,8 @@ def set_sharing_strategy(new_strategy: str) -> None:
     """Make new segments with another strategy, in this process and its future children.
 
     Arrays that are already shared, and unread messages, stay where they are and are
-    received as before.
+    received as before. Children that ``multiprocessing`` spawns, or starts by a fork
+    server, get it only after :func:`shmreduce.install`.
 
     Parameters
     ----------
