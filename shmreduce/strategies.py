@@ -7,6 +7,7 @@ May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
@@ -28,6 +29,8 @@ __all__ = [
     "reason_against",
     "set_sharing_strategy",
 ]
+
+_VARIABLE = "SHMREDUCE_STRATEGY"
 
 DEFAULT_ORDER: Final = ("file_descriptor", "file_system")
 """Where no strategy is named the first of these that works is taken."""
@@ -51,13 +54,17 @@ def find_strategy(name: str) -> SharingStrategy:
     claim = get_registry().strategies().get(name)
     if claim is None:
         usable, unusable = _usable_and_unusable()
+        # Whoever set the variable long ago does not think of it.
+        asked_by = {"variable": _VARIABLE} if os.environ.get(_VARIABLE, "").strip() == name else {}
+        origin = f", which {_VARIABLE} names" if asked_by else ""
         raise UnknownStrategyError(
-            f"there is no sharing strategy {name!r}; {_what_there_is(usable, unusable)}",
+            f"there is no sharing strategy {name!r}{origin}; {_what_there_is(usable, unusable)}",
             setting="strategy",
             value=name,
             name=name,
             available=usable,
             unusable=unusable,
+            **asked_by,
         )
     return claim.strategy
 
