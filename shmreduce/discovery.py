@@ -557,9 +557,13 @@ class Plugins:
             if plugin.status == "broken" and not plugin.warned:
                 # Before the call, since warnings may be turned into errors.
                 plugin.warned = True
+                # A name is blocked, not a distribution: that would also block a namesake that
+                # works.
+                is_alone = [each.name for each in self._plugins].count(plugin.name) == 1
+                block = f", or block it with SHMREDUCE_BLOCK={plugin.name}" if is_alone else ""
                 warnings.warn(
                     f"shmreduce works without {plugin.origin}: {plugin.reason}; repair or "
-                    f"uninstall it, or block it with SHMREDUCE_BLOCK={plugin.name}",
+                    f"uninstall it{block}",
                     ShmreduceWarning,
                     stacklevel=3,
                 )

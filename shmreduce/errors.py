@@ -174,7 +174,8 @@ class MissingExtraError(ShmreduceError, ImportError):
 class UnknownStrategyError(ConfigurationError):
     """No plugin provides a sharing strategy of this name.
 
-    Fields: ``name``, ``available`` (names), ``unusable`` (from name to reason).
+    Fields: ``name``, ``available`` (names), ``unusable`` (from name to reason), and those
+    of :class:`ConfigurationError`.
 
     Examples
     --------

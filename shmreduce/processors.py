@@ -61,8 +61,13 @@ def cache_size() -> int | None:
     >>> size is None or size > 0
     True
     """
+    try:
+        paths = list(Path(_CACHES).glob("index*/size"))
+    except OSError:
+        # No descriptor is free: no reason why a copy should fail.
+        return None
     found = []
-    for path in Path(_CACHES).glob("index*/size"):
+    for path in paths:
         try:
             text = path.read_bytes().decode().strip()
             unit = _UNITS.get(text[-1:], 0)

@@ -5,6 +5,7 @@ May import :mod:`shmreduce.errors` only.
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from dataclasses import dataclass, fields, replace
@@ -108,11 +109,11 @@ class Settings:
     def __post_init__(self) -> None:
         if self.strategy is not None and not (isinstance(self.strategy, str) and self.strategy):
             _reject("strategy", self.strategy, "must be a strategy's name, or None")
-        _check_bytes("inline_limit", self.inline_limit, minimum=0)
-        if self.budget is not None:
-            _check_bytes("budget", self.budget, minimum=1)
+        for setting, minimum in (("inline_limit", 0), ("budget", 1), ("idle_keep", 0)):
+            value = getattr(self, setting)
+            if setting != "budget" or value is not None:
+                object.__setattr__(self, setting, _whole_bytes(setting, value, minimum))
         _check_seconds("idle_seconds", self.idle_seconds, minimum_allowed=True)
-        _check_bytes("idle_keep", self.idle_keep, minimum=0)
         if self.message_timeout is not None:
             _check_seconds("message_timeout", self.message_timeout, minimum_allowed=False)
         _check_seconds("short_wait", self.short_wait, minimum_allowed=True)
@@ -157,9 +158,15 @@ def _reject(setting: str, value: object, rule: str) -> None:
     raise ConfigurationError(f"{setting}={value!r}: {rule}", setting=setting, value=value)
 
 
-def _check_bytes(setting: str, value: object, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+def _whole_bytes(setting: str, value: Any, minimum: int) -> int:
+    """Return a plain int: what is reckoned from an array's shape is often NumPy's."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < minimum:
         _reject(setting, value, f"must be a whole number of bytes, at least {minimum}")
+    return number
 
 
 def _check_seconds(setting: str, value: Any, *, minimum_allowed: bool) -> None:

@@ -7,6 +7,7 @@ May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 from shmreduce.errors import StrategyUnusableError, UnknownStrategyError
@@ -29,6 +30,8 @@ __all__ = [
     "reason_against",
     "set_sharing_strategy",
 ]
+
+_VARIABLE = "SHMREDUCE_STRATEGY"
 
 DEFAULT_ORDER: Final = ("file_descriptor", "file_system")
 """If the settings name no strategy, the first of these that works is used."""
@@ -55,13 +58,17 @@ def find_strategy(name: str) -> SharingStrategy:
     claim = get_registry().strategies().get(name)
     if claim is None:
         usable, unusable = _usable_and_unusable()
+        # Whoever set the variable long ago does not think of it.
+        asked_by = {"variable": _VARIABLE} if os.environ.get(_VARIABLE, "").strip() == name else {}
+        origin = f", which {_VARIABLE} names" if asked_by else ""
         raise UnknownStrategyError(
-            f"there is no sharing strategy {name!r}; {_what_there_is(usable, unusable)}",
+            f"there is no sharing strategy {name!r}{origin}; {_what_there_is(usable, unusable)}",
             setting="strategy",
             value=name,
             name=name,
             available=usable,
             unusable=unusable,
+            **asked_by,
         )
     return claim.strategy
 
@@ -175,7 +182,8 @@ def set_sharing_strategy(new_strategy: str) -> None:
     """Make new segments with another strategy, in this process and its future children.
 
     Arrays that are already shared, and unread messages, stay where they are and are
-    received as before.
+    received as before. Children that ``multiprocessing`` spawns, or starts by a fork
+    server, get it only after :func:`shmreduce.install`.
 
     Parameters
     ----------

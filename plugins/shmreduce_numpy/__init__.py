@@ -40,8 +40,10 @@ def shmreduce_reducers() -> Iterable[Reducer]:
     from shmreduce_numpy.reducer import NumpyReducer
 
     if sys.modules.get("numpy") is not None:
-        # Now, not at the first message: children that are forked later need not import it.
+        # Now, not at the first message or shared array: children that are forked later need
+        # not import them, and no descriptor may be free by then.
         importlib.import_module("shmreduce_numpy.reduction")
+        importlib.import_module("shmreduce_numpy.sharing")
     return [NumpyReducer()]
 
 

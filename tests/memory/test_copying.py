@@ -14,6 +14,7 @@ from shmreduce import ConfigurationError, copy_bytes, copy_in_parts, copying, pr
 from shmreduce.compiled import COPIES
 from tests.compiler import needs_module
 from tests.conftest import PATIENCE
+from tests.faults.injection import no_descriptors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,6 +204,19 @@ def test_the_largest_cache_counts(
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
     monkeypatch.setattr(processors, "_CACHES", str(tmp_path))
     assert processors.cache_size() == found
+
+
+def test_no_descriptor_is_needed_to_copy() -> None:
+    """The first copy asks for the caches' sizes: without a descriptor there is no answer."""
+    copying._kept_in_cache.cache_clear()
+    target = bytearray(1000)
+    try:
+        with no_descriptors():
+            assert processors.cache_size() is None
+            copy_bytes(target, bytes([7]) * 1000)
+    finally:
+        copying._kept_in_cache.cache_clear()
+    assert target == bytes([7]) * 1000
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shmreduce import ConfigurationError, Settings, get_settings
@@ -89,6 +90,14 @@ def test_impossible_value_is_an_error(setting: str, value: Any) -> None:
     assert caught.value.setting == setting
     # The same object: not-a-number equals nothing.
     assert caught.value.fields["value"] is value
+
+
+@pytest.mark.parametrize("setting", ["inline_limit", "budget", "idle_keep"])
+def test_sizes_may_be_whole_numbers_of_other_types(setting: str) -> None:
+    """Such as NumPy's, which are reckoned from shapes; the setting is a plain int."""
+    given: Any = {setting: np.int64(5)}
+    size = getattr(Settings(**given), setting)
+    assert (size, type(size)) == (5, int)
 
 
 def test_unknown_setting_lists_those_there_are() -> None:

@@ -69,6 +69,17 @@ def test_unknown_strategy_lists_what_there_is() -> None:
     assert caught.value.unusable["broken"] == "the moon is full"
 
 
+def test_variable_that_names_an_unknown_strategy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with any setting: the field ``variable``, only where the name came from there."""
+    monkeypatch.setenv("SHMREDUCE_STRATEGY", " teleport ")
+    with pytest.raises(UnknownStrategyError, match="SHMREDUCE_STRATEGY") as caught:
+        find_strategy("teleport")
+    assert caught.value.variable == "SHMREDUCE_STRATEGY"
+    with pytest.raises(UnknownStrategyError) as caught:
+        find_strategy("telepathy")
+    assert "variable" not in caught.value.fields
+
+
 def test_unusable_strategy_says_why() -> None:
     """A strategy that does not work here is an error with its reason."""
     with pytest.raises(StrategyUnusableError, match="the moon is full; usable here") as caught:
