@@ -112,8 +112,8 @@ def open_process_descriptor(pid: int, fd: int) -> int:
 def _is_another_file(path: str, error: OSError) -> bool:
     """Return whether a descriptor that cannot be opened names another file by now.
 
-    For example a directory. A process that may follow the link could open anything that a
-    process of its user has made for sharing.
+    If this process may follow the link, it could open any file that a process of its user has
+    made for sharing. So this is another file, a directory for example.
     """
     if not is_from_system(error) or error.errno in EXHAUSTED or error.errno == errno.ENOMEM:
         return False

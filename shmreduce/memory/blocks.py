@@ -192,7 +192,7 @@ class LiveBlocks:
         """Whether forked children may see memory of this process that has no root here."""
         self._inherited = inherited
         self.exposed = 0
-        """Received arrays that the last forked child shares, since they could not be private."""
+        """Received arrays that the last forked child shares: their pages could not be private."""
         self.fillings: dict[object, None] = {}
         """Blocks that are being filled for messages; no reference to their roots is kept here."""
         self._roots: dict[int, RootReference] = {}
@@ -387,9 +387,9 @@ class LiveBlocks:
         # Nobody else can name a by-value block whose only lease is this one.
         if slot is None or record.cutting or not record.segment.is_alone(record.block, slot):
             return False
-        # The hold must be ended only once. From here on there is no call but append(), which
-        # is C code. So neither another thread with the same record nor a signal handler can
-        # run in between.
+        # The hold must be ended only once. From here to append(), which is C code, no Python
+        # function is called. So neither another thread with the same record nor a signal
+        # handler can run in between.
         if record.ended or keeper.closed:
             return False
         record.ended = True
@@ -519,7 +519,7 @@ class LiveBlocks:
     def after_fork_in_parent(self, over: list[Fork]) -> None:
         """Finish after a fork. A second call with the same list continues where this ended."""
         if self.ledger.after_fork_in_parent(over):
-            # This is late, but keeps what this process writes from now on apart.
+            # This is late, but what this process writes from now on stays private.
             self._keep_apart(list(self._roots.values()))
 
     def _keep_apart(self, references: list[RootReference]) -> None:

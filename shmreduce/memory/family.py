@@ -76,10 +76,10 @@ class Letter:
     complete : bool
         Whether ``unread`` names them all.
     carried : bool
-            Whether all of them carry a descriptor of the segment. Then, when no packet with
-            such a descriptor exists any more, nobody can receive them.
+        Whether all of them carry a descriptor of the segment. Then, when no packet with such a
+        descriptor exists any more, nobody can receive them.
     astray : float
-            When that was first seen, in monotonic seconds; 0 if it has not been seen.
+        When that was first seen, in monotonic seconds; 0 if it has not been seen.
     """
 
     __slots__ = ("astray", "carried", "complete", "token", "unread")

@@ -3,8 +3,8 @@
 May import errors and contracts.
 
 A handle is small and flat. It begins with a mark, by which it is found in a pickle, and has
-a checksum against damage. A receiver checks everything else in it against the segment's own
-tables::
+a checksum against damage. A receiver relies on nothing in it without looking at the segment's
+own tables::
 
     mark | checksum | slot, nonce | token, block, generation | the rest
 
@@ -159,7 +159,7 @@ class Handle(NamedTuple):
     Parameters
     ----------
     token, boot : bytes
-        Identity of the segment, and of the current boot of its host.
+        Identity of the segment, and of its host's boot when it was made.
     block, generation : int
         Number of the block, and which of its lives.
     slot, nonce : int

@@ -26,7 +26,7 @@ class Machine:
     Parameters
     ----------
     root : path
-        The root of the file system; tests put their own files elsewhere.
+        The root of the file system. Tests give a folder with files of their own.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

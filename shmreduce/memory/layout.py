@@ -50,7 +50,7 @@ CHUNK_SLOTS = 512
 HANDED_OVER = PAGE_SIZE - 8
 """Offset of a word of the header page. It is not 0 once the mailbox may have the segment."""
 HAD_AS_BYTES = PAGE_SIZE - 16
-"""Offset of another. It is not 0 once a program has got a message's bytes, which it may pass
+"""Offset of another word. It is not 0 once a program has got a message's bytes, which it may pass
 on without a descriptor of the segment, or load later."""
 
 # Byte locks: the locked bytes lie far beyond the end of any file.

@@ -3,9 +3,9 @@
 May import errors, signals, ``segment_file``, ``runtime``, ``message`` and, for types, ``segment``,
 ``record`` and ``blocks``.
 
-If one worker of a pool returned three of four large results, it keeps memory for three, and
-another worker for its own: together they have more than is alive. So the block of a dropped
-result goes to whichever worker makes the next one, not back to its owner.
+A worker of a pool that returned three of four large results keeps memory for three, and
+another worker may keep as much: together they have more than is alive. So the block of a
+dropped result goes to whichever worker makes the next one, not back to its owner.
 
 Protocol
 --------
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Lender"]
 
 _SMALLEST = 16 << 20
-"""Bytes of a block that is worth lending, which takes a twentieth of the time to fill it."""
+"""Bytes of the smallest block that is lent: lending takes a twentieth of the time to fill it."""
 _KEPT_SECONDS = 1.0
 """How long a block is kept for the next result."""
 _ROOMY_SECONDS = 0.1
@@ -81,7 +81,7 @@ class Lender:
         self._roomy_until = 0.0
         """and that is assumed until this time."""
         self._usual = 1
-        """How many large blocks the last answer had that had any."""
+        """How many large blocks there were in the last answer that had any."""
 
     def watch(self, blocks: Iterable[Block]) -> None:
         """Keep the large ones of an answer's blocks when they are dropped."""

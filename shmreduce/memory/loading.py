@@ -139,7 +139,7 @@ class Loading:
         for block, handle in self._claims:
             record = block._record
             segment = record.segment
-            # The message will be loaded again from these bytes.
+            # A program still has the message's bytes, and will load them again.
             segment.note_bytes()
             slot = record.slot
             if record.live is not live or slot is None:
@@ -164,7 +164,7 @@ class Loading:
         """End the unpickling. If Ctrl-C interrupts it, another call does the rest."""
         for block, slot, nonce in self._known:
             _end_known(block, slot, nonce)
-        # Only here, since an undone claim may be the last message of its segment.
+        # Not before the load has ended: undo() may make a claim its segment's last message.
         for block, _ in self._claims:
             if block._record.segment.handed_over:
                 current().attachments.tidy_mailbox()
@@ -190,14 +190,14 @@ def import_block(handle: bytes) -> Block:
     InvalidHandleError
         If the bytes are damaged or made up.
     AttachError
-            If this process cannot open the segment: ``ProducerDied`` if its maker was
-            killed, ``WrongHostError`` or ``ForeignSegmentError`` in those cases. The block
-            was not taken over, so the handle can be tried again.
+        If this process cannot open the segment: ``ProducerDied`` if its maker was killed,
+        ``WrongHostError`` or ``ForeignSegmentError`` in those cases. The block was not taken
+        over, so the handle can be tried again.
     StaleHandleError, AlreadyLoadedError
-            If the block was released, or the by-value message was loaded before.
+        If the block was released, or the by-value message was loaded before.
     SegmentError, OutOfLeasesError, LeaseTimeoutError
-            If no address range or no lease is free, or if a stopped process has locked the
-            block. The handle can be tried again.
+        If no address range or no lease is free, or if a stopped process has locked the block.
+        The handle can be tried again.
 
     Examples
     --------
@@ -358,7 +358,7 @@ def _copied(runtime: Runtime, block: Block) -> Block:
         return block
     root = make_root(mapping.pages, 0, mapping.size)
     ctypes.memmove(mapping.address, record.address, record.nbytes)
-    # The copy has no lease, so no message can name it; it is sent on as a copy.
+    # The copy has no lease and find() does not find it, so it is sent on by another copy.
     if record.slot is not None:
         segment.passing[record.slot] = None
     alone = Record(

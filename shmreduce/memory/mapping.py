@@ -8,7 +8,7 @@ file. Python's own file mappings would keep a duplicate of the descriptor each, 
 be switched to private pages. A range is never closed explicitly; its references are dropped.
 
 Large ranges are aligned for *huge pages*, with which the kernel maps 2 MiB at once. Mapping,
-covering or unmapping a large range of small pages takes nearly as long as copying it.
+covering or unmapping a range of small pages takes as long as copying a good part of it.
 """
 
 from __future__ import annotations

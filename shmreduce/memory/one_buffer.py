@@ -172,8 +172,8 @@ def copy_memory(message: Message, address: int, size: int) -> bytes:
     given = message.allocate(size)
     if given is None:
         raise OutOfSharedMemoryError(
-            f"no room for a copy of {size} bytes: a signal handler or a destructor sent the "
-            "message while its thread was making another. Send it again",
+            f"no room for a copy of {size} bytes: the message was sent while this thread was "
+            "taking memory for another, by a signal handler for example. Send it again",
             operation="copy",
             errno=0,
             requested=size,
@@ -192,8 +192,8 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     ----------
     view : memoryview
         The buffer, C-contiguous.
+    leases : list
         Empty. It gets the lease, so that a caller that is interrupted can take it back.
-        Empty. It gets the lease, so that who is interrupted can take it back.
     copies : bool
         Whether a copy may be made.
 

@@ -113,7 +113,7 @@ class OwnedSegment(Segment):
             return False
         if block in self.records or self.heads[block]:
             self.out[block] = since
-            # A thread that found no entry meanwhile took the block for free. So look again.
+            # A thread that found no entry meanwhile left the block alone, so look at it again.
             self.hints[block] = 1
             return False
         self.generations[block] += 1

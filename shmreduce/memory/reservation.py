@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 _USES_BETWEEN_TRIES = 8
-"""After every so many uses of a block the kernel is asked again for huge pages."""
+"""At every so many uses of a block the kernel is asked again for missing huge pages."""
 _BYTES_FOR_A_WAIT = 64 << 20
-"""One huge page may be waited for in each so many bytes, so that copying takes longer."""
+"""Bytes of a block for each huge page that is waited for: so waiting takes less than copying."""
 _WRITTEN_FROM = 1 << 20
 """Bytes. A smaller run is carved for many blocks, and only one of them has the contents."""
 _WRITTEN_AT_ONCE = 64 << 20
@@ -140,7 +140,7 @@ def reserve_run(
         made, huge = segment.data.make_huge(fd, offset, size, patience=patience)
         # Huge pages are mapped already, so it is faster to copy into them than to write.
         written = data is not None and 2 * made < size and _write(segment, offset, data)
-        # Needed after writing, too, since the block is larger than the contents.
+        # Needed after writing, too, since the block may be larger than the contents.
         reserve_pages(segment.checked_fd, offset, size)
     except BaseException as error:
         # If the descriptor was closed, the number may belong to another file. If a signal
@@ -164,10 +164,10 @@ def _write(segment: OwnedSegment, offset: int, data: memoryview) -> bool:
     fd, place = segment.checked_fd, 0
     while place < data.nbytes:
         part, where = data[place : place + _WRITTEN_AT_ONCE], offset + place
-        # A signal handler may fork, and then this child would overwrite what its parent has
-        # there by then. Python runs handlers after a call has returned, and there is no call
-        # between this check and os.pwrite(). No signal interrupts the writing itself
-        # (signal(7): files on disk and in memory).
+        # A signal handler may fork, and the child continues here: it would overwrite what its
+        # parent has there by then. Python runs handlers after a call has returned, and there
+        # is no call between this check and os.pwrite(). No signal interrupts the writing
+        # itself (signal(7): files on disk and in memory).
         if segment.inherited:
             return False
         try:

@@ -573,7 +573,7 @@ def _renew(parent: Runtime) -> None:
     _finish_at_exit(None)
 
 
-# Hooks run before a fork in reverse order of their registration, after a fork in that order.
+# Hooks run before a fork in the reverse order of registration, and after it in that order.
 os.register_at_fork(after_in_parent=_hear_signals)
 for _parents in (_prepared, _finished, _current):
     os.register_at_fork(after_in_child=_parents.clear)

@@ -380,8 +380,8 @@ class Segment(LeaseSlots):
             return False
         if locks.first_locked(self.fd, LOCK_IMPORTER + index) is not None:
             return True
-        # When a process ends, its lock goes with the first descriptor of the file that is
-        # closed. What it uses by the lease (memory of a device, say) may go with the last.
+        # A process that ends closes its descriptors one after another. Its lock may go with the
+        # first, and what it uses by the lease, such as a device's memory, with the last.
         return is_closing(self.pids[index])
 
     # Lease transitions
@@ -523,8 +523,8 @@ class Segment(LeaseSlots):
     def _consume(self, block: int, generation: int, slot: int, word: int) -> bool:
         if self.generations[block] != generation or self.words[slot] != word:
             return False
-            # The word stops being a message before the slot leaves the chain. Otherwise, if this
-            # process is killed in between, another could load a message that holds nothing.
+        # The word stops being a message before the slot leaves the chain. Otherwise, if this
+        # process is killed in between, another could load a message that holds nothing.
         self.words[slot] = self.importer
         self._unlink(block, slot)
         return True
