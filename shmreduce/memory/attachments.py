@@ -142,7 +142,7 @@ def boot_identity() -> bytes:
         number = getattr(error, "errno", None)
         if number in EXHAUSTED:
             raise SegmentError(
-                f"no descriptor is free to begin with shared memory: {error}. Close files, or "
+                f"no descriptor is free to start using shared memory: {error}. Close files, or "
                 "raise the limit (ulimit -n)",
                 operation="open",
                 errno=number,

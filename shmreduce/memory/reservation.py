@@ -90,8 +90,8 @@ class Contents:
 
 def _not_contents(found: str) -> ConfigurationError:
     return ConfigurationError(
-        f"contents() returned {found}: it must return a contiguous buffer of as many bytes as "
-        "were asked for, or None",
+        f"contents() returned {found}: it must return a contiguous buffer of exactly nbytes "
+        "bytes, or None",
         setting="contents",
         value=found,
     )

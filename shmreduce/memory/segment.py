@@ -192,7 +192,7 @@ class Segment(LeaseSlots):
                 raise contract_broken(
                     self.strategy,
                     "locator()",
-                    f"returned {said!r} for {self.file}: it must return text, also where the "
+                    f"returned {said!r} for {self.file}: it must return text, even if the "
                     "file's name is None",
                 )
             size = len(said.encode(errors="surrogateescape"))
@@ -200,7 +200,7 @@ class Segment(LeaseSlots):
                 raise contract_broken(
                     self.strategy,
                     "locator()",
-                    f"returned text of {size} bytes: there is room for {LONGEST_LOCATOR}",
+                    f"returned text of {size} bytes: {LONGEST_LOCATOR} are the most",
                 )
             self._locator = said
         return self._locator

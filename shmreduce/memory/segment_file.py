@@ -98,7 +98,7 @@ def check_new_file(strategy: SharingStrategy, file: SegmentFile, size: int) -> N
     found = os.fstat(file.fd).st_size
     if found < size:
         raise contract_broken(
-            strategy, "create()", f"made a file of {found} bytes where {size} were asked for"
+            strategy, "create()", f"made a file of {found} bytes: it must have {size} at least"
         )
     if any(os.pread(file.fd, PAGE_SIZE, 0)):
         # For example, it is another segment, whose tables would be overwritten.
@@ -117,7 +117,7 @@ def _check_access(strategy: SharingStrategy, call: str, fd: int) -> None:
             strategy, call, f"returned a descriptor, {fd}, that is not open"
         ) from error
     if access != os.O_RDWR:
-        raise contract_broken(strategy, call, "opened the file not for both reading and writing")
+        raise contract_broken(strategy, call, "did not open the file for both reading and writing")
 
 
 def check_file(fd: int, token: bytes | None) -> SegmentHeader:
