@@ -1,8 +1,8 @@
-/* One copy of many bytes, past the processor's caches where they would not stay there.
+/* Copies many bytes past the processor's caches, where they would not stay there anyway.
  *
- * A module of Python, written in its stable interface (PEP 384), so that one
- * library serves every version from 3.11 on. copying.py is its only user, and does
- * without it where it was not built.
+ * This is a Python module, written in the stable interface (PEP 384), so that one
+ * library serves every version from 3.11 on. Only copying.py uses it, and does
+ * without it if it was not built.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -16,15 +16,15 @@
 #endif
 
 #define SHMREDUCE_VERSION 5
-#define LINE ((size_t)64) /* bytes that a cache and memory exchange at once */
-#define AHEAD ((size_t)1024) /* bytes between what is read and what is asked for */
+#define LINE ((size_t)64) /* bytes that move between a cache and memory at once */
+#define AHEAD ((size_t)1024) /* bytes between the address that is read and the one prefetched */
 
 #ifdef __SSE2__
 
-/* An ordinary store reads a line from memory before it writes a part of it; these
- * write it whole. So two thirds of the traffic are left. memcpy(3) does so as well, but
- * from a size on that it takes from the processor, which on a virtual machine may tell
- * of caches that it does not have. */
+/* An ordinary store reads a line from memory before it writes a part of it; these stores
+ * write whole lines. So two thirds of the traffic are left. memcpy(3) does the same, but
+ * only from a size on that it takes from the processor. On a virtual machine the
+ * processor may report caches that the machine does not have. */
 static void copy_past_caches(char *target, const char *source, size_t size)
 {
     size_t head = -(uintptr_t)target % LINE, end;
@@ -41,16 +41,16 @@ static void copy_past_caches(char *target, const char *source, size_t size)
         __m128i one = _mm_loadu_si128(from), two = _mm_loadu_si128(from + 1);
         __m128i three = _mm_loadu_si128(from + 2), four = _mm_loadu_si128(from + 3);
 
-        /* Of what is not mapped it does nothing. Not kept, so that the interpreter's own
-         * memory stays in the caches. */
+        /* Prefetching an address that is not mapped does nothing. NTA: the line is not kept
+         * in the caches, so that the interpreter's own memory stays there. */
         _mm_prefetch((const char *)from + AHEAD, _MM_HINT_NTA);
         _mm_stream_si128(to, one);
         _mm_stream_si128(to + 1, two);
         _mm_stream_si128(to + 2, three);
         _mm_stream_si128(to + 3, four);
     }
-    /* Such stores may overtake later ones of this thread, as that which tells a reader
-     * of them, unless they are ordered. */
+    /* Without a fence, a later store of this thread could overtake these, for example the one
+     * that tells a reader that the bytes are there. */
     _mm_sfence();
     memcpy(target + end, source + end, size - end);
 }

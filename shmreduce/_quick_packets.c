@@ -1,9 +1,9 @@
-/* Packets with descriptors beside them, each written or read by one call; and a look, without
- * the interpreter's lock, whether any descriptor has something to be read.
+/* Packets with descriptors: each is written or read by one call. It also waits for input for a
+ * short time, without the interpreter lock.
  *
- * A module of Python, written in its stable interface (PEP 384), so that one
- * library serves every version from 3.11 on. It does what packet_socket.py does
- * where it was not built, which says what that is; for the look see short_waits.py.
+ * This is a Python module, written in the stable interface (PEP 384), so that one
+ * library serves every version from 3.11 on. If it was not built, packet_socket.py does
+ * the same, and explains it; for the short wait see short_waits.py.
  */
 #define _GNU_SOURCE
 #define Py_LIMITED_API 0x030B0000
@@ -24,10 +24,10 @@
 #include <unistd.h>
 
 #define SHMREDUCE_VERSION 5
-#define MOST_DESCRIPTORS 64 /* as packet_socket.py has it */
-#define BRIEF 4096 /* bytes of a packet that takes no time to copy */
-#define LONGEST_LOOK 1e-3 /* seconds between two looks at what signals have come */
-#define STEP 2e-4 /* seconds between two looks at what else runs */
+#define MOST_DESCRIPTORS 64 /* as in packet_socket.py */
+#define BRIEF 4096 /* bytes of a packet that is copied in no time */
+#define LONGEST_LOOK 1e-3 /* seconds between two checks for signals */
+#define STEP 2e-4 /* seconds between two checks whether other threads need the processor */
 
 union control {
     char bytes[CMSG_SPACE(MOST_DESCRIPTORS * sizeof(int))];
@@ -66,14 +66,14 @@ static int all_taken(void)
             return 1;
         running++;
     }
-    /* It fails where there are more processors than the set has room for. */
+    /* This fails if there are more processors than the set has room for. */
     if (sched_getaffinity(0, sizeof usable, &usable) < 0)
         return 1;
     return strtol(running, NULL, 10) > CPU_COUNT(&usable);
 }
 
-/* Whether a call that has failed is to be made again; -1 if a signal handler raises.
- * Like those of socket.socket (PEP 475), one that a signal has interrupted is. */
+/* Whether to repeat a call that has failed; -1 if a signal handler raises. A call that a signal
+ * has interrupted is repeated, as socket.socket does (PEP 475). */
 static int is_to_be_repeated(double until)
 {
     int reason = errno, raised;
@@ -150,7 +150,7 @@ static PyObject *write_packet(PyObject *module, PyObject *arguments)
         message.msg_controllen = CMSG_SPACE(size);
     }
     if (data.len <= BRIEF && count == 0) {
-        /* With the interpreter's lock: to let it go, and to wait for it behind a thread
+        /* The interpreter lock is kept: releasing it, and then waiting for it behind a thread
          * that computes, may take a thousand times as long as this call. */
         written = sendmsg(fd, &message, flags | MSG_DONTWAIT);
         again = written < 0 && errno == EAGAIN && !(flags & MSG_DONTWAIT);
@@ -173,7 +173,7 @@ static PyObject *write_packet(PyObject *module, PyObject *arguments)
     return Py_NewRef(Py_None);
 }
 
-/* Put the descriptors of a message into the caller's list; close those that cannot be. */
+/* Put the descriptors of a message into the caller's list; close those that do not get there. */
 static int hand_over(struct msghdr *message, PyObject *list)
 {
     int descriptors[MOST_DESCRIPTORS], count = 0;
@@ -202,7 +202,7 @@ static int hand_over(struct msghdr *message, PyObject *list)
     return 0;
 }
 
-/* Look for a packet, again and again until a time if there is none. */
+/* Look for a packet, repeatedly until a time if there is none. */
 static ssize_t look(int fd, const Py_buffer *buffer, int flags, double until,
     struct msghdr *message, union control *control)
 {
@@ -220,8 +220,8 @@ static ssize_t look(int fd, const Py_buffer *buffer, int flags, double until,
     return size;
 }
 
-/* Look until a time, and on until the last one, as long as all who run have a processor.
- * If they do not the last one is 0 afterwards: there is to be no other look. */
+/* Look until a time, and longer, until `last`, while every running thread has a processor. If
+ * not, it sets `last` to 0: the caller must not look again. */
 static ssize_t look_on(int fd, const Py_buffer *buffer, int flags, double until, double *last,
     struct msghdr *message, union control *control)
 {
@@ -273,7 +273,7 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
         again = size < 0 ? is_to_be_repeated(last) : 0;
     }
     if (size >= 0) {
-        /* Before this call has returned, when no handler of a signal can raise. */
+        /* Done in this call, in which no signal handler can raise. */
         if (hand_over(&message, list) == 0)
             found = PyLong_FromSsize_t(size);
     } else if (again == 0)
@@ -282,9 +282,9 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     return found;
 }
 
-/* Whether there is something to be read, or to be told by reading: asked until the pause, and
- * on after `until` as long as all who run have a processor. If they do not the last time is 0
- * afterwards: there is to be no other look. */
+/* Whether reading would return something, or an error. It asks until `pause`, but after `until`
+ * only while every running thread has a processor. If not, it sets `last` to 0: the caller must
+ * not look again. */
 static int look_for_input(int fd, double until, double pause, double *last)
 {
     struct pollfd one = {fd, POLLIN, 0};
@@ -292,7 +292,7 @@ static int look_for_input(int fd, double until, double pause, double *last)
     for (;;) {
         double now;
 
-        /* What is wrong with the descriptor is told by reading, too. */
+        /* If something is wrong with the descriptor, reading will raise the error. */
         if (poll(&one, 1, 0) != 0)
             return 1;
         now = seconds_now();
@@ -308,7 +308,7 @@ static int look_for_input(int fd, double until, double pause, double *last)
     }
 }
 
-/* Return 1 for what is there at once, 2 for what came, 0 for nothing. */
+/* Return 1 if there is input at once, 2 if it came during the wait, 0 if there is none. */
 static PyObject *await_input(PyObject *module, PyObject *arguments)
 {
     int fd, found;
@@ -317,7 +317,7 @@ static PyObject *await_input(PyObject *module, PyObject *arguments)
     (void)module;
     if (!PyArg_ParseTuple(arguments, "idd", &fd, &patience, &spare))
         return NULL;
-    /* With the interpreter's lock, as write_packet() writes what is brief. */
+    /* The interpreter lock is kept, as in write_packet() for a brief packet. */
     last = 0;
     if (look_for_input(fd, 0, 0, &last))
         return PyLong_FromLong(1);
@@ -334,8 +334,8 @@ static PyObject *await_input(PyObject *module, PyObject *arguments)
     return PyLong_FromLong(found ? 2 : 0);
 }
 
-/* Close all descriptors of a list, and take them off it. No handler of a signal runs in
- * between: none is closed that is in the list, nor left open that is not. */
+/* Close all descriptors of a list and remove them from it. No signal handler runs in between, so
+ * the list never has a closed descriptor, and lacks none that is open. */
 static PyObject *close_descriptors(PyObject *module, PyObject *list)
 {
     (void)module;
@@ -344,7 +344,7 @@ static PyObject *close_descriptors(PyObject *module, PyObject *list)
 
         if (PyErr_Occurred() || PyList_SetSlice(list, size - 1, size, NULL) < 0)
             return NULL;
-        /* An error is none of the caller's; close(2): the number is free all the same. */
+        /* Errors are ignored: the number is free in any case (close(2)). */
         if (fd >= 0 && fd <= INT_MAX)
             close((int)fd);
     }

@@ -1,27 +1,27 @@
-/* Memory for arrays that an array library allocates by itself.
+/* The allocator: memory for arrays that an array library allocates itself.
  *
  * The functions at the end of this file that take a context are those of NEP 49
- * (https://numpy.org/neps/nep-0049.html). They never call Python and know
- * nothing of it: an allocator may be called at any instant, also while the
- * interpreter handles Ctrl-C, and after it has ended. Python fills and drains
- * what they use, through the functions above them.
+ * (https://numpy.org/neps/nep-0049.html). They never call Python, because the array
+ * library may call them at any instant, even while the interpreter handles Ctrl-C, and
+ * after it has ended. Python supplies the memory that they use and takes it back,
+ * through the functions above them.
  *
- * Large requests are served from blocks of shared memory, all others, and those
- * for which there is no block, by the C library. A block that this file owns is
- * one entry of a table:
+ * Large requests get blocks of shared memory. All others, and those for which there is
+ * no block, get memory from the C library. Each block that this file owns has an entry
+ * in a table:
  *
  *   IDLE       nobody uses it; it is on the stack of its size
  *   LIVE       an array lives in it
- *   FREED      the array has gone, and Python must say what becomes of the block
- *   INHERITED  an array of the parent process lives in it, in a forked child
+ *   FREED      the array was freed, and Python must decide about the block
+ *   INHERITED  an array of the parent process lives in it; this is a forked child
  *
- * A freed block is used again at once only if nobody else can have seen it: no
- * message named it (SENT), and there was no fork in its life. Whatever else is
- * freed waits for Python, which knows about leases and children.
+ * A freed block is used again at once only if nobody else can have seen it: no message
+ * named it (SENT), and there was no fork while the array lived. Python, which knows about
+ * leases and children, decides about all others.
  *
- * New blocks are carved from one region of untouched pages, which Python lends,
- * up to an allowance of bytes. Their pages are allocated before they are given
- * out, so that touching them cannot fail.
+ * New blocks are carved from one region of untouched pages, which Python lends, up to
+ * an allowance of bytes. Their pages are allocated before they are given out, so that
+ * touching them cannot fail.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -42,7 +42,7 @@
 #define MOST_ENTRIES 16384
 #define MOST_RANGES 64
 #define MOST_CLASSES 512
-#define PATIENCE 100 /* interrupted system calls in a row */
+#define PATIENCE 100 /* the most attempts at a system call that signals interrupt */
 
 /* As in shmreduce.memory.mapping. */
 #define HUGE_PAGE ((uint64_t)2 << 20)
@@ -59,32 +59,32 @@
 enum state { EMPTY, IDLE, LIVE, FREED, INHERITED };
 
 enum flag {
-    SENT = 1,    /* a message has named the block in this life */
-    PRIVATE = 2, /* the pages here were made private by a fork */
+    SENT = 1,    /* a message has named the block since the array was allocated */
+    PRIVATE = 2, /* a fork has made this process's pages private */
     ZEROED = 4,  /* nobody has written to the pages yet */
-    KNOWN = 8,   /* Python has taken note of the block */
+    KNOWN = 8,   /* Python has recorded the block */
     EXPOSED = 16 /* a fork could not make the pages private */
 };
 
 struct entry {
     uint64_t address;
     uint64_t capacity;
-    uint64_t size; /* that the array asked for */
-    uint64_t birth, death; /* forks until then */
+    uint64_t size; /* as requested for the array */
+    uint64_t birth, death; /* the number of forks at that time */
     uint32_t range, block;
-    uint32_t next; /* on its stack; entries count from 1 there */
+    uint32_t next; /* on its stack, where 0 ends the stack */
     uint16_t state, flags;
 };
 
-/* A segment's data, as it is mapped here. */
+/* A mapped range of a segment's data. */
 struct range {
     uint64_t address, size;
     uint64_t offset; /* in the file */
-    uint32_t *entries; /* by page; counted from 1 */
+    uint32_t *entries; /* the entry's number by page, 0 if there is none */
     uint32_t used;
     int fd;
     int inherited;
-    dev_t device; /* with the inode: which file the descriptor was */
+    dev_t device; /* with the inode: identifies the file of the descriptor */
     ino_t inode;
 };
 
@@ -100,12 +100,12 @@ struct status {
     uint64_t forks;
     uint64_t idle_bytes;
     uint64_t carved_bytes; /* since the last allowance */
-    uint64_t largest; /* request since the last allowance */
+    uint64_t largest; /* largest request since the last allowance */
     uint64_t missed; /* largest request that the region could not serve */
     uint64_t exposed; /* blocks that a forked child can write to */
-    uint64_t served; /* requests */
-    uint32_t unknown; /* entries that Python has not taken note of */
-    uint32_t freed; /* entries on that stack */
+    uint64_t served; /* requests that got a block */
+    uint32_t unknown; /* entries that Python has not recorded */
+    uint32_t freed; /* entries on the stack of freed ones */
 };
 
 static struct entry entries[MOST_ENTRIES + 1];
@@ -120,11 +120,11 @@ static uint32_t unknown[MOST_ENTRIES];
 static uint64_t threshold = UINT64_MAX, allowance;
 static uint64_t lowest = UINT64_MAX, highest;
 static int enabled, forking, ended;
-static int collapses = 1; /* whether the kernel is worth being asked for huge pages */
+static int collapses = 1; /* whether it is worth asking the kernel for huge pages */
 static unsigned page_bits;
 
-/* Python calls everything here with its lock held, and so does NumPy. This one
- * is for whoever does not. */
+/* Python and NumPy call all these functions with the interpreter lock held. This lock is for
+ * callers that do not hold it. */
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 
 static int try_enter(void) { return !atomic_flag_test_and_set(&busy); }
@@ -137,7 +137,7 @@ static void enter(void)
 
 static void leave(void) { atomic_flag_clear(&busy); }
 
-/* Sizes: as shmreduce.memory.size_classes.size_class(), whole pages. */
+/* Sizes: as shmreduce.memory.size_classes.size_class() for whole pages. */
 
 static unsigned bits(uint64_t number)
 {
@@ -237,7 +237,7 @@ static uint32_t pop_idle(unsigned class)
     return number;
 }
 
-/* Give back the copies that writing to private pages has made. */
+/* Free the copies of pages that were made when private pages were written. */
 static void drop_private_pages(const struct entry *entry)
 {
     madvise((void *)(uintptr_t)entry->address, entry->capacity, MADV_DONTNEED);
@@ -246,7 +246,7 @@ static void drop_private_pages(const struct entry *entry)
 static void push_freed(uint32_t number)
 {
     struct entry *entry = &entries[number];
-    /* What a message has named may have to be copied yet. */
+    /* If a message has named the array, its bytes may still have to be copied. */
     if (entry->flags & PRIVATE && !(entry->flags & SENT))
         drop_private_pages(entry);
     entry->state = FREED;
@@ -258,8 +258,8 @@ static void push_freed(uint32_t number)
 
 /* Pages */
 
-/* Daemons close all descriptors that they find, and other files get the numbers:
- * what is done by such a number would show their bytes in arrays, or destroy them. */
+/* Daemons close all descriptors that they find, and other files get the numbers. Using such a
+ * number would show another file's bytes in arrays, or destroy them. */
 static int is_open(const struct range *range)
 {
     struct stat found;
@@ -281,7 +281,7 @@ static double now(void)
     return (double)clock.tv_sec + (double)clock.tv_nsec / 1e9;
 }
 
-/* Allocate huge pages for what has none, as far as the kernel can, and quickly. */
+/* Allocate huge pages where there are none, while the kernel can do so quickly. */
 static void make_huge(uint64_t address, uint64_t size)
 {
     uint64_t place = (address + HUGE_PAGE - 1) & -HUGE_PAGE;
@@ -289,7 +289,7 @@ static void make_huge(uint64_t address, uint64_t size)
     while (collapses && place < end) {
         uint64_t length = end - place < COLLAPSED_AT_ONCE ? end - place : COLLAPSED_AT_ONCE;
         double began;
-        /* Only what has a page is made huge. */
+        /* The kernel makes a huge page only where there is at least one page. */
         for (uint64_t each = place; each < place + length; each += HUGE_PAGE)
             if (madvise((void *)(uintptr_t)each, 1, MADV_POPULATE_WRITE))
                 return;
@@ -299,7 +299,7 @@ static void make_huge(uint64_t address, uint64_t size)
             return;
         }
         if (now() - began > LONGEST_COLLAPSE)
-            return; /* Memory is in pieces, and the kernel moves them about. */
+            return; /* Memory is fragmented, and the kernel moves pages. */
         place += length;
     }
 }
@@ -314,7 +314,7 @@ static int allocate_pages(const struct range *range, uint64_t address, uint64_t 
     failed = errno;
     if ((failed == EINVAL || failed == ENOSYS || failed == EINTR || failed == EAGAIN) &&
         is_open(range)) {
-        /* An older kernel. */
+        /* An older kernel, or a signal has interrupted the call. */
         for (int attempt = 0; attempt < PATIENCE; attempt++) {
             failed = posix_fallocate(range->fd, (off_t)offset, (off_t)size);
             if (failed != EINTR)
@@ -343,7 +343,7 @@ static uint32_t carve(uint64_t capacity)
     if (!region.lent)
         return 0;
     if (capacity >= HUGE_PAGE)
-        /* What is left out is but addresses. */
+        /* The gap costs only addresses. */
         place = (place + HUGE_PAGE - 1) & -HUGE_PAGE;
     if (region.position == region.count || place > region.end || capacity > region.end - place) {
         if (capacity > status.missed)
@@ -374,7 +374,7 @@ static void *take(uint64_t size, int *zeroed)
     capacity = size_class(size);
     if (size > status.largest)
         status.largest = size;
-    /* From 64 KiB on a class is one size; below, the block on top may be another. */
+    /* From 64 KiB on, all blocks of a class have one size. Below, the top one may have another. */
     number = stacks[class_of(capacity)];
     number = number && entries[number].capacity == capacity ? pop_idle(class_of(capacity)) : 0;
     if (!number)
@@ -392,7 +392,7 @@ static void *take(uint64_t size, int *zeroed)
     return number ? (void *)(uintptr_t)entries[number].address : NULL;
 }
 
-/* What Python calls */
+/* Functions that Python calls */
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -404,7 +404,7 @@ EXPORT uint64_t shmreduce_size_class(uint64_t size) { return size_class(size); }
 EXPORT void shmreduce_start(uint32_t page_size) { page_bits = bits(page_size) - 1; }
 EXPORT void shmreduce_enable(int yes) { enabled = yes && !ended; }
 
-/* What may be carved from now on, and from which size. */
+/* Set how many bytes may be carved from now on, and the smallest size that gets a block. */
 EXPORT void shmreduce_allow(uint64_t from, uint64_t bytes)
 {
     enter();
@@ -451,7 +451,7 @@ static void forget_range(struct range *range)
     memset(range, 0, sizeof *range);
 }
 
-/* Returns whether the range was free to go. */
+/* Drop a range if it is not used; return whether it was dropped. */
 EXPORT int shmreduce_drop_range(uint32_t number)
 {
     int done = 0;
@@ -464,7 +464,7 @@ EXPORT int shmreduce_drop_range(uint32_t number)
     return done;
 }
 
-/* Give a block with pages to whoever asks for its size; 0 if there is no room. */
+/* Lend a block with pages, for requests of its size; return 0 if there is no room for it. */
 EXPORT uint32_t shmreduce_lend(uint32_t range, uint32_t block, uint64_t address, uint64_t capacity)
 {
     uint32_t number = 0;
@@ -477,7 +477,7 @@ EXPORT uint32_t shmreduce_lend(uint32_t range, uint32_t block, uint64_t address,
     return number;
 }
 
-/* Give untouched pages, to be carved, and numbers for the blocks. */
+/* Lend untouched pages to carve blocks from, and numbers for the blocks. */
 EXPORT void shmreduce_lend_region(uint32_t range, uint64_t address, uint64_t size, int zeroed,
                                   const uint32_t *blocks, uint32_t count)
 {
@@ -502,7 +502,7 @@ EXPORT uint64_t shmreduce_region_left(void)
     return region.lent && region.position < region.count ? region.end - region.next : 0;
 }
 
-/* Take the region back: its range, where it goes on, how many numbers were used. */
+/* Take the region back: return its range, what is left of it, and how many numbers were used. */
 EXPORT int shmreduce_take_region(uint32_t *range, uint64_t *next, uint64_t *end, uint32_t *used)
 {
     int lent;
@@ -517,14 +517,14 @@ EXPORT int shmreduce_take_region(uint32_t *range, uint64_t *next, uint64_t *end,
     return lent;
 }
 
-/* Return an entry that Python has not taken note of, 0 if there is none. It is
- * returned again until that is done. */
+/* Return an entry that Python has not recorded, 0 if there is none. It is returned again until
+ * Python has called shmreduce_known(). */
 EXPORT uint32_t shmreduce_unknown(void)
 {
     return status.unknown ? unknown[status.unknown - 1] : 0;
 }
 
-/* Returns whether this call was the one that did it. */
+/* Mark an entry as recorded; return whether this call did it. */
 EXPORT int shmreduce_known(uint32_t number)
 {
     int first = 0;
@@ -553,7 +553,7 @@ EXPORT uint32_t shmreduce_take_freed(void)
     return number;
 }
 
-/* Take an idle block back, a large one first; it is Python's then, as a freed one. */
+/* Take back an idle block, large ones first. It belongs to Python then, like a freed one. */
 EXPORT uint32_t shmreduce_take_idle(void)
 {
     uint32_t number = 0;
@@ -568,7 +568,7 @@ EXPORT uint32_t shmreduce_take_idle(void)
     return number;
 }
 
-/* Forget a freed block that was taken: Python has it. */
+/* Drop the entry of a freed block that Python has taken. */
 EXPORT void shmreduce_release(uint32_t number)
 {
     enter();
@@ -577,7 +577,7 @@ EXPORT void shmreduce_release(uint32_t number)
     leave();
 }
 
-/* Show the file's pages again; returns whether that worked. */
+/* Make the pages show the file again; return whether that was possible. */
 EXPORT int shmreduce_restore(uint32_t number)
 {
     int done;
@@ -589,9 +589,9 @@ EXPORT int shmreduce_restore(uint32_t number)
     return done;
 }
 
-/* Mark the array at an address as named in a message, and return its entry: 0 if
- * none of ours begins there, or if it must not be named. From now on it is
- * Python's when it is freed. */
+/* Mark the array at an address as named in a message, and return its entry. Returns 0 if no
+ * array of this allocator begins there, or if it must not be named. When it is freed, Python
+ * gets the block. */
 EXPORT uint32_t shmreduce_send(uint64_t address)
 {
     uint32_t number;
@@ -606,7 +606,7 @@ EXPORT uint32_t shmreduce_send(uint64_t address)
     return number;
 }
 
-/* No message names it any more, nor has one reached anybody. */
+/* Unmark it: no message names it any more, and none has reached a receiver. */
 EXPORT void shmreduce_unsend(uint32_t number)
 {
     enter();
@@ -615,7 +615,7 @@ EXPORT void shmreduce_unsend(uint32_t number)
     leave();
 }
 
-/* Before a fork: the child is to see arrays as they are now, and so its parent. */
+/* Before a fork: make the arrays' pages private, so that parent and child keep them apart. */
 EXPORT void shmreduce_before_fork(void)
 {
     enter();
@@ -643,7 +643,7 @@ EXPORT void shmreduce_after_fork_in_parent(void)
     leave();
 }
 
-/* In the child: its parent's blocks are its parent's to use again. */
+/* In the child: only the parent may use its blocks again. */
 EXPORT void shmreduce_after_fork_in_child(void)
 {
     atomic_flag_clear(&busy);
@@ -667,14 +667,14 @@ EXPORT void shmreduce_after_fork_in_child(void)
     }
 }
 
-/* The process is about to end: what is freed from now on stays as it is. */
+/* The process is about to end: no blocks are given out any more. */
 EXPORT void shmreduce_end(void)
 {
     ended = 1;
     enabled = 0;
 }
 
-/* What the array library calls */
+/* Functions that the array library calls */
 
 EXPORT void shmreduce_free(void *context, void *pointer, size_t size)
 {
@@ -738,7 +738,7 @@ EXPORT void *shmreduce_realloc(void *context, void *pointer, size_t size)
     if (number) {
         struct entry *entry = &entries[number];
         held = entry->size < entry->capacity ? entry->size : entry->capacity;
-        /* A message says how large the array was. */
+        /* A message tells the array's size, so it must not change. */
         fits = size <= entry->capacity && !(entry->flags & SENT);
         if (fits)
             entry->size = size;

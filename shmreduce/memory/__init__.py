@@ -1,5 +1,6 @@
 """Shared memory: segments, blocks, leases, and what happens when processes die.
 
-Which module has which job, lowest first, stands in docs/explanation/architecture.md.
-Each may import only those below it, and says so; tests/architecture checks it.
+docs/explanation/architecture.md lists the modules, lowest first, with the job of each.
+A module may import only modules below it, and its docstring names them; tests/architecture
+checks this.
 """

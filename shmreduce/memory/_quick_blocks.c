@@ -1,31 +1,31 @@
-/* What a message costs in blocks: to take one, to give it out, to take it over, to end it.
+/* The short way of a message's blocks: take one, give one out, take one over, end its hold.
  *
- * A module of Python, written in its stable interface (PEP 384), so that one
+ * This is a Python module, written in the stable interface (PEP 384), so that one
  * library serves every version from 3.11 on.
  *
- * Each function does the usual case of a function in Python, which says what it
- * means and does every other: it does all of it, or it changes nothing and returns
- * None or False, for whatever reason. The objects are Python's, too: what is here
- * reads and writes their attributes and tables as that function would.
+ * Each function does the usual case of a Python function, which explains it and does
+ * all other cases. It either does the usual case completely, or changes nothing and
+ * returns None or False. The objects are Python objects; the code here reads and
+ * writes their attributes and tables as the Python function would.
  *
- * A call holds the interpreter's lock from its beginning to its end, and runs no
- * code in Python from the moment when it looks at what it is going to change: new
- * objects that the garbage collector knows of are made before that, since before
- * CPython 3.12 each of them may set it off. So no other thread, signal handler or
- * destructor comes in between, and what the functions in Python do to be safe from
- * those is not needed. Where a call in the middle fails for want of memory, it is
- * undone what was done.
+ * A call holds the interpreter lock from beginning to end. From the moment when it
+ * looks at what it is going to change, it runs no Python code. New objects that the
+ * garbage collector tracks are made before that, because before CPython 3.12 making
+ * one may start the collector. So no other thread, signal handler or destructor can
+ * run in between, and the code here need not guard against them as the Python
+ * functions do. If a call in the middle fails for lack of memory, the steps before
+ * it are undone.
  *
- * Transitions of lease slots are those of _quick_slots.c, called as methods of the
- * segment's object: where there is none, or it declines, so does what is here.
+ * Transitions of lease slots are made by _quick_slots.c, through methods of the
+ * segment's object. If it was not compiled, or declines, the code here declines, too.
  *
- * This file has the module itself; what its functions do is in the others:
+ * This file defines the module. Its functions are in the other files:
  *   _quick_blocks_objects.c    its types: Root and BlockTables
- *   _quick_blocks_handles.c    handles, read and written
+ *   _quick_blocks_handles.c    reading and writing handles
  *   _quick_blocks_steps.c      small steps on attributes, tables and lists
- *   _quick_blocks_taking.c     a block for a message
- *   _quick_blocks_giving.c     one that somebody has, and the end of sending
- *   _quick_blocks_receiving.c  a block that a message brought, and the end of it
+ *   _quick_blocks_taking.c     taking a new block for a message
+ *   _quick_blocks_giving.c     giving out a block that is held here; committing a message
+ *   _quick_blocks_receiving.c  taking over a message's block, and ending its hold
  */
 #include "_quick_blocks.h"
 
@@ -47,7 +47,7 @@ static PyObject *make_root(PyObject *module, PyObject *const *given, Py_ssize_t 
     return new_root(PyModule_GetState(module), given[0], offset, size);
 }
 
-/* Find out how a root that nobody but its filling has is told from others. */
+/* Measure the reference count of a root to which only its filling refers. */
 static int count_unshared(State *state)
 {
     OWNED PyObject *filling = new_object(state, state->held[FILLING]);

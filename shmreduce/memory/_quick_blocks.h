@@ -1,4 +1,4 @@
-/* What the files of _quick_blocks share; _quick_blocks.c says what they are. */
+/* Declarations that the files of _quick_blocks share; _quick_blocks.c lists the files. */
 #define _GNU_SOURCE
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -26,7 +26,7 @@
 #define AS_COUNT(name) +1
 enum { NAMES_COUNT = 0 NAMES(AS_COUNT) };
 
-/* What else is needed: the classes, in the order in which they are given, then the rest. */
+/* Other objects: first the classes, in the order in which configure() gets them. */
 enum {
     BLOCK, FILLING, LEASE, RECORD, ROOT_REFERENCE, SENT, GIVEN,
     COUNT_REFERENCES = GIVEN, ROOT, TABLES, ROOT_DIED, NOTHING, READ_WRITE, READ_ONLY, HELD,
@@ -42,7 +42,7 @@ typedef struct {
     PyObject *held[HELD];
     uint64_t page_size;
     Py_ssize_t few;
-    long unshared; /* what is said of the references to a root that its filling alone has */
+    long unshared; /* the reference count of a root to which only its filling refers */
 } State;
 
 #define NAME(name) (state->names.name)
@@ -52,10 +52,10 @@ static inline void drop(PyObject **object)
     Py_XDECREF(*object);
 }
 
-/* A reference that ends with its variable; the last that was declared goes first. */
+/* A reference that is dropped when its variable goes out of scope, the last declared first. */
 #define OWNED __attribute__((cleanup(drop)))
 
-/* The object at the bottom of all views of a block; see make_root() of mapping.py. */
+/* The object to which all views of a block refer; see make_root() of mapping.py. */
 typedef struct {
     PyObject_HEAD
     PyObject *references;
@@ -64,7 +64,7 @@ typedef struct {
     Py_ssize_t size;
 } Root;
 
-/* The tables of a segment that say where its blocks are, and what this process has of them. */
+/* A segment's tables of its blocks, and this process's dictionaries about them. */
 typedef struct {
     PyObject_HEAD
     Py_buffer tables;
@@ -73,13 +73,13 @@ typedef struct {
     uint64_t *generations, *offsets, *capacities, *words;
     uint32_t *heads;
     uint8_t *hints;
-    /* The segment's attributes of these names, which stay the same. */
+    /* The segment's attributes with these names, which are never replaced. */
     PyObject *importer, *holds, *passing, *pins, *outbox, *records, *slots_left, *listed;
-    PyObject *out, *small; /* of one that this process has made */
-    PyObject *rest; /* of the handles that this process makes for a block */
+    PyObject *out, *small; /* only of a segment that this process has made */
+    PyObject *rest; /* the last part of this process's handles of its blocks */
 } Tables;
 
-/* What a handle begins with, and where in it the fields are. */
+/* The mark at the beginning of a handle, and the offsets of its fields. */
 #define MARK "shmreduce\0hdl\x02\n"
 enum {
     FROM_CHECKSUM = sizeof MARK - 1,
@@ -89,17 +89,17 @@ enum {
     FROM_NBYTES = FROM_REST + 16,
     FROM_SHARED = FROM_NBYTES + 8 + 4,
     SHORTEST = FROM_SHARED + 1 + 1 + 2 + 2,
-    MODES = 2, /* of three: a cow block is mapped anew each time */
+    MODES = 2, /* of three: a cow block gets a mapping of its own, by the long way */
 };
 
-/* What is read of a handle. */
+/* The fields of a handle that are read here. */
 typedef struct {
     const uint8_t *data;
     uint64_t slot, nonce, block, generation, nbytes;
     int shared, mode;
 } Handle;
 
-/* An attribute and what it is set to. */
+/* An attribute's name and the value for it. */
 typedef struct {
     PyObject *name, *value;
 } Field;

@@ -1,8 +1,8 @@
-/* To give out a block that somebody here has, and what becomes of a message that is complete:
- * Message.refer() and Message.commit() of message.py. */
+/* Gives out a block that this process has, and commits the leases of a complete message, as
+ * Message.refer() and Message.commit() of message.py do. */
 #include "_quick_blocks.h"
 
-/* Name a block that somebody here has in one more message. */
+/* Add a message's lease on a block that this process has. */
 static PyObject *lend(State *state, PyObject *segment, PyObject *number, PyObject *generation,
     PyObject *nonce, PyObject *constant, PyObject *taken)
 {
@@ -27,7 +27,7 @@ static PyObject *lend(State *state, PyObject *segment, PyObject *number, PyObjec
     if (result == NULL
         || fill_lease(state, lease, segment, number, generation, nonce, slot, Py_None) < 0)
         return NULL;
-    /* From here on nothing is made that the garbage collector knows of. */
+    /* From here on no object is made that the garbage collector tracks. */
     there = is_last_slot(its, slot, place);
     if (there > 0)
         there = is_true(PyObject_CallMethodObjArgs(
@@ -60,7 +60,7 @@ PyObject *lend_block(PyObject *module, PyObject *const *given, Py_ssize_t count)
         given[4], given[5]));
 }
 
-/* As Filling.end(), of one that nobody refers to and no forked child has seen. */
+/* As Filling.end(), if nothing refers to the root and no forked child has seen the block. */
 static int end_filling(State *state, PyObject *filling)
 {
     OWNED PyObject *segment = PyObject_GetAttr(filling, NAME(_segment));

@@ -1,4 +1,4 @@
-/* Handles, as handle.py has them. */
+/* Reads and writes handles, as handle.py does. */
 #include "_quick_blocks.h"
 
 static uint32_t checksums[256];
@@ -38,7 +38,7 @@ void put_number(uint8_t *data, int size, uint64_t number)
         data[place] = (uint8_t)number;
 }
 
-/* Whether an object is a handle of the usual kinds, as it was packed. */
+/* Whether an object is an undamaged handle of a usual kind. */
 int read_handle(PyObject *given, Handle *found)
 {
     char *text;
@@ -67,7 +67,7 @@ int read_handle(PyObject *given, Handle *found)
             == SHORTEST + get_number(data + SHORTEST - 4, 2) + get_number(data + SHORTEST - 2, 2);
 }
 
-/* Return a handle: of a lease, and what is the same in all of its block's. */
+/* Return a handle, from its lease and the constant part of its block's handles. */
 PyObject *make_handle(uint64_t slot, uint64_t nonce, const uint8_t *constant, size_t size)
 {
     PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(FROM_KEY + size));

@@ -1,7 +1,7 @@
-/* The two types of the module: what lies at the bottom of views, and the tables of a segment. */
+/* The two types of the module: the object to which views refer, and the tables of a segment. */
 #include "_quick_blocks.h"
 
-/* The object at the bottom of all views of a block; see make_root() of mapping.py. */
+/* The object to which all views of a block refer; see make_root() of mapping.py. */
 
 static int root_buffer(PyObject *self, Py_buffer *view, int flags)
 {
@@ -12,7 +12,7 @@ static void root_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
 
-    /* First: whoever is told may look at the memory. */
+    /* Called first, because the callbacks of weak references may use the memory. */
     if (((Root *)self)->references != NULL)
         PyObject_ClearWeakRefs(self);
     if (((Root *)self)->pages.obj != NULL)
@@ -34,8 +34,8 @@ static PyType_Slot root_slots[] = {
     {0, NULL},
 };
 
-/* The garbage collector does not know of it: it would tell of its death, in a cycle,
- * while finalizers may still use the views. */
+/* The garbage collector does not track it. Otherwise, when a cycle dies, the collector would
+ * call the callbacks of weak references while finalizers may still use the views. */
 PyType_Spec root_spec = {
     .name = "shmreduce.memory._quick_blocks.Root",
     .basicsize = sizeof(Root),
@@ -64,7 +64,7 @@ PyObject *new_root(State *state, PyObject *pages, uint64_t offset, uint64_t size
     return (PyObject *)made;
 }
 
-/* The tables of a segment that say where its blocks are, and what this process has of them. */
+/* A segment's tables of its blocks, and this process's dictionaries about them. */
 
 static PyObject *tables_make(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
@@ -94,7 +94,7 @@ static PyObject *tables_make(PyTypeObject *type, PyObject *arguments, PyObject *
         return NULL;
     }
     start = self->tables.buf;
-    /* Their numbers have 32 bits in handles. */
+    /* In handles, the numbers of blocks and slots have 32 bits. */
     if (blocks > UINT32_MAX || slots > UINT32_MAX
         || !fits(&self->tables, generations, 8, blocks)
         || !fits(&self->tables, offsets, 8, blocks)
@@ -166,7 +166,7 @@ PyType_Spec tables_spec = {
     .slots = tables_slots,
 };
 
-/* Return the tables of a segment; NULL if it has none, with an error only if that was one. */
+/* Return a segment's tables. Without tables it returns NULL, with an exception only on error. */
 Tables *tables_of(State *state, PyObject *segment)
 {
     PyObject *found = PyObject_GetAttr(segment, NAME(block_tables));

@@ -1,5 +1,5 @@
-/* To take a block over and to end its hold: import_block() of loading.py, LiveBlocks._died() of
- * blocks.py. */
+/* Takes a message's block over and ends its hold, as import_block() of loading.py and
+ * LiveBlocks._died() of blocks.py do. */
 #include "_quick_blocks.h"
 
 enum { MOST_ATTEMPTS = 10 };
@@ -22,8 +22,9 @@ static PyObject *new_block(State *state, PyObject *record, PyObject *root, PyObj
     return Py_NewRef(block);
 }
 
-/* Return a shared block that is alive here already, as find_shared() of blocks.py does, and
- * note that its message ends with the load. `other` says that there may be one all the same. */
+/* Return a shared block that is alive here already, as find_shared() of blocks.py does, and note
+ * that its message ends with the load. `other` is set if it returns NULL but the long way may
+ * find the block. */
 static PyObject *find_shared(State *state, const Handle *what, PyObject *key, PyObject *live,
     PyObject *loading, int *other)
 {
@@ -50,7 +51,7 @@ static PyObject *find_shared(State *state, const Handle *what, PyObject *key, Py
     mode = marked < 0 ? NULL : PyObject_GetAttr(record, NAME(mode));
     if (mode == NULL)
         return NULL;
-    /* By value: that of a block that was made here is its maker's own string. */
+    /* Compared by value: the mode of a block that was made here is the caller's own string. */
     same = PyUnicode_Check(mode) ? PyUnicode_Compare(mode, state->held[READ_ONLY]) == 0 : 0;
     read_only = marked || same ? Py_True : Py_False;
     block = new_block(state, record, root, read_only);
@@ -65,7 +66,7 @@ static PyObject *find_shared(State *state, const Handle *what, PyObject *key, Py
     return Py_NewRef(block);
 }
 
-/* Where a block is, for who takes it over. */
+/* Where the block is that is taken over. */
 typedef struct {
     PyObject *segment, *mapping, *slot, *number, *generation;
     uint64_t address;
@@ -108,7 +109,7 @@ static PyObject *new_reference(State *state, PyObject *root, PyObject *record, P
     return Py_NewRef(made);
 }
 
-/* Make a message a hold, if that is done in one step. */
+/* Turn a message into a hold, if the compiled transition can do it. */
 static int claim(State *state, const Handle *what, const Place *place, Tables *tables)
 {
     OWNED PyObject *quick = PyObject_GetAttr(place->segment, NAME(_quick));
@@ -121,7 +122,7 @@ static int claim(State *state, const Handle *what, const Place *place, Tables *t
         place->slot, word, place->generation, tables->importer, NULL));
 }
 
-/* Undo a claim that could not be noted. */
+/* Undo a claim that could not be recorded. */
 static PyObject *unclaim(State *state, const Handle *what, const Place *place, PyObject *holds,
     PyObject *roots, PyObject *identity, PyObject *shared, PyObject *key)
 {
@@ -161,7 +162,8 @@ static PyObject *take_over(State *state, PyObject *handle, const Handle *what, T
         return NULL;
     offset = LOAD(tables->offsets[what->block]);
     capacity = LOAD(tables->capacities[what->block]);
-    /* Of a block with a message they stay the same; there is one if it is claimed below. */
+    /* They do not change while the block has a message, and the claim below fails if it has
+     * none. */
     if (offset < tables->data_offset || offset < from || offset > tables->size
         || capacity > tables->size - offset || what->nbytes > capacity)
         return NULL;
@@ -187,14 +189,14 @@ static PyObject *take_over(State *state, PyObject *handle, const Handle *what, T
     reference = entry == NULL ? NULL : new_reference(state, root, record, identity);
     if (reference == NULL)
         return NULL;
-    /* From here on nothing is made that the garbage collector knows of. */
+    /* From here on no object is made that the garbage collector tracks. */
     there = has_item(directory, token, place->segment);
     if (there > 0)
         there = is_unforked(state, live, forks);
     if (there > 0)
         there = claim(state, what, place, tables);
     if (there <= 0) {
-        /* It must not tell of the death of this root. */
+        /* Dropped before the root, so that its callback is not called when the root dies. */
         Py_CLEAR(reference);
         return NULL;
     }
@@ -242,7 +244,7 @@ static PyObject *find_or_take_over(State *state, PyObject *handle, PyObject *liv
         || what.block >= ((Tables *)tables)->blocks || what.slot >= ((Tables *)tables)->slots)
         return NULL;
     if (!what.shared && PyDict_Size(directory) > state->few) {
-        /* It may be one too many. */
+        /* This segment may be one too many, which the long way finds out. */
         owner = is_field(segment, NAME(owner), Py_True);
         if (owner <= 0)
             return NULL;
@@ -262,7 +264,7 @@ PyObject *import_block(PyObject *module, PyObject *const *given, Py_ssize_t coun
         find_or_take_over(PyModule_GetState(module), given[0], given[1], given[2], given[3]));
 }
 
-/* `left` gets another process's segment of which nothing is held here any more. */
+/* `left` gets the segment if it is another process's and the last hold in it has ended. */
 static int end_quickly(State *state, PyObject *reference, PyObject *record, PyObject *live,
     PyObject **left)
 {
@@ -308,7 +310,7 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
         quick, NAME(release), fd, number, slot, its->importer, NULL));
     if (same <= 0)
         return same;
-    /* Nothing below asks for memory. */
+    /* Nothing below allocates memory. */
     if (PyObject_SetAttr(record, NAME(ended), Py_True) < 0
         || PyObject_SetAttr(record, NAME(death), forks) < 0)
         return -1;
@@ -326,8 +328,9 @@ static int end_quickly(State *state, PyObject *reference, PyObject *record, PyOb
     return 1;
 }
 
-/* End a hold by LiveBlocks._died(). The handler of a signal may raise as that is entered, and it
- * do nothing: as long as the reference is in the table it is to be called, and nobody else will. */
+/* End a hold by LiveBlocks._died(). A signal handler may raise when that function is entered, so
+ * that it does nothing. Nobody else will call it for this reference, so it is called again as
+ * long as the reference is in the table. */
 static PyObject *end_by_hand(State *state, PyObject *reference, PyObject *live)
 {
     OWNED PyObject *roots = NULL, *identity = NULL;
@@ -345,12 +348,12 @@ static PyObject *end_by_hand(State *state, PyObject *reference, PyObject *live)
         Py_XDECREF(done);
         PyErr_Clear();
     }
-    /* It is printed. */
+    /* The interpreter prints the exception. */
     PyErr_Restore(kind, value, trace);
     return NULL;
 }
 
-/* What a reference to a root calls when the root has died. */
+/* The callback of a reference to a root, called when the root has died. */
 PyObject *root_died(PyObject *module, PyObject *reference)
 {
     State *state = PyModule_GetState(module);
@@ -364,7 +367,7 @@ PyObject *root_died(PyObject *module, PyObject *reference)
     if (!current)
         return Py_NewRef(Py_None);
     if (end_quickly(state, reference, record, live, &left) <= 0) {
-        /* For want of memory, perhaps: there it is put off. */
+        /* Perhaps there was no memory. The long way tries again later. */
         PyErr_Clear();
         return end_by_hand(state, reference, live);
     }

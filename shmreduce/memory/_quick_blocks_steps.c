@@ -1,5 +1,5 @@
-/* Small steps that the others share. Those that return int say 1 for yes, 0 for no and -1 for
- * an error. */
+/* Small steps that the other files share. A function that answers a question returns 1 for yes,
+ * 0 for no and -1 for an error; the others return 0, or -1 for an error. */
 #include "_quick_blocks.h"
 
 #include <time.h>
@@ -11,7 +11,7 @@ PyObject *new_object(State *state, PyObject *type)
     return make((PyTypeObject *)type, state->held[NOTHING], NULL);
 }
 
-/* Set attributes. A value of NULL is that of a call that has failed. */
+/* Set attributes. A value of NULL means that the call that should return it has failed. */
 int set_fields(PyObject *object, const Field *fields, size_t count)
 {
     for (size_t place = 0; place < count; place++)
@@ -31,7 +31,7 @@ int get_u64(PyObject *object, PyObject *name, uint64_t *number)
     return *number == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Whether an attribute is this very object. */
+/* Whether an attribute is exactly this object. */
 int is_field(PyObject *object, PyObject *name, PyObject *wanted)
 {
     OWNED PyObject *found = PyObject_GetAttr(object, name);
@@ -39,7 +39,7 @@ int is_field(PyObject *object, PyObject *name, PyObject *wanted)
     return found == NULL ? -1 : found == wanted;
 }
 
-/* Whether a table has this very object under a key. */
+/* Whether a table has exactly this object under a key. */
 int has_item(PyObject *table, PyObject *key, PyObject *wanted)
 {
     PyObject *found = PyDict_GetItemWithError(table, key);
@@ -47,7 +47,7 @@ int has_item(PyObject *table, PyObject *key, PyObject *wanted)
     return found == NULL && PyErr_Occurred() ? -1 : found == wanted;
 }
 
-/* Take an entry out of a table, if it is there. */
+/* Remove a table's entry if it is there. */
 int take_out(PyObject *table, PyObject *key)
 {
     int there = PyDict_Contains(table, key);
@@ -63,8 +63,8 @@ int is_true(PyObject *found)
     return answer;
 }
 
-/* Return how many forks there were; NULL if another is about to happen, or this is the
- * table of a parent. */
+/* Return the number of forks so far. NULL if another fork is about to happen, or if this is the
+ * table that a forked child inherited. */
 PyObject *forks_so_far(State *state, PyObject *live)
 {
     OWNED PyObject *ledger = NULL, *pending = NULL;
@@ -79,7 +79,7 @@ PyObject *forks_so_far(State *state, PyObject *live)
     return PyObject_GetAttr(ledger, NAME(forks));
 }
 
-/* Whether that is still the same number; objects may have been made since. */
+/* Whether the number is still the same: making objects may have run other code since. */
 int is_unforked(State *state, PyObject *live, PyObject *forks)
 {
     OWNED PyObject *now = forks_so_far(state, live);
@@ -97,7 +97,7 @@ double seconds_now(void)
     return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
 }
 
-/* Take the last item off a list. */
+/* Remove the last item of a list. */
 int pop_last(PyObject *list)
 {
     Py_ssize_t size = PyList_Size(list);
@@ -105,8 +105,8 @@ int pop_last(PyObject *list)
     return PyList_SetSlice(list, size - 1, size, NULL);
 }
 
-/* Return the last of the slots that are free and this process's to take, which it keeps;
- * NULL where one has to be looked for. */
+/* Return the last slot of the list of free ones that this process may take. It stays in the list.
+ * NULL if the list is empty, so that the long way must look for free slots. */
 PyObject *peek_slot(Tables *tables, uint64_t *number)
 {
     for (;;) {
@@ -126,7 +126,7 @@ PyObject *peek_slot(Tables *tables, uint64_t *number)
     }
 }
 
-/* Take the slot off the list that peek_slot() has found there. */
+/* Remove from the list the slot that peek_slot() has found. */
 int take_slot(Tables *tables, PyObject *slot)
 {
     return pop_last(tables->slots_left) < 0 ? -1 : take_out(tables->listed, slot);
@@ -141,13 +141,13 @@ int is_last_slot(Tables *tables, PyObject *slot, uint64_t number)
         && !LOAD(tables->words[number]);
 }
 
-/* None for what was declined. */
+/* Return None instead of NULL, if NULL means that the function has declined. */
 PyObject *answer(PyObject *found)
 {
     return found == NULL && !PyErr_Occurred() ? Py_NewRef(Py_None) : found;
 }
 
-/* Whether the classes are known whose objects are made. */
+/* Whether configure() has set the classes. */
 int is_configured(PyObject *module)
 {
     return ((State *)PyModule_GetState(module))->held[BLOCK] != NULL;

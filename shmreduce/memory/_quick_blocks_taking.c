@@ -1,15 +1,15 @@
-/* To take a block for a message: Message.allocate() of message.py. */
+/* Takes a block for a message, as Message.allocate() of message.py does. */
 #include "_quick_blocks.h"
 
-/* Return the list of free blocks of a size for which there was none, a reference of its own. */
+/* Return a new reference to the list of free blocks of a size that has had none. */
 static PyObject *new_stack(PyObject *warm, PyObject *size)
 {
     OWNED PyObject *made = PyList_New(0), *there = NULL;
 
     if (made == NULL)
         return NULL;
-    /* The garbage collector may have run in between (up to CPython 3.11), and a finalizer
-     * have freed a block of this size: what it has put there is not to be replaced. */
+    /* Up to CPython 3.11 making the list may start the garbage collector, and a finalizer may
+     * free a block of this size. The list that it has put there must not be replaced. */
     there = Py_XNewRef(PyDict_GetItemWithError(warm, size));
     if (there != NULL)
         return Py_NewRef(there);
@@ -18,8 +18,8 @@ static PyObject *new_stack(PyObject *warm, PyObject *size)
     return Py_NewRef(made);
 }
 
-/* Free a block of which somebody has let go, as try_free() of owned_segment.py does for a
- * block by value, and put it where take_block() looks. */
+/* Free a by-value block that others have released, as try_free() of owned_segment.py does, and
+ * put it where take_block() looks. */
 static int free_block(PyObject *warm, PyObject *segment, Tables *tables,
     uint64_t block)
 {
@@ -37,7 +37,7 @@ static int free_block(PyObject *warm, PyObject *segment, Tables *tables,
     }
     if (stack == NULL)
         return -1;
-    /* From here on nothing is made that the garbage collector knows of. */
+    /* From here on no object is made that the garbage collector tracks. */
     since = Py_XNewRef(PyDict_GetItemWithError(tables->out, number));
     there = since == NULL ? (PyErr_Occurred() ? -1 : 0) : 1;
     seen = there <= 0 ? there : PyDict_Contains(tables->records, number);
@@ -48,7 +48,7 @@ static int free_block(PyObject *warm, PyObject *segment, Tables *tables,
     if (PyDict_DelItem(tables->out, number) < 0)
         return -1;
     if (PyList_Append(stack, entry) < 0) {
-        /* It is looked at again. */
+        /* With the hint, the next collection looks at the block again. */
         STORE(tables->hints[block], (uint8_t)1);
         PyDict_SetItem(tables->out, number, since);
         return -1;
@@ -57,8 +57,8 @@ static int free_block(PyObject *warm, PyObject *segment, Tables *tables,
     return 1;
 }
 
-/* Free the blocks that others have let go of, as Heap.collect() does; -1 for an error, 0 if
- * there is a segment that only Python knows. */
+/* Free the blocks that others have released, as Heap.collect() does. Returns -1 for an error, 0
+ * if a segment has no compiled tables. */
 static int collect(State *state, PyObject *heap, PyObject *warm)
 {
     OWNED PyObject *segments = PyObject_GetAttr(heap, NAME(segments));
@@ -79,8 +79,8 @@ static int collect(State *state, PyObject *heap, PyObject *warm)
         end = its->hints + (unused < its->blocks ? unused : its->blocks);
         hint = memchr(its->hints, 1, (size_t)(end - its->hints));
         while (hint != NULL) {
-            /* Cleared, for all to see, before the chain is looked at: a release that comes
-             * later sets it again. */
+            /* Cleared, visibly to other processes, before the chain is looked at: a release
+             * after that sets the hint again. */
             __atomic_exchange_n(hint, (uint8_t)0, __ATOMIC_SEQ_CST);
             if (free_block(warm, segment, its, (uint64_t)(hint - its->hints)) < 0)
                 return -1;
@@ -112,7 +112,7 @@ static PyObject *last_of(PyObject *list)
     return size > 0 ? PyList_GetItem(list, size - 1) : NULL;
 }
 
-/* Return the bytes of a block that are asked for. */
+/* Return a view of the first `nbytes` of a block. */
 static PyObject *view_of(PyObject *root, uint64_t nbytes)
 {
     OWNED PyObject *whole = PyMemoryView_FromObject(root);
@@ -124,8 +124,8 @@ static PyObject *view_of(PyObject *root, uint64_t nbytes)
     return PySequence_GetSlice(whole, 0, (Py_ssize_t)nbytes);
 }
 
-/* Return the handle of a block that is given out for the first time; what comes from the
- * segment is in `rest`, but for the number of bytes. */
+/* Return the handle of a block that is given out for the first time. `rest` has the part that
+ * depends on the segment only, apart from the number of bytes. */
 static PyObject *handle_of(Tables *tables, PyObject *token, uint64_t block, uint64_t nbytes,
     uint64_t slot, uint64_t nonce)
 {
@@ -142,7 +142,7 @@ static PyObject *handle_of(Tables *tables, PyObject *token, uint64_t block, uint
     return make_handle(slot, nonce, constant, key + size);
 }
 
-/* A message's lease; see lease.py. Its segment's pins get it when it is given out. */
+/* Fill in a message's lease; see lease.py. The caller adds it to the segment's pins. */
 int fill_lease(State *state, PyObject *lease, PyObject *segment, PyObject *number,
     PyObject *generation, PyObject *nonce, PyObject *slot, PyObject *filling)
 {
@@ -155,7 +155,7 @@ int fill_lease(State *state, PyObject *lease, PyObject *segment, PyObject *numbe
     return SET_FIELDS(lease, fields);
 }
 
-/* What take_block() has found and made, before it changes anything. */
+/* What take() has found and made before it changes anything. */
 typedef struct {
     PyObject *heap, *live, *taken, *stack, *item, *segment, *number, *slot, *lease, *filling;
     PyObject *generation, *nonce, *fillings;
@@ -175,7 +175,7 @@ static int note_taking(State *state, const Taking *of)
         ? -1 : 0;
 }
 
-/* Undo a taking that could not be noted. */
+/* Undo a taking that could not be recorded. */
 static void untake(State *state, const Taking *of)
 {
     PyObject *kind, *value, *trace;
@@ -188,8 +188,8 @@ static void untake(State *state, const Taking *of)
         PyErr_Clear();
     done = PyObject_CallMethodObjArgs(of->segment, NAME(consume), of->number, of->generation,
         of->slot, of->nonce, NULL);
-    /* It may still be there, where the list could not shrink: twice, and it would be given out
-     * twice. What cannot be put back is not used again. */
+    /* If the list could not be shrunk, the block is still in it. It must not be in it twice, or
+     * it would be given out twice. If it cannot be put back, it is never used again. */
     if (done == NULL || take_out(of->tables->records, of->number) < 0
         || take_out(of->tables->out, of->number) < 0
         || (last_of(of->stack) != of->item && PyList_Append(of->stack, of->item) < 0))
@@ -266,8 +266,8 @@ static PyObject *take(State *state, PyObject *heap, PyObject *live, PyObject *nb
         if (SET_FIELDS(filling, fields) < 0
             || fill_lease(state, lease, segment, number, generation, nonce, slot, filling) < 0)
             return NULL;
-        /* From here on nothing is made that the garbage collector knows of. What was found
-         * may have been taken meanwhile. */
+        /* From here on no object is made that the garbage collector tracks. But other code may
+         * have run before, so check that block and slot are still free. */
         there = last_of(stack) == item && is_last_slot(its, slot, place);
         if (there > 0)
             there = is_unforked(state, live, forks);

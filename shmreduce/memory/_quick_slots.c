@@ -1,25 +1,25 @@
-/* Transitions of a block's lease slots, each made by one call.
+/* The short way of lease transitions: each is made by one call.
  *
- * A module of Python, written in its stable interface (PEP 384), so that one
+ * This is a Python module, written in the stable interface (PEP 384), so that one
  * library serves every version from 3.11 on.
  *
- * The transitions are those of segment.py, which says what they mean and makes
- * every one that this file does not: what is here is only the way that most of
- * them go. A method makes the transition whole and returns True, or changes
- * nothing and returns False: since somebody else has the block's lock, since it
- * is another generation or another message than the caller thinks, since the
- * chain is not as a process that was not killed leaves it. The caller then does
- * it the long way, and finds out what to say.
+ * segment.py explains the transitions, and makes all that this file does not make.
+ * This file has only the usual case of each. A method makes the transition completely
+ * and returns True, or changes nothing and returns False. It returns False if another
+ * process holds the block's lock, if the block has another generation or the slot
+ * another message than the caller says, or if a killed process has left the chain
+ * inconsistent. Then the caller takes the long way, which also finds the error to
+ * raise.
  *
- * A call holds the interpreter's lock from its beginning to its end. So no other
- * thread, signal handler or destructor of this process comes in between, and the
- * kernel's byte lock is needed against other processes alone. It does not keep
- * threads of this process apart, since they lock through the same description:
- * while one of them has any block locked the long way, which is said by the
- * table of block_locks.py, nothing is done here.
+ * A call holds the interpreter lock from beginning to end. So no other thread, signal
+ * handler or destructor of this process can run in between, and the kernel's byte lock
+ * is needed only against other processes. The byte lock does not keep threads of this
+ * process apart, since they lock through the same open file description. So while a
+ * thread has locked any block by the long way, which the table of block_locks.py
+ * shows, nothing is done here.
  *
- * Stores are in the order in which segment.py and lease_slots.py make them, for
- * the same reason: a process may be killed between any two.
+ * Stores are made in the same order as in segment.py and lease_slots.py, for the same
+ * reason: a process may be killed between any two.
  */
 #define _GNU_SOURCE
 #define Py_LIMITED_API 0x030B0000
@@ -42,13 +42,13 @@
 typedef struct {
     PyObject_HEAD
     Py_buffer tables;
-    PyObject *busy; /* blocks that a thread of this process has locked the long way */
-    uint64_t first_lock; /* where the byte of block 0 is */
+    PyObject *busy; /* blocks that a thread of this process has locked by the long way */
+    uint64_t first_lock; /* the offset of block 0's lock byte */
     uint64_t blocks, slots;
     uint64_t *generations;
     uint64_t *words;
     uint32_t *heads;
-    uint32_t *next, *previous; /* links: the number of a slot plus one, 0 at an end */
+    uint32_t *next, *previous; /* links: the number of a slot plus one; 0 ends a chain */
     uint8_t *hints;
 } QuickSlots;
 
@@ -64,13 +64,13 @@ static int set_lock(int fd, short kind, uint64_t offset)
     return fcntl(fd, F_OFD_SETLK, &lock);
 }
 
-/* What comes before and after a slot in its block's chain. */
+/* The links of the slots before and after a slot in its block's chain. */
 struct links {
     uint32_t following, before;
 };
 
-/* Whether the links around a slot are as they should be. They are read once: another
- * process may damage them at any instant. */
+/* Whether the links around a slot are consistent. Each is read only once, since another process
+ * may damage them at any instant. */
 static int find_links(const QuickSlots *self, uint64_t block, uint64_t slot, struct links *found)
 {
     found->following = LOAD(self->next[slot]);
@@ -84,7 +84,7 @@ static int find_links(const QuickSlots *self, uint64_t block, uint64_t slot, str
 
 static void unlink_slot(QuickSlots *self, uint64_t block, uint64_t slot, struct links links)
 {
-    /* See LeaseSlots._unlink: the backward link first, the slot's word last. */
+    /* As LeaseSlots._unlink: the backward link first, the slot's word last. */
     if (links.following)
         STORE(self->previous[links.following - 1], links.before);
     if (links.before)
@@ -96,7 +96,7 @@ static void unlink_slot(QuickSlots *self, uint64_t block, uint64_t slot, struct 
         STORE(self->hints[block], (uint8_t)1);
 }
 
-/* The arguments are numbers; one that has no room in 64 bits names nothing. */
+/* Read numbers; 0 if one does not fit into 64 bits, so that it names nothing. */
 static int read_numbers(PyObject *const *arguments, Py_ssize_t given, uint64_t *numbers, int wanted)
 {
     if (given != wanted) {
@@ -115,7 +115,7 @@ static int read_numbers(PyObject *const *arguments, Py_ssize_t given, uint64_t *
     return 1;
 }
 
-/* In the order in which they are given; a transition takes as many as it needs. */
+/* The arguments, in their order; a transition takes as many of the first as it needs. */
 enum { FD, BLOCK, SLOT, WORD, GENERATION, HOLDER, MOST };
 
 typedef int (*Step)(QuickSlots *self, const uint64_t *of);
@@ -153,7 +153,7 @@ static int consume_step(QuickSlots *self, const uint64_t *of)
         || LOAD(self->words[of[SLOT]]) != of[WORD]
         || !find_links(self, of[BLOCK], of[SLOT], &links))
         return 0;
-    /* See Segment._consume: nobody's message before it leaves the chain. */
+    /* As Segment._consume: the word stops being a message before the slot leaves the chain. */
     STORE(self->words[of[SLOT]], of[HOLDER]);
     unlink_slot(self, of[BLOCK], of[SLOT], links);
     return 1;
@@ -170,7 +170,7 @@ static int release_step(QuickSlots *self, const uint64_t *of)
     return 1;
 }
 
-/* Make a step under the block's lock, if that can be had at once. */
+/* Make a step under the block's lock, if the lock is free. */
 static PyObject *transition(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given,
     int wanted, Step step)
 {
@@ -194,8 +194,8 @@ static PyObject *transition(QuickSlots *self, PyObject *const *arguments, Py_ssi
         return transition(self, arguments, given, wanted, name##_step); \
     }
 
-/* Link the first message of a block that nobody else can name yet. It takes no lock, see
- * Segment.start_message, and so keeps to nobody's. */
+/* Link the first message of a block that nobody else can name yet. It needs no lock, see
+ * Segment.start_message, and so it ignores the locks of others. */
 static PyObject *start(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
 {
     uint64_t of[MOST];
@@ -242,7 +242,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         return NULL;
     }
     start = self->tables.buf;
-    /* A slot's number has room in a link of 32 bits. */
+    /* A link of 32 bits has the slot's number plus one. */
     if (blocks > UINT32_MAX || slots >= UINT32_MAX
         || !fits(&self->tables, generations, 8, blocks) || !fits(&self->tables, heads, 4, blocks)
         || !fits(&self->tables, hints, 1, blocks) || !fits(&self->tables, words, 8, slots)

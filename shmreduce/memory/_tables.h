@@ -1,13 +1,13 @@
-/* The tables of a segment, see layout.py: what the modules share that read them. */
+/* Shared by the modules that read the tables of a segment, which layout.py describes. */
 #include <Python.h>
 
 #include <stdint.h>
 
-/* Others read and write the same memory. */
+/* Other processes read and write the same memory. */
 #define LOAD(place) __atomic_load_n(&(place), __ATOMIC_ACQUIRE)
 #define STORE(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELEASE)
 
-/* Whether there is room from an offset on for so many numbers of a size, and they are aligned. */
+/* Whether `count` numbers of `size` bytes fit into the tables at an offset, and are aligned. */
 static inline int fits(const Py_buffer *tables, uint64_t offset, uint64_t size, uint64_t count)
 {
     uint64_t room = (uint64_t)tables->len;
@@ -16,7 +16,7 @@ static inline int fits(const Py_buffer *tables, uint64_t offset, uint64_t size, 
         && ((uintptr_t)tables->buf + offset) % size == 0;
 }
 
-/* Raise that the tables are not what was said. */
+/* Raise the error for tables that are smaller than the caller says. */
 static inline void *refuse_tables(void)
 {
     PyErr_SetString(PyExc_ValueError, "the tables have no room for so many blocks and slots");

@@ -1,4 +1,4 @@
-"""Shared blocks that are born here, and blocks found by what lies in them.
+"""Allocates shared blocks, and finds the block in which a buffer lies.
 
 May import errors, contracts, ``layout``, ``heap``, ``blocks`` and ``runtime``.
 """
@@ -25,16 +25,16 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
     Parameters
     ----------
     nbytes : int
-        Bytes, 0 included. The contents are undefined.
+        Number of bytes, which may be 0. The contents are undefined.
     mode : {"rw", "ro", "cow"}
-        How receivers see the block. Here it is always writable.
+        How receivers see the block. In this process it is always writable.
 
     Returns
     -------
     Block
-        The caller's. Its memory stays while the Block, or anything derived from its
-        buffer, is in use in this process or in one that received it, and while an
-        unread message refers to it.
+        The caller owns it. Its memory stays while the Block, or anything derived from its
+        buffer, is in use in this process or in one that received it, and while an unread
+        message refers to it.
 
     Raises
     ------
@@ -58,20 +58,20 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
     try:
         segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
     except HeapBusyError:
-        # This thread was interrupted inside that heap, by a signal handler say.
+        # This thread was interrupted inside that heap, for example by a signal handler.
         heap = runtime.spare_heap(SHARED)
         segment, block = heap.allocate(nbytes, whole_pages=mode == "cow")
     try:
         return runtime.live.expose(owner_record(runtime.live, heap, segment, block, nbytes, mode))
     except BaseException:
         if segment.records.get(block, runtime) is None:
-            # No room for one more frame, say. Nobody has noted the block, as watch() does.
+            # For example, the recursion limit was reached before watch() noted the block.
             heap.untake(segment, block)
         raise
 
 
 def find_block(exporter: object) -> Block | None:
-    """Return the block that a buffer lies in, or None if it lies in no block.
+    """Return the block in which a buffer lies, or None if it lies in no block.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def find_block(exporter: object) -> Block | None:
     Returns
     -------
     Block or None
-        As long as the Block lives, its memory stays.
+        Its memory stays as long as the Block lives.
 
     Examples
     --------

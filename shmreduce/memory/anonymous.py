@@ -1,4 +1,4 @@
-"""Files without a name, for what is neither a segment nor large.
+"""Files without a name, for small data that is not a segment.
 
 May import ``standard_streams``.
 """
@@ -13,19 +13,19 @@ from shmreduce.memory.standard_streams import clear_of_streams
 __all__ = ["anonymous_file"]
 
 _FORBIDDEN = frozenset((errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL))
-"""What sandboxes answer to a call that they do not let through."""
+"""The errors by which sandboxes refuse a call."""
 
 
 def anonymous_file(name: str) -> int:
-    """Return a descriptor of a new, empty file; the caller's, close-on-exec.
+    """Return a descriptor of a new, empty file. It is close-on-exec, and the caller owns it.
 
-    A memfd, which can be sealed, where there are any: a sandbox may forbid the
-    call, and Pythons that are built for old C libraries do not know it.
+    The file is a memfd, which can be sealed, if that is possible: a sandbox may forbid the
+    call, and a Python that was built for an old C library does not have it.
 
     Parameters
     ----------
     name : str
-        Shown in ``/proc/PID/fd``.
+        The name that ``/proc/PID/fd`` shows.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def anonymous_file(name: str) -> int:
                 raise
         else:
             return clear_of_streams(made)
-    # Where it is needed: it imports a dozen modules, in each child that is spawned.
+    # Imported only here, since it imports a dozen modules, in each spawned child.
     import tempfile
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:

@@ -3,9 +3,9 @@
 May import errors, signals, contracts, strategies, ``locks``, ``processes``, ``handle``,
 ``layout``, ``segment_file``, ``lease_slots``, ``segment``, ``sweep`` and ``family``.
 
-A segment is opened once, mapped once, and kept: opening costs far more than
-claiming a lease. It is given back when nothing of it is in use and its owner
-has gone, or when descriptors run out.
+A segment is opened and mapped once, and then kept, because opening it costs far more than
+claiming a lease. It is closed when nothing of it is in use and its owner is dead, or when
+descriptors run out.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 __all__ = ["EXHAUSTED", "FEW", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
-"""Segments of others that stay open although nothing of them is in use."""
+"""This many segments of other processes stay open while nothing of them is in use."""
 FEW = 16
-"""Open segments up to which nobody need count those in use."""
+"""With at most this many open segments, those in use need not be counted."""
 _MOST_HELD = 8192
-"""Segments of others, of two mappings each: a process has 65,530 (vm.max_map_count)."""
+"""The most segments of others; each has two mappings of the 65,530 (vm.max_map_count)."""
 _ASTRAY_SECONDS = 10.0
-"""For how long messages are kept that nobody can receive; who lacked descriptors may load them."""
+"""Messages that nobody can receive are kept this long, for a process that lacked descriptors."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
 EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
-"""What the system says when no descriptor is free."""
+"""The system's errors when no descriptor is free."""
 
 
 def open_process_descriptor(pid: int, fd: int) -> int:
@@ -100,8 +100,8 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     try:
         return os.open(path, flags)
     except OSError as error:
-        # A socket cannot be opened this way (ENXIO): the number was reused. What
-        # is left of a process that has ended belongs to root (EACCES).
+        # A socket cannot be opened this way (ENXIO): the number was reused. The /proc files of
+        # a process that has ended belong to root (EACCES).
         ended = error.errno == errno.EACCES and not is_alive(pid)
         if error.errno in _GONE or ended or _is_another_file(path, error):
             gone = "the process or its descriptor is gone"
@@ -110,9 +110,10 @@ def open_process_descriptor(pid: int, fd: int) -> int:
 
 
 def _is_another_file(path: str, error: OSError) -> bool:
-    """Return whether a descriptor that cannot be opened means a directory, say, by now.
+    """Return whether a descriptor that cannot be opened names another file by now.
 
-    Who may follow the link may open what a process of this user has made for sharing.
+    If this process may follow the link, it could open any file that a process of its user has
+    made for sharing. So this is another file, a directory for example.
     """
     if not is_from_system(error) or error.errno in EXHAUSTED or error.errno == errno.ENOMEM:
         return False
@@ -124,24 +125,24 @@ def _is_another_file(path: str, error: OSError) -> bool:
 
 
 def boot_identity() -> bytes:
-    """Return 16 bytes that name this boot of this host (proc_sys_kernel(5), boot_id).
+    """Return 16 bytes that identify this boot of this host (proc_sys_kernel(5), boot_id).
 
-    Zeros where nobody tells.
+    They are zeros if the system does not tell.
 
     Raises
     ------
     SegmentError
-        If no descriptor is free: it can be told later.
+        If no descriptor is free: a later call may succeed.
     """
     try:
-        # As bytes: to import the codec of a text file takes longer than all the rest.
+        # In binary, since importing the codec of a text file takes longer than all the rest.
         with open("/proc/sys/kernel/random/boot_id", "rb", buffering=0) as file:
             return bytes.fromhex(file.read().decode().strip().replace("-", ""))
     except (OSError, ValueError) as error:
         number = getattr(error, "errno", None)
         if number in EXHAUSTED:
             raise SegmentError(
-                f"no descriptor is free to begin with shared memory: {error}. Close files, or "
+                f"no descriptor is free to start using shared memory: {error}. Close files, or "
                 "raise the limit (ulimit -n)",
                 operation="open",
                 errno=number,
@@ -151,17 +152,16 @@ def boot_identity() -> bytes:
 
 
 class Attachments:
-    """One process's open segments, its own and others'.
+    """The segments that one process has open, its own and those of others.
 
     Parameters
     ----------
     family : callable
-        Returns this process's family, whose mailbox is looked into when a
-        sender has gone.
+        Returns this process's family. Its mailbox is searched when a sender is dead.
     inherited : dict
-        The parent's segments at the fork that made this process.
+        The parent's segments at the time of the fork that made this process.
     boot : bytes, optional
-        What :func:`boot_identity` has told the parent.
+        The result of :func:`boot_identity` in the parent.
     """
 
     def __init__(
@@ -171,27 +171,27 @@ class Attachments:
         boot: bytes | None = None,
     ) -> None:
         self.directory: dict[bytes, Segment] = {}
-        """Open segments by token; heaps list theirs here too."""
-        # Not anew in a forked child, which may have no descriptor free.
+        """Open segments by token; heaps list their own here, too."""
+        # A forked child uses the parent's result, since it may have no descriptor free.
         self.boot = boot_identity() if boot is None else boot
         self._family = family
         self._inherited = dict(inherited or {})
         self._replaced: dict[Segment, None] = {}
 
     def segments(self) -> list[Segment]:
-        """Return all open segments, also those of which the directory has another one."""
+        """Return all open segments, including those that were replaced in the directory."""
         return list(self.directory.values()) + list(self._replaced)
 
     def list_again(self, segment: Segment) -> None:
         """List a segment of this process that was taken out of the directory for a moment."""
         found = self.directory.setdefault(segment.token, segment)
         if found is not segment:
-            # Another thread has opened it meanwhile, for a message about a block of the past, say.
+            # Another thread has opened it meanwhile, for example for an old message.
             self.directory[segment.token] = segment
             self._replaced[found] = None
 
     def lineage(self) -> dict[bytes, Segment]:
-        """Return what a forked child can reach through inherited descriptors."""
+        """Return the segments that a forked child can reach through inherited descriptors."""
         return {**self._inherited, **self.directory}
 
     def pin(
@@ -199,8 +199,8 @@ class Attachments:
     ) -> Segment:
         """Open the handle's segment and keep it open until :meth:`Segment.unpin`.
 
-        ``mark`` identifies the call. ``arrived`` has descriptors of segments by
-        token, which came with the message and stay the caller's.
+        ``mark`` identifies the call. ``arrived`` has the descriptors that came with the
+        message, by token of the segment. The caller owns them.
         """
         if handle.boot != self.boot:
             raise WrongHostError(
@@ -221,10 +221,10 @@ class Attachments:
         return segment
 
     def own_view_of(self, segment: Segment, mark: object) -> Segment:
-        """Return this process's segment, pinned, for one that may be its parent's.
+        """Return this process's view of a segment, pinned; ``segment`` may be its parent's.
 
-        A forked child must not lock through the descriptions it inherited:
-        they are its parent's too, and would not exclude it.
+        A forked child must not lock through descriptions that it inherited: it shares them
+        with its parent, so its locks would not exclude the parent.
         """
         known = self._pin(segment.token, mark)
         while known is None:
@@ -241,7 +241,7 @@ class Attachments:
         segment.pins[mark] = None
         if self.directory.get(token) is segment:
             return segment
-        # Closed between the two looks.
+        # Another thread closed it between the two looks.
         segment.unpin(mark)
         return None
 
@@ -252,7 +252,7 @@ class Attachments:
     def _publish(self, segment: Segment) -> Segment:
         known = self.directory.setdefault(segment.token, segment)
         if known is not segment:
-            # Another thread was faster; this one holds nothing yet.
+            # Another thread was first. This segment holds nothing yet.
             segment.close()
         return known
 
@@ -262,8 +262,8 @@ class Attachments:
             self._open(handle, arrived)
         except OSError as error:
             if not is_from_system(error):
-                # Not the system's, but a TimeoutError: the mailbox, which may have the
-                # segment, is locked, or a signal handler has raised it.
+                # A TimeoutError that the system did not raise: either the mailbox, which may
+                # have the segment, is locked, or a signal handler raised it.
                 raise
             if error.errno not in EXHAUSTED:
                 raise self._failure(handle, error) from error
@@ -281,7 +281,7 @@ class Attachments:
         strategy = find_strategy(handle.strategy)
         fd = arrived.get(handle.token)
         try:
-            # Another description: the one that arrived is the sender's, too.
+            # Reopened, because the arrived description is shared with the sender.
             file = (
                 check_opened(strategy, strategy.open(handle.locator))
                 if fd is None
@@ -289,8 +289,8 @@ class Attachments:
             )
             segment = Segment.adopt(file, handle.token, strategy)
         except (FileNotFoundError, PermissionError, InvalidHandleError) as error:
-            # Gone, or its descriptor's number means another file by now, or its pid
-            # another user's process.
+            # The segment is gone, or the descriptor's number means another file by now, or
+            # the pid another user's process.
             fd = self._family().look_for(handle.token)
             if fd is None and isinstance(error, PermissionError):
                 raise
@@ -355,11 +355,11 @@ class Attachments:
         )
 
     def is_one_too_many(self, segment: Segment) -> bool:
-        """Return whether a block that was just claimed is not worth its segment's descriptors.
+        """Return whether a block that was just claimed should be copied, to spare descriptors.
 
-        Blocks of one process take them together. But where blocks of hundreds of
-        processes are held, each needs a segment of its own, and the limit of open
-        files comes nearer.
+        All blocks of one process's segment share its descriptors. But if this process holds
+        blocks of hundreds of processes, each needs a segment, and the limit of open files
+        may be reached.
         """
         if len(self.directory) <= FEW or segment.owner or segment.needed > 1:
             return False
@@ -373,10 +373,10 @@ class Attachments:
     # Giving back
 
     def close_idle(self, keep: int) -> int:
-        """Close others' segments that nothing here uses; return how many.
+        """Close segments of other processes that nothing here uses; return how many.
 
-        Those whose owner has gone are closed at once, of the others the oldest
-        beyond ``keep``.
+        All of those with a dead owner are closed. Of the others ``keep`` stay open, and the
+        oldest are closed.
         """
         idle = [segment for segment in list(self.directory.values()) if segment.idle]
         closed = 0
@@ -391,41 +391,42 @@ class Attachments:
         return closed
 
     def close_ownerless(self, segment: Segment) -> None:
-        """Close a segment in which the last hold of this process ended, if its owner is dead.
+        """Close a segment after the last hold of this process in it ended, if its owner is dead.
 
-        Nothing will come from there any more, and its pages are freed with the
-        last who has it open. Runs when views die, so it waits for nothing.
+        Nothing will come from that owner any more, and the pages are freed when the last
+        process closes the segment. This runs when views die, so it does not wait.
         """
         if segment.idle and not segment.owner_alive():
             self._close(segment)
 
     def _close(self, segment: Segment) -> bool:
-        # Out of sight first, then a second look: see _pin.
+        # Removed from the directory before pins are looked at: see _pin.
         found = self.directory.pop(segment.token, None)
         if found is segment and segment.idle:
             segment.close()
             return True
         if found is not None and self.directory.setdefault(found.token, found) is not found:
-            # A third thread has opened it once more meanwhile. That one is found from now
-            # on; this one goes with the last who has it.
+            # A third thread has opened it again meanwhile. From now on that one is found; this
+            # one is closed when its last user is done.
             self._replaced[found] = None
         return False
 
     def tidy_mailbox(self, *, at_once: bool = False) -> bool:
-        """Let go of segments in the mailbox whose messages have been read, or never will be.
+        """Drop segments from the mailbox whose messages were read, or never will be.
 
-        What cannot be done now is left to the next who reads such a message.
+        If that is not possible now, it is left to the next process that reads such a message.
 
         Parameters
         ----------
         at_once : bool
-            Whether also messages of which there has been a packet a moment ago: who had no
-            descriptor free when it came can try again for some seconds else.
+            Whether messages that nobody can receive are dropped at once. If not, they are
+            kept for some seconds: a process that had no descriptor free when one came can
+            still load it.
 
         Returns
         -------
         bool
-            Whether there were any.
+            Whether any were dropped.
         """
         found = []
 
@@ -435,7 +436,7 @@ class Attachments:
             found.append(over)
             return over
 
-        # No descriptor is free, say. Who calls has an array that must not be lost for it.
+        # For example, no descriptor is free. The caller has an array that must not be lost.
         with suppress(OSError, LeaseTimeoutError):
             self._family().tidy(is_over)
         return any(found)
@@ -458,7 +459,7 @@ def _all_read(letter: Letter, fd: int) -> bool:
         layout = Layout.of(check_file(fd, letter.token))
     except (OSError, InvalidHandleError, ForeignSegmentError, SegmentError):
         return True
-    # The last first: most are read in the order in which they were sent.
+    # In reverse, since most messages are read in the order in which they were sent.
     for slot, nonce in reversed(letter.unread):
         word = os.pread(fd, 8, layout.slot_words + 8 * slot)
         if int.from_bytes(word, sys.byteorder) == MESSAGE | nonce:
@@ -467,7 +468,7 @@ def _all_read(letter: Letter, fd: int) -> bool:
 
 
 def _is_astray(letter: Letter, fd: int, patience: float) -> bool:
-    """Return whether messages cannot be received any more, and have not been for long."""
+    """Return whether the messages cannot be received any more, and have not been for long."""
     if (
         not letter.carried
         or locks.first_locked(fd, LOCK_TRANSFER) is not None
@@ -476,12 +477,12 @@ def _is_astray(letter: Letter, fd: int, patience: float) -> bool:
         letter.astray = 0.0
         return False
     now = time.monotonic()
-    # The letter is posted again, with this.
+    # The letter is posted again, and `astray` with it.
     letter.astray = letter.astray or now
     return now - letter.astray >= patience
 
 
 def _has_messages(fd: int, layout: Layout) -> bool:
-    """Return whether a segment has any message that nobody has read, whoever sent it."""
+    """Return whether a segment has any unread message, whoever sent it."""
     data = os.pread(fd, 8 * layout.slots, layout.slot_words)
     return any(word & ~NONCE_MASK == MESSAGE for word in memoryview(data).cast("Q"))

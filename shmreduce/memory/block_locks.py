@@ -1,14 +1,13 @@
-"""The lock of each block of one open segment, against other processes and threads.
+"""The lock of each block of an open segment, against other processes and threads.
 
 May import errors, ``locks`` and ``layout``.
 
-A lock is a byte lock of the segment's file against other processes and an entry
-in a table against other threads of this one. The entry is a mark of the
-attempt: a tuple of its own, with the thread's identity. A signal handler may
-raise between any two steps, and then only what the ``finally`` finds tells what
-was done: it undoes what bears its mark, whatever has happened, also if it is
-struck itself. A handler or a destructor that wants the lock in
-the middle of its own thread's transition is refused at once.
+A lock is a byte lock of the segment's file against other processes, and an entry in a table
+against other threads of this process. The entry is the mark of the attempt: a tuple made for
+it, with the thread's identity. A signal handler may raise between any two steps. Then the
+``finally`` cannot know how far the attempt has come, so it undoes whatever bears its mark,
+even if it is interrupted itself. A signal handler or a destructor that wants the lock while
+its own thread has it is refused at once.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ if TYPE_CHECKING:
 __all__ = ["LOCK_PATIENCE", "BlockLocks", "closed_by_somebody", "if_unlocked", "under_lock"]
 
 LOCK_PATIENCE = 30.0
-"""Seconds to wait for the lock of a block, which is held for microseconds."""
+"""Seconds to wait for the lock of a block. It is usually held for microseconds."""
 
 
 class BlockLocks:
-    """Locks of blocks by number.
+    """The locks of blocks, by number.
 
     Parameters
     ----------
     lock_fd : int
-        Of the segment's file, under a description that no other process has.
-        It stays the caller's.
+        A descriptor of the segment's file, with an open file description that no other
+        process has. The caller owns it.
     """
 
     token: bytes
-    """The segment's, for messages; set by the subclass."""
+    """The segment's token, for messages; a subclass sets it."""
 
     def __init__(self, lock_fd: int) -> None:
         self.lock_fd = lock_fd
@@ -56,8 +55,8 @@ class BlockLocks:
 
     def try_lock_block(self, block: int, mark: Mark) -> bool:
         """Lock a block without waiting; return whether that was possible."""
-        # Where the recursion limit leaves no frame for a lock, that is found out before
-        # there is anything to undo: that takes as many.
+        # It needs as many frames as locking and unlocking. So, if the recursion limit is near,
+        # it raises while there is nothing to undo.
         request = locks.lock_request(LOCK_BLOCK + block)
         if self._busy.setdefault(block, mark) is not mark:
             return False
@@ -70,16 +69,16 @@ class BlockLocks:
             raise closed_by_somebody(self.lock_fd, self.token) from error
         finally:
             if not locked:
-                # An interrupt may have come between the lock and the assignment.
+                # An exception may have come after the lock was taken, before the assignment.
                 locks.unlock(self.lock_fd, LOCK_BLOCK + block)
                 self._busy.pop(block, None)
         return locked
 
     def lock_block(self, block: int, mark: Mark) -> None:
-        """Lock a block; wait for it, boundedly."""
+        """Lock a block; wait a limited time for it."""
         holder = self._busy.get(block)
         if holder is not None and holder[0] == mark[0]:
-            # It would wait for what it has interrupted.
+            # This call would wait for the one that it has interrupted.
             raise LeaseTimeoutError(
                 f"block {block} of segment {self.token.hex()} is locked by this very thread: a "
                 "signal handler or a destructor interrupted its work on the block. Do not use "
@@ -100,14 +99,14 @@ class BlockLocks:
             )
 
     def unlock_block(self, block: int, mark: Mark) -> None:
-        """Undo what ``mark`` has locked, if anything."""
+        """Undo the locking with ``mark``, if it happened."""
         if self._busy.get(block) is mark:
             locks.unlock(self.lock_fd, LOCK_BLOCK + block)
             self._busy.pop(block, None)
 
 
 def closed_by_somebody(fd: int, token: bytes) -> SegmentError:
-    """Return what to raise for a descriptor of a segment that is not the segment's any more."""
+    """Return the error for a segment's descriptor that was closed or is another file's now."""
     return SegmentError(
         f"descriptor {fd} of segment {token.hex()} was closed by other code in this process, as "
         "by os.closerange() or a library for daemons: let that code leave it open, or use "
@@ -119,12 +118,12 @@ def closed_by_somebody(fd: int, token: bytes) -> SegmentError:
 
 
 def under_lock(transition: _Transition[_P, _R]) -> _Transition[_P, _R]:
-    """Have a method hold the lock of the block that is its first parameter."""
+    """Decorate a method: it holds the lock of the block that is its first parameter."""
     return cast("_Transition[_P, _R]", _with_lock(transition, wait=True))
 
 
 def if_unlocked(transition: _Transition[_P, _R]) -> _Transition[_P, _R | None]:
-    """Have a method hold that lock without waiting; None is returned if somebody has it."""
+    """Decorate a method to do so without waiting; it returns None if the block is locked."""
     return _with_lock(transition, wait=False)
 
 
@@ -143,8 +142,8 @@ def _with_lock(transition: _Transition[_P, _R], *, wait: bool) -> _Transition[_P
             try:
                 self.unlock_block(block, mark)
             except BaseException:
-                # Ctrl-C, maybe before the lock was given up, and maybe once more now. No
-                # function of Python, in which it could strike as that begins.
+                # Ctrl-C, perhaps before the block was unlocked, and perhaps again now. No
+                # Python function is called, since Ctrl-C could come at its beginning.
                 if block in self._busy and self._busy[block] is mark:
                     try:
                         fcntl.fcntl(self.lock_fd, locks.SETLK, release)

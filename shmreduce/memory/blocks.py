@@ -1,14 +1,14 @@
-"""Live blocks of this process, and what happens when their last view dies.
+"""The live blocks of this process, and what happens when the last view of one dies.
 
 May import errors, contracts, ``mapping``, ``handle``, ``layout``, ``segment``,
 ``ledger``, ``heap``, ``owned_segment``, ``record`` and ``quick_blocks``.
 
-Every block that this process can see has one *root*: the object at the bottom
-of all its views. A weak reference to the root tells when the last view has
-gone. That may happen in any thread, inside the garbage collector, in the
-middle of any function of this package: so releasing never waits. What cannot
-be done at once (a busy block, a forked child that may still look) is put on a
-queue and tried again by :meth:`LiveBlocks.settle`.
+Every block that this process can see has one *root*: the object that all its views refer
+to. A weak reference to the root tells when the last view has died. Its callback may run in
+any thread, inside the garbage collector, and in the middle of any function of this package,
+so releasing never waits. If something cannot be done at once (the block's lock is busy, or a
+forked child may still see the block), it is put on a queue, and :meth:`LiveBlocks.settle`
+tries it again.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ __all__ = ["UNSHARED", "Block", "Keeper", "LiveBlocks", "owner_record", "warn_of
 _CUTTING_SECONDS = 10.0
 """How long a fork waits for another thread that makes a block's pages private.
 
-That takes microseconds, but the thread may not get a processor for long.
+That takes microseconds, but the thread may wait long for a processor.
 """
 _UNDOING_SECONDS = 0.05
-"""How long a fork waits for a thread that undoes a load, which may be its own."""
+"""How long a fork waits for a thread that undoes a load. It may be the forking thread."""
 _REAP_SECONDS = 0.3
-"""How often at most :meth:`Block.reclaim` looks for killed processes."""
+"""Seconds: :meth:`Block.reclaim` looks for killed processes at most this often."""
 
 
 class _Sample:
-    """Refers to an object as a Block, or a Filling, does to its root."""
+    """Refers to an object as a Block or a Filling refers to its root."""
 
     __slots__ = ("root",)
 
@@ -60,9 +60,9 @@ class _Sample:
 
 
 _sample = _Sample()
-# Counted, since versions of CPython differ in what an expression adds.
+# Measured, because versions of CPython differ in how many references an expression adds.
 UNSHARED = sys.getrefcount(_sample.root)
-"""What ``sys.getrefcount`` says of a root to which nothing else refers."""
+"""The result of ``sys.getrefcount`` for a root to which nothing else refers."""
 
 
 class Block:
@@ -110,7 +110,8 @@ class Block:
     @property
     def buffer(self) -> memoryview:
         """The bytes, format ``B``; read-only at receivers of a ``ro`` block."""
-        # Most are the whole root, which has the format: each step takes as long as the view.
+        # Most buffers are the whole root, which has this format. Each of these steps would
+        # take as long as making the view.
         view = memoryview(self._root)
         if view.format != "B":
             view = view.cast("B")
@@ -119,20 +120,20 @@ class Block:
         return view.toreadonly() if self._read_only else view
 
     def reclaim(self) -> bool:
-        """Make sure that nobody else has the block, if that is so by now.
+        """Make sure that nobody else has the block, if that is possible now.
 
-        For memory that a block stands for, such as that of a device: free it
-        when this returns True, never before. To be asked again from time to
-        time; killed processes are noticed within a second then.
+        Use it for memory that a block stands for, such as memory of a device: free that
+        memory when this returns True, never before. Call it from time to time; then killed
+        processes are noticed within a second.
 
         Returns
         -------
         bool
-            True if no message under way and no other process has the block.
-            No handle made before can be loaded any more; the block itself can
-            travel again. False if somebody has it or may be about to, and
-            everywhere but in the process that made it. What a forked child
-            inherited does not count: it can read the block, not send it.
+            True if no unread message and no other process has the block. Then no handle
+            made before can be loaded any more; the block itself can be sent again. False
+            if a process has it or may be about to get it, and always in processes other
+            than the one that made it. What a forked child inherited does not count: the
+            child can read the block, but not send it.
 
         Examples
         --------
@@ -167,33 +168,33 @@ class Keeper(Protocol):
     """Takes over holds of received blocks whose views have died; see ``Record.keep``."""
 
     holds: deque[Record]
-    """Holds that are the keeper's, to be taken out one by one and given to ``end_kept``."""
+    """Holds for the keeper. It takes them out one by one and passes them to ``end_kept``."""
     closed: bool
-    """Whether it takes no more."""
+    """Whether the keeper takes no more."""
 
     def on_kept(self) -> None:
-        """Take note that there is one more; called as a destructor is, in any thread."""
+        """Note that a hold was added. It is called as destructors are: in any thread."""
 
 
 class LiveBlocks:
     """All blocks that are alive in one process.
 
-    After a fork the child has one of its own; the parent's, inherited, still
-    finds the parent's roots but releases nothing: that is the parent's to do.
+    After a fork the child has a new one. It inherits the parent's, which still finds the
+    parent's roots, but releases nothing, because only the parent may.
     """
 
     def __init__(self, ledger: ForkLedger, inherited: LiveBlocks | None = None) -> None:
         self.ledger = ledger
         self.current = True
         self.on_unused: Callable[[Segment], None] = _keep
-        """Called when the last hold in another process's segment has ended."""
+        """Called with another process's segment when the last hold in it has ended."""
         self.guards_forks = False
-        """Whether children may see memory of this process that no root here stands for."""
+        """Whether forked children may see memory of this process that has no root here."""
         self._inherited = inherited
         self.exposed = 0
-        """Received arrays that the last forked child shares, for want of private pages."""
+        """Received arrays that the last forked child shares: their pages could not be private."""
         self.fillings: dict[object, None] = {}
-        """Blocks that are being filled for messages; they have no roots here yet."""
+        """Blocks that are being filled for messages; no reference to their roots is kept here."""
         self._roots: dict[int, RootReference] = {}
         self._shared: dict[bytes, RootReference] = {}
         self._waiting: deque[Record] = deque()
@@ -208,7 +209,7 @@ class LiveBlocks:
         return 0 if self._inherited is None else self._inherited.exposed
 
     def places(self) -> list[tuple[Segment, int]]:
-        """Return segment and number of each block that has views here."""
+        """Return segment and number of each block that has views in this process."""
         records = [reference.record for reference in list(self._roots.values())]
         return [(record.segment, record.block) for record in records]
 
@@ -223,7 +224,7 @@ class LiveBlocks:
         return Block(record, root, read_only=read_only)
 
     def watch(self, record: Record, root: Any) -> None:
-        """Take note of a record, which lives as long as its root."""
+        """Start watching a root: its record is kept as long as the root lives."""
         segment, block = record.segment, record.block
         reference = RootReference(root, quick_blocks.root_died or _root_died)
         reference.record = record
@@ -234,7 +235,7 @@ class LiveBlocks:
         if record.slot is not None:
             segment.holds[record.slot] = record
         if self.ledger.pending and not record.shared and record.slot is not None:
-            # Another thread is about to fork and has not seen this one, perhaps.
+            # Another thread is about to fork, and may not have seen this one.
             self.make_private(record)
         if record.shared and record.mode != "cow":
             record.key = block_key(segment.token, block, record.generation)
@@ -246,24 +247,24 @@ class LiveBlocks:
         live: LiveBlocks | None = self
         while live is not None:
             reference = live._roots.get(id(root))
-            # An inherited table is no longer kept up: the identity may have
-            # been given to another object since.
+            # An inherited table is not updated any more, so the identity may belong to
+            # another object by now.
             if reference is not None and reference() is root:
                 return Block(reference.record, root)
             live = live._inherited
         return None
 
     def find_shared(self, key: bytes) -> Block | None:
-        """Return a shared block that is alive here already, by its key in handles."""
+        """Return a shared block that is alive here, by the key in its handles."""
         reference = self._shared.get(key)
         root = reference() if reference is not None else None
-        # Looked at when there is a root: see take_back().
+        # Read after the reference to the root was taken: see take_back().
         if reference is None or root is None or reference.record.ended:
             return None
         return Block(reference.record, root, read_only=reference.record.mode == "ro")
 
     def rename(self, record: Record, generation: int) -> None:
-        """Go on with a block whose handles have been made stale."""
+        """Give a block a new generation, after its handles were made stale."""
         record.generation = generation
         record.written = None
         if record.key is not None:
@@ -272,34 +273,36 @@ class LiveBlocks:
             self._shared[record.key] = reference
 
     def make_private(self, record: Record) -> bool | None:
-        """Cut this process's view of a by-value block off from the block.
+        """Make this process's pages of a by-value block private, in place.
 
-        Afterwards writes here stay here, and the block keeps the bytes of this
-        instant for whoever is given a lease on it. The hold must last as long
-        as the views: unwritten pages are still the block's. The caller keeps the
-        root: pages that are covered after the hold's end are the next block's,
-        which would show what this process writes to it, for ever.
+        Afterwards writes here stay in this process, and the block keeps its current bytes
+        for every process that is given a lease on it. The hold must last as long as the
+        views, because pages that are not written still show the block. The caller keeps a
+        reference to the root. Otherwise the hold could end before the pages are covered,
+        and the next block here would have private pages: where this process writes to them,
+        they would never again show what other processes write.
 
         Returns
         -------
         bool or None
-            Whether that was possible. None if another call has done so, or is about to, or
+            Whether that was possible. None if another call has done it or is doing it, or
             if the hold has ended.
         """
         segment, block = record.segment, record.block
         mark = (get_ident(),)
         try:
-            # Covering twice would throw away what was written in between.
+            # Covering the pages twice would discard what was written in between.
             if record.private or record.ended or record.cutting.setdefault(None, mark) is not mark:
                 return None
-            # First: whatever comes now, the next block here will show the file again.
+            # Set before covering: whatever fails from now on, the pages will be made to show
+            # the file again before the next block is here.
             record.in_place = True
             record.mapping.cover(
                 segment.checked_fd, segment.offsets[block], segment.capacities[block], private=True
             )
             record.private = True
         except SegmentError:
-            # vm.max_map_count is reached, say; the caller copies instead.
+            # For example, vm.max_map_count is reached. The caller copies instead.
             record.in_place = False
             record.cutting.clear()
             return False
@@ -314,19 +317,19 @@ class LiveBlocks:
         return True
 
     def take_back(self, block: Block) -> bool:
-        """Forget a received block that nobody has seen but the caller, who then has its lease.
+        """Forget a received block that only the caller has seen. Its lease is then the caller's.
 
         Returns
         -------
         bool
-            False if that is not so: then it stays as it is.
+            False if others may have seen it; then nothing changes.
         """
         record = block._record
         slot = record.slot
         if slot is None:
             return False
-        # First: who finds it as a shared block from here on leaves it alone, and so does
-        # who prepares a fork. Who has found it before is seen by the count.
+        # Set first: from now on, find_shared() and a thread that prepares a fork leave the
+        # block alone. If they found it before, the reference count tells.
         record.ended = True
         taken = False
         try:
@@ -335,7 +338,7 @@ class LiveBlocks:
             )
             taken = unseen and self._show_file(record)
         finally:
-            # Also after Ctrl-C: the death of its root ends it then.
+            # Also after Ctrl-C: then the record ends when its root dies.
             record.ended = taken
         if taken:
             reference = self._roots.get(id(block._root))
@@ -346,7 +349,7 @@ class LiveBlocks:
         return taken
 
     def is_watched(self, record: Record) -> bool:
-        """Return whether the death of a root is going to end a record."""
+        """Return whether a root is watched whose death will end the record."""
         return any(reference.record is record for reference in list(self._roots.values()))
 
     def _died(self, reference: RootReference) -> None:
@@ -356,10 +359,10 @@ class LiveBlocks:
             record.death = self.ledger.death
             self._release(record)
         except BaseException:
-            # Ctrl-C, which Python prints here. What was not done is done later; a
-            # record without its death would count as one that no child has seen.
+            # Ctrl-C, which Python only prints here. The rest is done later. Without `death`
+            # the record would count as one that no forked child has seen.
             record.death = self.ledger.death
-            # A hold that has been handed over is its keeper's to end.
+            # If the hold was handed over, its keeper ends it.
             if not record.ended:
                 self._visible_to_children.append(record)
             self._strike_off(reference)
@@ -379,13 +382,14 @@ class LiveBlocks:
             self._waiting.append(record)
 
     def _hand_over(self, record: Record, keeper: Keeper) -> bool:
-        """Leave a hold to who has asked for it, if the block is nobody else's; return whether."""
+        """Leave a hold to its keeper if nobody else has the block; return whether it was."""
         slot = record.slot
-        # Nobody else can name a block that is received by value and held by one alone.
+        # Nobody else can name a by-value block whose only lease is this one.
         if slot is None or record.cutting or not record.segment.is_alone(record.block, slot):
             return False
-        # The hold is to be ended once. No call from here on but the last, which is of C: so
-        # neither another thread that has the same record, nor the handler of a signal.
+        # The hold must be ended only once. From here to append(), which is C code, no Python
+        # function is called. So neither another thread with the same record nor a signal
+        # handler can run in between.
         if record.ended or keeper.closed:
             return False
         record.ended = True
@@ -394,30 +398,30 @@ class LiveBlocks:
         return True
 
     def end_kept(self, record: Record) -> None:
-        """End a hold that its keeper has taken out of its ``holds``."""
+        """End a hold that the keeper has taken out of its ``holds``."""
         record.ended = False
         if not self._end(record):
             self._waiting.append(record)
 
     def _end(self, record: Record) -> bool:
-        """End a record; return False to be asked again. Asked after the end it does nothing."""
+        """End a record; return False if it must be tried again. After the end it does nothing."""
         segment, block = record.segment, record.block
         if record.ended:
             return True
         if record.slot is None:
-            # The block may have got another record since.
+            # The block may have another record by now.
             if segment.records.get(block) is record:
                 del segment.records[block]
             if record.heap is not None and isinstance(segment, OwnedSegment):
                 try:
                     record.heap.give_back(segment, block)
                 except SegmentError:
-                    # Somebody has closed the segment's descriptors: it is not used again.
+                    # Other code has closed the segment's descriptors: it is not used again.
                     return True
             return True
-        # Once at most, also if Ctrl-C comes in the middle, or another thread that has the same
-        # record: the slot may be another hold's as soon as it is free. No call between the look
-        # and this line, so no other thread.
+        # Set first, so that the hold is ended only once, even if Ctrl-C or another thread with
+        # the same record comes in between: as soon as the slot is free, another hold may take
+        # it. There is no call between the check and this line, so no other thread runs.
         record.ended = True
         shown = False
         try:
@@ -429,12 +433,12 @@ class LiveBlocks:
         try:
             released = segment.try_release(block, record.slot)
         except SegmentError:
-            # Somebody has closed the segment's descriptors: the hold ends with this process.
+            # Other code has closed the segment's descriptors: the hold ends with this process.
             return True
         if not released:
             record.ended = False
             return False
-        # Again no call in between: the table is to say what is held, whatever comes.
+        # Again there is no call in between, so that the table stays right in any case.
         if record.slot in segment.holds and segment.holds[record.slot] is record:
             del segment.holds[record.slot]
             segment.passing.pop(record.slot, None)
@@ -443,11 +447,11 @@ class LiveBlocks:
         return True
 
     def _show_file(self, record: Record) -> bool:
-        """Show the file's pages again where they were made private; return whether it is so."""
+        """Make private pages show the file again; return whether they do."""
         if record.in_place:
             segment, block = record.segment, record.block
-            # The next block here must show the file again; until it does, the
-            # hold keeps this one from being reused.
+            # The next block here must show the file. Until it does, the hold keeps this block
+            # from being reused.
             try:
                 record.mapping.cover(
                     segment.checked_fd,
@@ -461,7 +465,7 @@ class LiveBlocks:
         return True
 
     def settle(self) -> None:
-        """Try again to release what could not be released at once."""
+        """Try again to release the blocks that could not be released at once."""
         if not self._waiting and not self._visible_to_children:
             return
         for _ in range(len(self._waiting)):
@@ -482,41 +486,40 @@ class LiveBlocks:
 
     @property
     def unsettled(self) -> int:
-        """How many dead blocks wait for somebody."""
+        """How many dead blocks wait to be released."""
         return len(self._waiting) + len(self._visible_to_children)
 
     # Fork
 
     def before_fork(self, fork: Fork) -> None:
-        """Keep by-value arrays apart, and note what the child is going to see.
+        """Make received by-value arrays private, and note what the child is going to see.
 
-        A received array is private memory to its user, and a forked child must
-        not see what the parent writes later. So its pages become copy-on-write
-        in place: the fork then does what it does with any private page. Where
-        the kernel refuses that, it is told afterwards, since a fork cannot be
-        called off by a hook.
+        A received array is private memory to its user, and a forked child must not see
+        what the parent writes later. So its pages become copy-on-write in place, and the
+        fork treats them like any private page. If the kernel refuses, a warning tells so
+        after the fork, because a hook cannot stop the fork.
         """
         try:
             self.ledger.announce(fork)
             self._prepare(fork)
         except BaseException:
-            # Another attempt comes, or the fork as it is.
+            # The step is tried again, or the fork happens without it.
             self.ledger.withdraw(fork)
             raise
 
     def _prepare(self, fork: Fork) -> None:
-        # A list first: other threads go on until the fork.
+        # A list, because other threads continue until the fork.
         references = list(self._roots.values())
         self._keep_apart(references)
-        # Other threads may make more before the fork happens. Not by
-        # threading.active_count(), which waits for a lock.
+        # Other threads may make more arrays before the fork happens. threading.active_count()
+        # would wait for a lock, so it is not used.
         guarded = bool(references or self.fillings) or self.guards_forks or _thread._count() > 0
         self.ledger.before_fork(fork, guarded=guarded)
 
     def after_fork_in_parent(self, over: list[Fork]) -> None:
-        """Go on. Called again with the same list it goes on from where it was."""
+        """Finish after a fork. A second call with the same list continues where this ended."""
         if self.ledger.after_fork_in_parent(over):
-            # Too late, but better than never: this process's writes from now on.
+            # This is late, but what this process writes from now on stays private.
             self._keep_apart(list(self._roots.values()))
 
     def _keep_apart(self, references: list[RootReference]) -> None:
@@ -525,7 +528,7 @@ class LiveBlocks:
             record = reference.record
             if record.slot is None or record.shared:
                 continue
-            # Kept meanwhile: another thread may drop the last view at any moment.
+            # The root is kept meanwhile, since another thread may drop the last view.
             root = reference()
             if root is not None:
                 exposed += not self._is_apart(reference)
@@ -533,7 +536,7 @@ class LiveBlocks:
         self.exposed = exposed
 
     def _is_apart(self, reference: RootReference) -> bool:
-        """Cut a received by-value block off, or see another do so; return whether that is done."""
+        """Make a received by-value block private, or wait for the thread that does."""
         record = reference.record
         began = time.monotonic()
         while not record.private:
@@ -541,13 +544,13 @@ class LiveBlocks:
             if cut is not None:
                 return cut
             if record.ended and self._roots.get(reference.identity) is not reference:
-                # Taken back.
+                # The block was taken back.
                 return True
             (cutter,) = record.cutting.get(None, (None,))
             if cutter == get_ident():
-                # What this very thread was interrupted in.
+                # This very thread was interrupted while it made the pages private.
                 return record.ended
-            # In a child there is no other thread.
+            # A forked child has no other thread.
             elsewhere = cutter is not None and self.current
             if time.monotonic() - began > (_CUTTING_SECONDS if elsewhere else _UNDOING_SECONDS):
                 return record.ended
@@ -555,26 +558,26 @@ class LiveBlocks:
         return True
 
     def warn_of_exposed(self) -> None:
-        """Warn of arrays that the child just forked shares, if there are any."""
+        """Warn if the child that was just forked shares received arrays."""
         exposed, self.exposed = self.exposed, 0
         if exposed:
             warn_of_exposed(exposed)
 
     def in_child(self) -> LiveBlocks:
-        """Retire the inherited table and return the child's own."""
+        """Retire the inherited table; return the child's own."""
         self.current = False
         if self.ledger.was_struck:
-            # Its parent did not do so before.
+            # The parent did not do so before the fork.
             self._keep_apart(list(self._roots.values()))
         return LiveBlocks(self.ledger.after_fork_in_child(), inherited=self)
 
 
 def _keep(segment: Segment) -> None:
-    """Keep a segment open that is not in use."""
+    """Do nothing: the segment stays open."""
 
 
 def warn_of_exposed(count: int) -> None:
-    """Warn of arrays that a forked child shares, though they are private memory to their user."""
+    """Warn of arrays that a forked child shares, although they are private to their user."""
     warnings.warn(
         f"{count} arrays that were alive at a fork are shared with the child: the kernel has no "
         "room for private pages, or the program has closed the descriptors of their memory. Raise "

@@ -2,9 +2,9 @@
 
 May import errors, signals, ``segment`` and ``blocks``.
 
-Whoever has lent it has no view of it any more, and nobody else can name it: as with a
-block of one's own nobody sees what is written before the message is complete. Unlike
-those it is held by a lease, as any block that was received, and treated as one by a fork.
+The lender has no view of the block any more, and nobody else can name it. So nobody sees
+what is written before the message is complete, as with a block that this process made. But
+the block is held by a lease, like any received block, and a fork treats it like one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["Borrowed", "can_be_filled"]
 
 _WRITTEN_AT_ONCE = 1 << 30
-"""Bytes; Linux writes 2 GiB at most (write(2))."""
+"""Bytes; Linux writes at most 2 GiB in one call (write(2))."""
 
 
 def can_be_filled(block: Block, live: LiveBlocks) -> bool:
-    """Return whether what this process writes to a received block is the block's alone.
+    """Return whether what this process writes to a received block gets into the block.
 
-    It is not where a child was forked since: the child may look at the block, and what is
-    written here went to private pages.
+    It does not if a child was forked since the block was received: the child may see the
+    block, so the pages here were made private.
     """
     record = block._record
     ledger = live.ledger
@@ -41,14 +41,14 @@ def can_be_filled(block: Block, live: LiveBlocks) -> bool:
 
 
 class Borrowed:
-    """A received block that is this process's to fill until its message is complete.
+    """A received block that this process fills until its message is complete.
 
     Parameters
     ----------
     block : Block
-        Nobody else has it, or will; see :func:`can_be_filled`.
+        A block that nobody else has or can get; see :func:`can_be_filled`.
     nbytes : int
-        How many bytes of it are filled.
+        How many of its bytes are filled.
     """
 
     __slots__ = ("_block", "_nbytes", "root")
@@ -63,21 +63,21 @@ class Borrowed:
         return memoryview(self.root).cast("B")[: self._nbytes]
 
     def finish(self) -> None:
-        """See to it that the block has the bytes, and let go of it: its message has a lease.
+        """Make sure that the block has the bytes, and release it: its message has a lease.
 
         Raises
         ------
         SegmentError
-            If it cannot be written to. The message must not be sent.
+            If the block cannot be written to. Then the message must not be sent.
         """
         if self._block is not None and self._block._record.cutting:
-            # Another thread has forked, or is about to, and had the pages made private:
-            # what was written since is not in the block.
+            # Another thread has forked, or is about to, and the pages were made private. What
+            # was written since is not in the block.
             self._write()
         self.end()
 
     def end(self) -> None:
-        """Let go of it; once more changes nothing."""
+        """Release the block; a second call does nothing."""
         self._block = self.root = None
 
     def _write(self) -> None:

@@ -1,18 +1,18 @@
-"""The processes that descend from one installation: one budget, one mailbox.
+"""Families: the processes that descend from one installation have one budget and one mailbox.
 
 May import errors, ``thread_locks``, ``standard_streams``, ``anonymous``, ``locks`` and
 ``mapping``.
 
-A family shares one small file and one socket pair, inherited by fork and passed
-to spawned children. The file has an entry for each member: its pid and the
-bytes of shared memory it has reserved. An entry counts while its member holds
-the entry's byte lock, so those who were killed count no more, unless a forked
-child of theirs, which has inherited the lock and the mappings, lives on.
+A family shares one small file and one socket pair, which forked children inherit and spawned
+children are given. The file has an entry for each member: its pid and how many bytes of
+shared memory it has reserved. An entry counts while its member holds the entry's byte lock.
+So the entry of a killed member does not count any more, unless a forked child of it lives,
+which has inherited the lock and the mappings.
 
-The mailbox holds descriptors of segments whose maker ended normally before its
-messages were read. The kernel keeps them while any of the family lives, and
-frees them, and so the memory, with the last (unix(7), SCM_RIGHTS). Readers
-look without taking (``MSG_PEEK`` with ``SO_PEEK_OFF``, socket(7)).
+The mailbox holds descriptors of segments whose maker ended normally before its messages
+were read. The kernel keeps them while any member of the family lives. When the last one
+ends, the kernel frees them, and with them the memory (unix(7), SCM_RIGHTS). Readers peek
+at the letters (``MSG_PEEK`` with ``SO_PEEK_OFF``, socket(7)).
 """
 
 from __future__ import annotations
@@ -43,43 +43,43 @@ if TYPE_CHECKING:
 
 __all__ = ["Family", "Letter"]
 
-# The family's file: a page with its identity and its budget, the members' pids, and the
-# bytes that each has reserved.
+# The family's file: a page with its identity and its budget, then the members' pids, then the
+# bytes that each member has reserved.
 _MEMBERS = 2048
 _SIZE = PAGE_SIZE + 16 * _MEMBERS
-# Byte locks, far beyond the end of the file.
+# Byte locks: the locked bytes lie far beyond the end of the file.
 _LOCK_MEMBER = 1 << 40
 _LOCK_BUDGET = 1 << 41
 _LOCK_MAILBOX = 1 << 42
 _SO_PEEK_OFF = 42
-"""Of socket(7); Python has no name for it."""
+"""An option of socket(7) for which Python has no name."""
 _PATIENCE = 10.0
-"""Seconds to wait for a lock of the family, which is held for a moment."""
-# token, family, whether all unread messages are named, whether they have the segment with
-# them, since when they have not (monotonic seconds)
+"""Seconds to wait for a lock of the family. It is usually held for a moment only."""
+# token, family, whether it names all unread messages, whether they carry the segment, since
+# when no message carries it any more (monotonic seconds)
 _LETTER = struct.Struct("<16s16s??6xd")
 # slot, nonce
 _UNREAD = struct.Struct("<IQ")
 _MOST_UNREAD = 4096
-"""Messages that a letter names: it must fit into one packet."""
+"""The most messages that a letter names, since it must fit into one packet."""
 
 
 class Letter:
-    """One segment left in the mailbox.
+    """A segment that was left in the mailbox.
 
     Parameters
     ----------
     token : bytes
         The segment's identity.
     unread : list of (int, int)
-        Slot and nonce of messages nobody had read when the letter was posted.
+        Slot and nonce of each message that was unread when the letter was posted.
     complete : bool
         Whether ``unread`` names them all.
     carried : bool
-        Whether they all travel with a descriptor of the segment: when there are no such
-        packets any more, nobody can receive them.
+        Whether all of them carry a descriptor of the segment. Then, when no packet with such a
+        descriptor exists any more, nobody can receive them.
     astray : float
-        When that was seen first, in monotonic seconds; 0 if it was not.
+        When that was first seen, in monotonic seconds; 0 if it has not been seen.
     """
 
     __slots__ = ("astray", "carried", "complete", "token", "unread")
@@ -101,7 +101,8 @@ class Letter:
 
     def pack(self, family: bytes) -> bytes:
         """Return the letter's bytes."""
-        # Those that are read last, mostly: as long as they are not, nothing else is looked at.
+        # The last ones, which are mostly read last: while one of them is unread, the letter
+        # stays in any case.
         some = self.unread[-_MOST_UNREAD:]
         complete = self.complete and len(some) == len(self.unread)
         head = _LETTER.pack(self.token, family, complete, self.carried, self.astray)
@@ -109,7 +110,7 @@ class Letter:
 
     @classmethod
     def unpack(cls, data: bytes) -> Letter:
-        """Read a letter's bytes; what is no letter is one about no segment, to be dropped."""
+        """Read a letter's bytes. Other bytes give a letter about no segment, to be dropped."""
         if len(data) < _LETTER.size or (len(data) - _LETTER.size) % _UNREAD.size:
             return cls(bytes(16), [], complete=True)
         token, _, complete, carried, astray = _LETTER.unpack_from(data)
@@ -118,21 +119,21 @@ class Letter:
 
 
 class Reserving(Protocol):
-    """A segment, as far as the family is concerned."""
+    """A segment, as far as the family needs it."""
 
     reserved: int
 
 
 class Family:
-    """Membership of this process.
+    """Membership of this process in its family.
 
     Parameters
     ----------
     fd : int
-        The family's file, under an open file description of this process's own. It
-        is this object's from now on, also when it cannot be made.
+        The family's file, opened under an open file description of this process alone. The
+        object owns it from now on, even if the constructor raises.
     mailbox : (socket, socket)
-        Receiving and sending end.
+        The receiving and the sending end.
     """
 
     def __init__(self, fd: int, mailbox: tuple[socket.socket, socket.socket]) -> None:
@@ -143,7 +144,7 @@ class Family:
         try:
             self._begin(fd)
         except BaseException:
-            # The mapping, which a traceback may keep, keeps the lock, too.
+            # A traceback may keep the mapping, which keeps the description and its lock.
             if self._index != -1:
                 locks.unlock(fd, _LOCK_MEMBER + self._index)
             os.close(fd)
@@ -160,16 +161,16 @@ class Family:
         self._pids = everything[PAGE_SIZE : PAGE_SIZE + 8 * _MEMBERS].cast("Q")
         self._reserved = everything[PAGE_SIZE + 8 * _MEMBERS : _SIZE].cast("Q")
         self._index = self._join()
-        # For locks held for a moment: a description that forked children close
-        # at once. Otherwise a parent that is killed while it has a lock would
-        # leave it to a child that knows nothing of it.
+        # Short-lived locks are taken through a description that forked children close at once.
+        # Otherwise, if a parent is killed while it holds a lock, the lock would stay with a
+        # child that knows nothing of it.
         self._lock_fd = locks.reopen(fd)
 
     @classmethod
     def found(cls, budget: int) -> Family:
-        """Begin a new family with this process as its first member.
+        """Found a family, with this process as its first member.
 
-        ``budget`` is the family's in bytes, for members whose settings name none.
+        ``budget`` is in bytes, for members whose settings do not name one.
         """
         fd = anonymous_file("shmreduce-family")
         try:
@@ -196,11 +197,11 @@ class Family:
     def rejoined(self) -> Family | None:
         """Return the membership of a child that was just forked.
 
-        None if it has closed what it inherited, as daemons do: the numbers may be
-        other files' by now, which must not be written to, nor closed.
+        None if the child has closed what it inherited, as daemons do. The numbers may belong
+        to other files by now, which must be neither written to nor closed.
 
-        The inherited descriptor stays open: it keeps the parent's entry alive
-        as long as the child may keep the parent's memory.
+        The inherited descriptor stays open. It keeps the parent's entry alive for as long as
+        the child may keep the parent's memory.
         """
         if self._what_is_open() != self._identities:
             for end in self.mailbox:
@@ -209,19 +210,19 @@ class Family:
         return Family(locks.reopen(self.fd), self.mailbox)
 
     def give_up_locks(self) -> None:
-        """Let go of the locks of an inherited membership, in a forked child."""
+        """Close the description of the locks, in a forked child that inherited it."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd != -1 and locks.identity_of(fd) == self._identities[0]:
             os.close(fd)
 
     def take_over(self, other: Family) -> None:
-        """Count here what this process has reserved as a member of another family; leave that."""
+        """Take over the reservation of this process in another family, and leave that family."""
         self._reserved[self._index] = other.reserved
         other.leave(with_mailbox=True)
 
     def leave(self, *, with_mailbox: bool) -> None:
-        """Close a membership that nobody uses any more."""
-        # The mapping keeps the description, and so the lock, until it is gone, too.
+        """Close a membership that is not used any more."""
+        # The mapping keeps the description alive, and so the lock would stay until it is gone.
         locks.unlock(self.fd, _LOCK_MEMBER + self._index)
         self.give_up_locks()
         fd, self.fd = self.fd, -1
@@ -246,7 +247,7 @@ class Family:
     def members(self) -> list[tuple[int, int]]:
         """Return pid and reserved bytes of every living member."""
         found = []
-        # Members take the first place that is free: behind the last is nothing but zeros.
+        # A member takes the first free place, so all entries after the last used one are 0.
         used = len(self._pids.tobytes().rstrip(b"\0"))
         for index, pid in enumerate(self._pids[: -(-used // self._pids.itemsize)].tolist()):
             if not pid:
@@ -261,14 +262,14 @@ class Family:
     # Budget
 
     def reserve(self, nbytes: int, budget: int, segment: Reserving | None = None) -> None:
-        """Add ``nbytes`` to what this member has reserved, and to what a segment of its has.
+        """Add ``nbytes`` to this member's reservation, and to that of one of its segments.
 
         Raises
         ------
         BudgetExceededError
-            If the living members together would then be over ``budget`` bytes.
+            If the living members together would then have more than ``budget`` bytes.
         LeaseTimeoutError
-            If another process that is stopped has the lock.
+            If another process holds the lock and is stopped.
         """
         self._locked(_LOCK_BUDGET, self._add, nbytes, budget, segment)
 
@@ -277,31 +278,32 @@ class Family:
         self._book(nbytes, segment)
 
     def book(self, nbytes: int, segment: Reserving | None = None) -> None:
-        """Do as :meth:`reserve` without asking: memory is in use, or, if negative, given back.
+        """Book ``nbytes`` without checking the budget: memory is in use, or given back if < 0.
 
-        This needs no lock of the processes, since the entry is this process's alone.
+        This needs no lock against other processes, since only this process has the entry.
         """
         with self._threads_locked:
             self._book(nbytes, segment)
 
     def lower(self, nbytes: int) -> None:
-        """Take ``nbytes`` off this member's reservation at the process's end, without a lock."""
+        """Reduce this member's reservation by ``nbytes`` at the process's end, without a lock."""
         self._book(-nbytes, None)
 
     def _book(self, nbytes: int, segment: Reserving | None) -> None:
         booked = max(0, self._reserved[self._index] + nbytes)
-        # Both or none: no signal handler, and no other thread, runs between two assignments
-        # without a call.
+        # Both assignments happen or neither: no signal handler and no other thread runs between
+        # two assignments without a call.
         if segment is not None:
             segment.reserved += nbytes
-        # The entry counts as long as a forked child lives, which has the member's byte,
-        # too. It stays its parent's where the child, whose lock is gone, gives back what
-        # was being taken when a signal handler forked.
+        # If this is a forked child, without a lock, the entry is its parent's. A signal handler
+        # may have forked while memory was taken, and the child gives that memory back, but it
+        # must not change the entry. The entry counts as long as such a child lives, which has
+        # the lock of the member's byte, too.
         if self._lock_fd != -1:
             self._reserved[self._index] = booked
 
     def check(self, nbytes: int, budget: int) -> None:
-        """Raise what :meth:`reserve` would raise at this instant."""
+        """Raise the error that :meth:`reserve` would raise now."""
         in_use = sum(reserved for _, reserved in self.members())
         if nbytes > 0 and in_use + nbytes > budget:
             raise BudgetExceededError(
@@ -319,18 +321,18 @@ class Family:
 
     @property
     def reserved(self) -> int:
-        """Bytes that this process has reserved."""
+        """Bytes in this process's reservation."""
         return self._reserved[self._index]
 
     def _locked(
         self, offset: int, action: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs
     ) -> _R:
-        """Call a function under one of the family's locks, which is waited for boundedly."""
+        """Call a function under one of the family's locks; wait a limited time for the lock."""
         release = locks.unlock_request(offset)
-        # The byte lock excludes other processes only. A call from a signal
-        # handler passes both, as part of the call that it interrupted. The thread
-        # lock's own ``with``: Ctrl-C does not come between the lock and the block. It
-        # would in a generator for the ``with`` of callers, so there is none.
+        # The byte lock excludes only other processes. A call in a signal handler passes both
+        # locks, as a part of the call that it interrupted. Not a generator's context manager
+        # for callers: Ctrl-C could come between its taking of the lock and the block. With the
+        # thread lock's own context manager it cannot.
         with self._threads_locked:
             try:
                 self._depth[offset] += 1
@@ -341,10 +343,10 @@ class Family:
                     raise _stayed_taken(waited)
                 return action(*arguments, **options)
             finally:
-                # No function of Python, not even locks.unlock(): Ctrl-C could strike as it
-                # begins. Before a call of what is in C it does not.
+                # Calls C functions only: Ctrl-C could come at the beginning of any Python
+                # function, even of locks.unlock(), but not before a call of a C function.
                 self._depth[offset] -= 1
-                # A child that was forked in the middle has given them up.
+                # A child that was forked meanwhile has closed the lock's description.
                 if not self._depth[offset] and self._lock_fd != -1:
                     try:
                         fcntl.fcntl(self._lock_fd, locks.SETLK, release)
@@ -355,15 +357,15 @@ class Family:
     # Mailbox
 
     def post(self, letter: Letter, fd: int) -> None:
-        """Leave a segment for its readers.
+        """Leave a segment in the mailbox for its readers.
 
-        ``fd`` must be of an open file description without locks, since the
-        mailbox keeps the description. It stays the caller's.
+        The open file description of ``fd`` must have no locks, because the mailbox keeps the
+        description. The caller still owns ``fd``.
 
         Raises
         ------
         OSError
-            ``EAGAIN`` or ``ETOOMANYREFS`` when the mailbox is full.
+            ``EAGAIN`` or ``ETOOMANYREFS`` if the mailbox is full.
         """
         self._locked(_LOCK_MAILBOX, self._send, letter, fd)
 
@@ -373,7 +375,7 @@ class Family:
         Raises
         ------
         OSError
-            ``EMFILE`` if it is there and no descriptor is free.
+            ``EMFILE`` if the segment is there, but no descriptor is free.
         """
         return self._locked(_LOCK_MAILBOX, self._look_for, token)
 
@@ -390,18 +392,18 @@ class Family:
         return found
 
     def tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
-        """Take out the letters whose messages have all been read.
+        """Remove the letters whose messages have all been read.
 
-        ``is_read`` gets a letter and a descriptor of its segment. Only the
-        first letter can be taken, so one that stays goes to the end: a copy
-        is posted before the original is taken, and a process killed in between
-        leaves it twice, which does no harm.
+        ``is_read`` gets a letter and a descriptor of its segment. Only the first letter can
+        be removed, so one that stays is moved to the end: a copy is posted before the
+        original is removed. If the process is killed in between, the letter is there twice,
+        which does no harm.
         """
         self._locked(_LOCK_MAILBOX, self._tidy, is_read)
 
     def _tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
         if self._depth[_LOCK_MAILBOX] > 1:
-            # A signal handler, or a destructor, in the middle of another call.
+            # Called by a signal handler or a destructor that interrupted another call.
             return
         count = 0
         for _, fd in self._letters():
@@ -420,7 +422,7 @@ class Family:
             if not is_read(letter, fd):
                 self._send(letter, fd)
         except OSError:
-            # It is full, or too many descriptors are in flight.
+            # The mailbox is full, or too many descriptors are in flight.
             return False
         finally:
             os.close(fd)
@@ -438,7 +440,7 @@ class Family:
     def _letters(self) -> Iterable[tuple[Letter, int]]:
         place = 0
         while True:
-            # Each time: a signal handler, or a destructor, may have looked meanwhile.
+            # Set each time: a signal handler or a destructor may have peeked meanwhile.
             self.mailbox[0].setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, place)
             answer = self._receive(socket.MSG_PEEK)
             if answer is None:
@@ -462,18 +464,18 @@ class Family:
         fds = array.array("i")
         for _, _, rights in control:
             fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
-        # There may be room for more than one.
+        # The buffer may have room for more than one.
         for surplus in fds[1:]:
             os.close(surplus)
-        # Without room for the descriptor (EMFILE) the kernel drops it silently.
+        # If no number is free for the descriptor (EMFILE), the kernel drops it silently.
         return Letter.unpack(data), fds[0] if fds else -1, len(data)
 
 
 def _seal(fd: int) -> None:
-    """Keep the file as long as it is: whoever touches a page beyond its end is killed."""
+    """Seal the file's size, because touching a page beyond the end of a file kills a process."""
     if hasattr(fcntl, "F_ADD_SEALS"):
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        # A file that is no memfd (EINVAL) has no name; nobody else can open it.
+        # EINVAL: not a memfd. The file has no name then, so nobody else can open it.
         with suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 

@@ -20,11 +20,10 @@ __all__ = ["Filling"]
 
 
 class Filling:
-    """A block that is this process's to fill until its message is complete.
+    """A block of this process that it fills until its message is complete.
 
-    Hardly ever does anybody keep a view for longer. Then there is no need to
-    watch the views by a weak reference: it is enough to see, at the end, that
-    nobody refers to their root.
+    A view is rarely kept for longer. So no weak reference watches the views; it is enough
+    to check at the end that nothing else refers to their root.
     """
 
     __slots__ = ("_birth", "_block", "_heap", "_live", "_nbytes", "_segment", "root")
@@ -43,8 +42,8 @@ class Filling:
             data.pages, segment.offsets[block] - data.offset, segment.capacities[block]
         )
         live.fillings[self] = None
-        # The heap has put an entry there that is anybody's. Last: who fails before gives
-        # the block back as it was taken.
+        # Done last, since a constructor that raises before this line leaves the heap's own
+        # entry, with which the caller can take the block back.
         segment.records[block] = self
 
     def view(self) -> memoryview:
@@ -52,13 +51,13 @@ class Filling:
         return memoryview(self.root).cast("B")[: self._nbytes]
 
     def end(self) -> None:
-        """Leave the block to its leases, or free it if it has none; once."""
+        """Leave the block to its leases, or free it if it has none. A second call does nothing."""
         segment, block = self._segment, self._block
         if segment.records.get(block) is not self:
-            # A commit that was interrupted is taken back. The block may be another's.
+            # A commit was interrupted and is undone. The block may be used for another message.
             self._forget()
             return
-        # A child that was forked meanwhile may have a view that is gone here.
+        # A child that was forked meanwhile may have a view that this process has dropped.
         ledger = self._live.ledger
         seen = ledger.visible(self._birth, ledger.death)
         if sys.getrefcount(self.root) == UNSHARED and not seen:

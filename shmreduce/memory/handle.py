@@ -1,17 +1,16 @@
-"""The bytes that name a block in a pickled message.
+"""Handles: the bytes in a pickled message that name a block.
 
 May import errors and contracts.
 
-A handle is small, flat and self-checking: a mark by which it can be found in a
-pickle, a checksum against damage, and nothing that a receiver believes without
-looking at the segment's own tables::
+A handle is small and flat. It begins with a mark, by which it is found in a pickle, and has
+a checksum against damage. A receiver relies on nothing in it without looking at the segment's
+own tables::
 
     mark | checksum | slot, nonce | token, block, generation | the rest
 
-Slot and nonce are the lease's alone. What follows is the same in all handles
-that one process makes for one block, so that a sender packs it once; and token,
-block and generation are by themselves the *key* by which a receiver finds a
-block that it has already.
+Slot and nonce belong to the lease alone. All that follows is the same in all handles that
+one process makes for one block, so a sender packs it once. Token, block and generation are
+the *key*, by which a receiver finds a block that it has already.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = [
 
 MARK = b"shmreduce\0hdl\x02\n"
 _SEARCHED_BY_THE_SYSTEM = 32 << 10
-"""Bytes from which memmem(3) finds the mark in a fifth of the time; to call it takes 2 us."""
+"""In more bytes than this memmem(3) takes a fifth of the time; calling it takes 2 us."""
 _CHECKSUM = struct.Struct("<I")
 # slot, nonce
 _LEASE = struct.Struct("<IQ")
@@ -55,35 +54,35 @@ _KEY = struct.Struct("<16sIQ")
 # boot, nbytes, pid, shared, mode, lengths of the strategy's name and of the locator
 _REST = struct.Struct("<16sQIBBHH")
 LONGEST_LOCATOR = 1 << 15
-"""Bytes: half of what there is room for, so that a handle can be :func:`padded`."""
+"""Bytes: half of what the length field can say, so that a handle can be :func:`padded`."""
 ROOM_FOR_ANOTHER = 16
-"""Bytes by which a handle that replaces another in a pickle may be longer."""
+"""A handle that replaces another in a pickle may be this many bytes longer."""
 _FROM_LEASE = len(MARK) + _CHECKSUM.size
 _FROM_KEY = _FROM_LEASE + _LEASE.size
 _FROM_REST = _FROM_KEY + _KEY.size
 _SHORTEST = _FROM_REST + _REST.size
 _MODES: tuple[Mode, ...] = ("rw", "ro", "cow")
 _KEPT = 256
-"""How many of the last parts of handles are kept, packed and unpacked."""
+"""For how many handles the last part is cached, packed and unpacked."""
 
 
 def block_key(token: bytes, block: int, generation: int) -> bytes:
-    """Return what stands for one life of one block in every handle."""
+    """Return the bytes that stand for one life of one block in every handle."""
     return _KEY.pack(token, block, generation)
 
 
 def key_of(handle: bytes) -> bytes:
-    """Return the key that a handle has, or whatever stands there."""
+    """Return the key of a handle; the bytes are not checked."""
     return handle[_FROM_KEY:_FROM_REST]
 
 
 def rest_of(constant: bytes) -> bytes:
-    """Return what is the same for all blocks of a segment, of what :func:`pack_constant` made."""
+    """Return the part of :func:`pack_constant`'s result that all blocks of a segment share."""
     return constant[_KEY.size :]
 
 
 def lease_of(handle: bytes) -> tuple[int, int]:
-    """Return slot and nonce of a handle that was checked."""
+    """Return slot and nonce of a handle that passed :func:`check_handle`."""
     slot, nonce = _LEASE.unpack_from(handle, _FROM_LEASE)
     return slot, nonce
 
@@ -91,7 +90,7 @@ def lease_of(handle: bytes) -> tuple[int, int]:
 def pack_constant(
     key: bytes, boot: bytes, nbytes: int, pid: int, shared: bool, mode: Mode, name: str, where: str
 ) -> bytes:
-    """Return what is the same in all handles of one process for one block.
+    """Return the bytes that are the same in all handles of one process for one block.
 
     ``key`` is from :func:`block_key`, ``name`` the strategy's; for the others
     see :class:`Handle`.
@@ -99,13 +98,13 @@ def pack_constant(
     return key + _pack_rest(boot, nbytes, pid, shared, mode, name, where)
 
 
-# Block after block, and life after life of each, has the same. A handle is packed, and
-# unpacked, in two thirds of the time where this is kept.
+# The rest is the same for all blocks of one size and for all their lives. With it in the
+# cache, packing and unpacking a handle takes two thirds of the time.
 @lru_cache(_KEPT)
 def _pack_rest(
     boot: bytes, nbytes: int, pid: int, shared: bool, mode: Mode, name: str, where: str
 ) -> bytes:
-    # A path need not be text (os.fsencode).
+    # A path may have bytes that are not text (os.fsencode).
     encoded, located = name.encode(), where.encode(errors="surrogateescape")
     sizes = len(encoded), len(located)
     return _REST.pack(boot, nbytes, pid, shared, _MODES.index(mode), *sizes) + encoded + located
@@ -134,18 +133,18 @@ def pack_handle(slot: int, nonce: int, constant: bytes) -> bytes:
 
 
 def padded(handle: bytes, size: int) -> bytes:
-    """Return a handle that says the same in ``size`` bytes, which is at least its own size."""
+    """Return an equal handle of ``size`` bytes, which is at least its own size."""
     what = Handle.unpack(handle)
     return what._replace(locator=what.locator + "\0" * (size - len(handle))).pack()
 
 
 def check_handle(data: bytes) -> None:
-    """Raise unless these are the bytes of a handle, as they were packed.
+    """Raise unless the bytes are a handle that is complete and undamaged.
 
     Raises
     ------
     InvalidHandleError
-        If the bytes are not a handle, are truncated or damaged.
+        If the bytes are not a handle, or are truncated or damaged.
     """
     if not isinstance(data, bytes) or len(data) < _SHORTEST or not data.startswith(MARK):
         raise _invalid("it is too short or does not begin with a handle's mark")
@@ -155,26 +154,26 @@ def check_handle(data: bytes) -> None:
 
 
 class Handle(NamedTuple):
-    """One lease on one block, on its way to somebody.
+    """A lease on a block, on its way to a receiver.
 
     Parameters
     ----------
     token, boot : bytes
-        Identity of the segment, and of the boot of the host it lives on.
+        Identity of the segment, and of its host's boot when it was made.
     block, generation : int
-        Which block, and in which of its lives.
+        Number of the block, and which of its lives.
     slot, nonce : int
         The message's lease.
     nbytes : int
-        Bytes of the block that are in use.
+        How many bytes of the block are in use.
     shared : bool
-        A shared block, as against one that carries an array by value.
+        Whether the block is shared. If not, it carries an array by value.
     mode : Mode
         How the block appears to the receiver.
     strategy, locator : str
         How to open the segment.
     pid : int
-        The sender, for error messages.
+        The sender's pid, for error messages.
     """
 
     token: bytes
@@ -206,7 +205,7 @@ class Handle(NamedTuple):
 
     @staticmethod
     def size_at(data: bytes, start: int) -> int:
-        """Return how long the handle at ``start`` says it is, 0 if truncated."""
+        """Return the size that the handle at ``start`` says it has, 0 if it is truncated."""
         if len(data) - start < _SHORTEST:
             return 0
         *_, name_size, where_size = _REST.unpack_from(data, start + _FROM_REST)
@@ -214,19 +213,19 @@ class Handle(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Handle:
-        """Read a handle from anybody.
+        """Read a handle that any process may have made.
 
         Raises
         ------
         InvalidHandleError
-            If the bytes are not a handle, are truncated or damaged.
+            If the bytes are not a handle, or are truncated or damaged.
         """
         check_handle(data)
         return cls.unpack_checked(data)
 
     @classmethod
     def unpack_checked(cls, data: bytes) -> Handle:
-        """Read a handle that :func:`check_handle` has passed, and that may be forged all the same.
+        """Read a handle that passed :func:`check_handle`. It may still be forged.
 
         Raises
         ------
@@ -261,7 +260,7 @@ def _invalid(reason: str) -> InvalidHandleError:
 
 
 def find_mark(text: bytes, start: int) -> int:
-    """Return where the next handle may begin, -1 if there is none; as ``text.find(MARK, start)``.
+    """Return where the next handle may begin, -1 if nowhere, as ``text.find(MARK, start)``.
 
     Examples
     --------
@@ -280,7 +279,7 @@ def find_mark(text: bytes, start: int) -> int:
 
 @lru_cache(maxsize=1)
 def _memmem() -> Callable[..., int | None] | None:
-    """Return memmem(3), None where the C library has none: it is in no standard."""
+    """Return memmem(3), or None if the C library does not have it: no standard requires it."""
     import ctypes
 
     try:

@@ -1,10 +1,10 @@
-"""How much memory the system can still give, from what the kernel tells.
+"""Finds out from the kernel how much memory the system can still give.
 
 May import :mod:`shmreduce.signals`.
 
-Shared memory counts as memory of the cgroup that touches it first. A memfd has
-no file system whose size would bound it, so asking for more than there is does
-not fail: the kernel kills somebody instead. Hence the look beforehand.
+Shared memory is charged to the cgroup that touches it first. No file system limits the size
+of a memfd, so asking for more memory than there is does not fail: the kernel kills a
+process instead. So it is checked beforehand.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ __all__ = ["Machine", "cgroup_limits", "headroom"]
 
 
 class Machine:
-    """The files in which the kernel tells about itself.
+    """The files in which the kernel describes the machine.
 
     Parameters
     ----------
     root : path
-        Where the file system begins; tests put files of their own there.
+        The root of the file system. Tests give a folder with files of their own.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.root = root
 
     def path(self, name: str) -> Path:
-        """Return where the file of this absolute name is."""
+        """Return the path of the file with this absolute name."""
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str | None:
         """Return a file's text, or None if it cannot be read."""
         try:
-            # Unbuffered, and no Path is made: a heap that grows reads a dozen of them.
+            # Unbuffered, and without a Path: a heap that grows reads a dozen files.
             with open(f"{self.root}/{name}", "rb", buffering=0) as file:
                 return file.read().decode(errors="replace").strip()
         except OSError as error:
@@ -48,16 +48,16 @@ class Machine:
             return None
 
     def number(self, name: str) -> int | None:
-        """Return a file's number, or None if there is none (``max``, say)."""
+        """Return the number in a file, or None if there is none (``max``, for example)."""
         text = self.text(name)
         return int(text) if text is not None and text.isdigit() else None
 
     def field(self, name: str, key: str) -> str | None:
-        """Return the text after ``key:`` in a file of such lines."""
+        """Return the text after ``key:`` in a file with such lines."""
         return _field(self.text(name) or "", key)
 
     def memory(self, *keys: str) -> list[int | None]:
-        """Return lines of ``/proc/meminfo`` in bytes (proc_meminfo(5)), None where none tells."""
+        """Return lines of ``/proc/meminfo`` in bytes (proc_meminfo(5)), None for missing ones."""
         text = self.text("/proc/meminfo") or ""
         numbers = [(_field(text, key) or "").partition(" ")[0] for key in keys]
         return [int(number) * 1024 if number.isdigit() else None for number in numbers]
@@ -77,8 +77,8 @@ _THIS_MACHINE = Machine()
 def headroom(machine: Machine = _THIS_MACHINE) -> int | None:
     """Return how many bytes of memory the system can still give, None if unknown.
 
-    The smaller of MemAvailable (proc_meminfo(5)) and what the limits of the
-    cgroups leave, pages of files that can be dropped included.
+    It is the smaller of MemAvailable (proc_meminfo(5)) and what the cgroups' limits leave,
+    including file pages that the kernel can drop.
     """
     total, available = machine.memory("MemTotal", "MemAvailable")
     found = [left for left, _, _ in _limits_below(machine, total)]
@@ -91,8 +91,8 @@ def cgroup_limits(machine: Machine) -> Iterator[tuple[int, int, str]]:
     """Yield headroom, limit and name of every limited cgroup that this process is in.
 
     Version 2 puts one line ``0::/path`` into /proc/self/cgroup, version 1 a line
-    for each controller (cgroups(7)). Pages of files can be dropped, so they do
-    not count as used.
+    for each controller (cgroups(7)). The kernel can drop pages of files, so they do not count
+    as used.
     """
     yield from _limits_below(machine, *machine.memory("MemTotal"))
 
@@ -102,7 +102,7 @@ def _limits_below(machine: Machine, total: int | None) -> Iterator[tuple[int, in
         _number, colon, rest = line.partition(":")
         controllers, second, path = rest.partition(":")
         if not (colon and second):
-            # Not in any format that is known: emulated kernels have theirs.
+            # An unknown format: emulated kernels have their own.
             continue
         if controllers == "":
             files = "memory.max", "memory.current", "inactive_file"
@@ -125,7 +125,7 @@ def _limits_upwards(
     for length in range(len(parts), -1, -1):
         folder = "/".join([mount, *parts[:length]])
         most = machine.number(f"{folder}/{limit}")
-        # Version 1 says "no limit" by a number that no machine reaches.
+        # Version 1 expresses "no limit" by a number larger than any memory.
         if most is None or (total is not None and most >= total):
             continue
         used = machine.number(f"{folder}/{usage}")

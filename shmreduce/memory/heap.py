@@ -1,17 +1,17 @@
-"""The allocator over the segments that this process made.
+"""The allocator: it takes blocks from the segments that this process made.
 
 May import errors, contracts, ``thread_locks``, ``mapping``, ``layout``, ``size_classes``,
 ``segment``, ``owned_segment``, ``reservation`` and ``segment_creation``.
 
-A freed block stays *warm*, its pages allocated and mapped, on the stack of its
-size and is the first to be used again: a copy into warm memory is ten times
-faster than into fresh pages. What is not warm is *cold*: address space of the
-sparse file without pages. Idle blocks are cooled by punching holes
-(fallocate(2)); cold runs merge and are carved again at any size.
+A freed block stays *warm*: its pages stay allocated and mapped, and it goes on the stack
+of its size, from which the next block of that size is taken. A copy into warm memory is
+ten times faster than into fresh pages. All other space is *cold*: addresses of the sparse
+file, without pages. Idle blocks are cooled by punching holes (fallocate(2)). Cold runs
+merge, and blocks of any size can be carved from them again.
 
-The fast path takes a block off a stack, one atomic list operation, without a
-lock. Carving, cooling and growing hold the heap's lock; a call that re-enters in
-the thread that holds it (from a signal handler or a finalizer) gets
+The fast path pops a block off a stack. That is one atomic list operation and needs no
+lock. Carving, cooling and growing hold the heap's lock. A signal handler or a finalizer
+may call the heap again in the thread that holds the lock: that call gets
 :class:`HeapBusyError` instead of a deadlock.
 """
 
@@ -47,43 +47,43 @@ if TYPE_CHECKING:
 __all__ = ["Heap", "HeapBusyError", "HeapHost"]
 
 _POPULATE_FROM = 256 << 10
-"""Bytes from which new pages are mapped by one call, not by a fault for each."""
+"""New pages of this many bytes or more are mapped by one call, not by a fault for each."""
 _REAP_SECONDS = 1.0
-"""How often at most a heap that needs room looks for killed processes, if there is some left."""
+"""A heap that needs room looks for killed processes at most this often, unless all is full."""
 _REST = 20
-"""For how many times as long as it took to look for killed processes that is not done again."""
+"""After such a look the heap waits this many times as long as the look took."""
 _LONGEST_REST = 10.0
-"""Seconds: the process may have been stopped while it looked."""
+"""Seconds: the longest such wait. A look seems long if the process was stopped meanwhile."""
 
 
 class HeapBusyError(Exception):
-    """The heap is in use where it cannot be waited for, by the calling thread itself mostly.
+    """The heap is in use and the caller cannot wait, mostly since its own thread is using it.
 
-    No user sees it: whoever enters a heap catches it. ``Message.allocate`` has the
-    bytes pickled in the ordinary way, ``allocation.allocate`` takes a spare heap,
-    ``Runtime.cool_others`` passes the heap over, and those who look after heaps,
-    ``idle`` and ``BornHeap``, leave it until they look again.
+    Users never see it, because every caller of a heap catches it: ``Message.allocate`` has
+    the bytes pickled in the ordinary way, ``allocation.allocate`` takes a spare heap,
+    ``Runtime.cool_others`` skips the heap, and ``idle`` and ``BornHeap`` leave it until
+    they look again.
     """
 
 
 class HeapHost(SegmentHost, Protocol):
-    """What a heap needs of the process that it belongs to."""
+    """What a heap needs from its process."""
 
     @property
     def directory(self) -> dict[bytes, Segment]:
-        """Where segments are listed by token while they exist."""
+        """The open segments, by token; a heap lists its own there."""
 
     def list_again(self, segment: Segment) -> None:
-        """List a segment that was taken out for a moment, whoever is there by now."""
+        """List a segment that was taken out for a moment, even if it was replaced since."""
 
     def cool_others(self, asking: Heap) -> int:
-        """Give back what the other heaps have free; return how many bytes."""
+        """Give back the free memory of the other heaps; return how many bytes that were."""
 
     def give_up(self) -> None:
         """End messages that nobody is going to read."""
 
     def on_growth(self) -> None:
-        """Take note that more memory was reserved."""
+        """Note that more memory was reserved."""
 
 
 class Heap:
@@ -94,9 +94,9 @@ class Heap:
     kind : int
         ``BY_VALUE`` or ``SHARED``.
     strategy : SharingStrategy
-        Makes the segments.
+        The strategy that makes the segments.
     host : HeapHost
-        The process's state.
+        The state of the process.
     """
 
     def __init__(
@@ -126,15 +126,15 @@ class Heap:
     ) -> tuple[OwnedSegment, int]:
         """Return a block of at least ``nbytes`` that nobody else can see.
 
-        The block is the caller's until it gives it to :meth:`give_back`. A new one may
-        have its ``contents``, of ``nbytes``, already: these say so.
+        The block belongs to the caller until :meth:`give_back`. If it is new, the heap may
+        have written ``contents``, of ``nbytes``, to it; then ``contents.written`` is True.
 
         Raises
         ------
         OutOfSharedMemoryError, BudgetExceededError
-            If there is no room. Nothing is taken.
+            If there is no room. Then nothing is taken.
         HeapBusyError
-            On re-entry in a thread that is inside the heap.
+            If this thread is inside the heap already.
         """
         size = size_class(nbytes, whole_pages=whole_pages or self._whole_pages)
         self.collect()
@@ -144,33 +144,33 @@ class Heap:
                 found = self._take_warm(size) or self._make_room(size, contents)
             self._host.on_growth()
         segment, block = found
-        # Before it counts as out, so that reap() in another thread, which sees
-        # neither views nor leases yet, leaves it alone.
+        # Set before `out`: otherwise reap() in another thread, which finds neither views nor
+        # leases of the block yet, could free it.
         segment.records[block] = None
         segment.out[block] = self.last_used = time.monotonic()
         if warm is not None and block in segment.small:
             try:
                 go_on_making_huge(segment, block)
             except BaseException:
-                # Ctrl-C: nobody has seen the block.
+                # Ctrl-C: nobody has seen the block, so it is taken back.
                 self.untake(segment, block)
                 raise
         return found
 
     def untake(self, segment: OwnedSegment, block: int) -> None:
-        """Take a block back of which :meth:`allocate` had told nobody but the caller."""
+        """Take back a block that only the caller of :meth:`allocate` knows of."""
         del segment.records[block]
         self.give_back(segment, block)
 
     def give_back(self, segment: OwnedSegment, block: int) -> bool:
-        """Free a block that nobody needs; else it waits for :meth:`collect`."""
+        """Free a block that nobody needs; if it is still needed, :meth:`collect` frees it."""
         if not segment.try_free(block):
             return False
         self._keep_warm(segment, block)
         return True
 
     def collect(self) -> int:
-        """Free the blocks that others have released since the last call."""
+        """Free the blocks that other processes have released since the last call."""
         freed = 0
         for segment in self.segments:
             layout = segment.layout
@@ -179,8 +179,8 @@ class Heap:
             place = pages.find(b"\1", layout.hints, end)
             while place != -1:
                 block = place - layout.hints
-                # Cleared before the chain is looked at: a release that comes
-                # later sets it again.
+                # Cleared before the chain is looked at: a release after that sets the hint
+                # again.
                 segment.hints[block] = 0
                 if block in segment.out and block not in segment.records:
                     freed += self.give_back(segment, block)
@@ -200,53 +200,52 @@ class Heap:
         self.warm.setdefault(segment.capacities[block], []).append((segment, block))
 
     def keep_apart_in_child(self) -> None:
-        """Have what a forked child writes to its parent's tables and messages stay in the child.
+        """Keep what a forked child writes to its parent's tables and messages in the child.
 
-        The fork may have come while a block was taken or filled, from a signal
-        handler, a destructor or a reducer, and the child goes on with that as its
-        parent does.
+        A signal handler, a destructor or a reducer may fork while a block is taken or
+        filled, and then both parent and child continue with that.
         """
         self._inherited = True
         for segment in self.segments:
             segment.inherited = True
         for segment in self.segments:
-            # Where the kernel refuses, or the descriptor was closed, they stay as they are.
+            # If the kernel refuses this, or the descriptor was closed, they stay shared.
             with suppress(SegmentError):
                 fd = segment.checked_fd
                 for mapping in self._makers_alone(segment):
                     mapping.cover(fd, mapping.offset, mapping.size, private=True)
 
     def _makers_alone(self, segment: OwnedSegment) -> list[Mapping]:
-        """Return the mappings by which nobody but the maker writes to a segment."""
+        """Return the mappings of a segment through which a forked child must not write."""
         return [segment.tables, segment.data] if self.kind == BY_VALUE else [segment.tables]
 
-    # Growth, all under the lock
+    # Growth. The heap's lock is held in all of it.
 
     def exclusive(self, *, wait: bool = True) -> AbstractContextManager[Any]:
-        """Return what ``with`` holds the heap's lock by.
+        """Return a context manager that holds the heap's lock.
 
-        A thread that has one heap is not to ``wait`` for another, so two cannot wait
-        for each other.
+        A thread that holds one heap's lock must not ``wait`` for another heap's, so that
+        two threads never wait for each other.
 
         Raises
         ------
         HeapBusyError
-            On re-entry. From ``with``, if another thread has it and is not to be
-            waited for.
+            If this thread holds the lock already. Without ``wait``, entering the context
+            raises it if another thread holds the lock.
         """
         if self._lock._is_owned():
             raise HeapBusyError(
                 "this thread is inside the heap already, where a signal handler or a finalizer "
                 "has interrupted it"
             )
-        # The lock's own ``with``: Ctrl-C does not come between the lock and the block. It
-        # would between a generator's lock and the block, and then, as long as somebody
-        # keeps the traceback, the generator and its lock are kept, too.
+        # Not a generator's context manager: Ctrl-C may come between the generator's taking of
+        # the lock and the block. Then the generator keeps the lock for as long as anything
+        # keeps the traceback. With the lock's own context manager it cannot come in between.
         return self._locked if wait else self._locked_at_once
 
     def _make_room(self, size: int, contents: Contents | None) -> tuple[OwnedSegment, int]:
         for segment in self.segments:
-            # Before anything is given or taken: the number may be another file's.
+            # Checked before pages are given or taken: the number may be another file's by now.
             _ = segment.checked_fd
         if self.reap_after(_REAP_SECONDS):
             found = self._take_warm(size)
@@ -255,8 +254,8 @@ class Heap:
         try:
             return self._carve_or_grow(size, contents)
         except OutOfSharedMemoryError:
-            # Blocks of killed processes, and warm ones of other sizes, make way
-            # before anybody is refused.
+            # Before the request is refused, blocks of killed processes are freed, and warm
+            # blocks of other sizes are cooled.
             self.reap()
             found = self._take_warm(size)
             if found is not None:
@@ -266,8 +265,8 @@ class Heap:
             return self._carve_or_grow(size, contents)
 
     def _carve_or_grow(self, size: int, contents: Contents | None) -> tuple[OwnedSegment, int]:
-        # Small blocks are carved many at a time: booking and reserving cost
-        # system calls.
+        # Small blocks are carved many at a time, because booking and reserving cost system
+        # calls.
         count = max(1, SLAB // size)
         for segment in reversed(self.segments):
             found = self._carve(segment, size, count, contents)
@@ -296,9 +295,9 @@ class Heap:
     ) -> tuple[OwnedSegment, int] | None:
         """Carve a run of blocks and give it pages; return one, keep the others warm.
 
-        Returns None if the segment has no room for one. With ``checked``, the system was
-        asked for this memory when the segment was made: that takes half a dozen files of
-        the kernel's, and the time of some messages.
+        Returns None if the segment has no room for one. With ``checked``, it was checked that
+        the system has the memory when the segment was made. Checking reads half a dozen files
+        of the kernel, which takes as long as some messages.
         """
         blocks: list[int] = []
         before = segment.reserved
@@ -312,7 +311,7 @@ class Heap:
                 check_headroom(length, segment.strategy)
             huge = reserve_run(segment, offset, length, contents)
         except BaseException:
-            # What was booked, not what was asked for: Ctrl-C may have come before or after.
+            # Ctrl-C may come before or after the booking, so undo what was really booked.
             booked = segment.reserved - before
             if booked:
                 self._host.family.book(-booked, segment)
@@ -328,19 +327,19 @@ class Heap:
         return segment, blocks[0]
 
     def _grow(self, size: int, needed: int) -> OwnedSegment:
-        """Make a segment with addresses for blocks of ``size``, and ``needed`` bytes come now."""
+        """Make a segment with addresses for blocks of ``size``; ``needed`` bytes are used now."""
         wanted = max(self._next_segment, 2 * size)
         directory = self._host.directory
         try:
             segment = create_segment(self.kind, wanted, needed, self.strategy, self._host)
         except SegmentError:
-            # Address space or file size may be limited: ask for just enough.
+            # Addresses or file sizes may be limited, so ask for just enough.
             segment = create_segment(self.kind, size, needed, self.strategy, self._host)
         directory[segment.token] = segment
         self.segments.append(segment)
         self._next_segment = next_segment_size(wanted)
         if self._inherited:
-            # A signal handler has forked while it was made, and this is the child.
+            # A signal handler forked while the segment was made, and this is the child.
             segment.give_up_locks()
             self.keep_apart_in_child()
         return segment
@@ -348,15 +347,15 @@ class Heap:
     # Taking back
 
     def reap(self) -> None:
-        """End the leases of killed processes, wherever blocks are out."""
+        """End the leases of killed processes on all blocks that are out."""
         began = self._reaped = time.monotonic()
         self._host.give_up()
         mark = object()
         for segment in list(self.segments):
-            # Another thread that does the same may find it empty, and close it.
+            # Pinned: another thread that does the same may find it empty and close it.
             segment.pins[mark] = None
-            # Of tens of thousands of blocks most have the same few holders, and none is
-            # dead: to lock each block and ask for each holder would take seconds.
+            # Tens of thousands of blocks mostly have the same few holders, and none is dead.
+            # Locking each block and asking for each holder would take seconds.
             known: dict[int, bool] = {}
             try:
                 for block in list(segment.out):
@@ -369,7 +368,7 @@ class Heap:
         self._reaping_took = time.monotonic() - began
 
     def reap_after(self, seconds: float) -> bool:
-        """Do what :meth:`reap` does unless that was just done; return whether it was due.
+        """Call :meth:`reap` unless it ran a short time ago; return whether it was called.
 
         With a hundred thousand blocks out it takes a tenth of a second.
         """
@@ -380,11 +379,11 @@ class Heap:
         return due
 
     def cool(self, keep: int) -> int:
-        """Punch out warm blocks, largest first, until ``keep`` bytes are warm.
+        """Free the pages of warm blocks, largest first, until ``keep`` bytes are warm.
 
-        Returns the bytes given back to the system. Call under the lock.
+        Returns the number of bytes given back to the system. The caller holds the lock.
         """
-        # A list: other threads, and views that die here, bring sizes that are new.
+        # A list, since other threads, and views that die meanwhile, add new sizes.
         sizes = sorted(self.warm, reverse=True)
         warm = sum(size * len(self.warm[size]) for size in sizes)
         released = 0
@@ -403,10 +402,10 @@ class Heap:
     def _cool_block(self, segment: OwnedSegment, block: int) -> None:
         offset, size = segment.offsets[block], segment.capacities[block]
         start, length = segment.uncarve(block)
-        # Now, not when the pages are gone, which takes longer: what Ctrl-C leaves is booked
-        # again when it is carved again.
+        # Booked before the pages are freed, which takes longer. If Ctrl-C comes in between, the
+        # bytes are booked again when they are carved again.
         self._host.family.book(-size, segment)
-        # Whole pages of the merged run: a page may have held several blocks.
+        # Only pages that are wholly in the merged run: a page may hold several blocks.
         first, last = offset & -PAGE_SIZE, page_ceil(offset + size)
         free_whole_pages(segment, max(start, first), min(start + length, last))
 
@@ -414,8 +413,8 @@ class Heap:
         for segment in list(self.segments):
             if not segment.empty:
                 continue
-            # Out of sight first: a call that has pinned it just before is seen
-            # by the second look.
+            # Taken out of the directory before pins are looked at: a call that has pinned it
+            # just before is seen, and a later one does not find it.
             self._host.directory.pop(segment.token, None)
             if segment.holds or segment.pins:
                 self._host.list_again(segment)
@@ -428,11 +427,11 @@ class Heap:
             self._next_segment = FIRST_SEGMENT
 
     def leave(self) -> None:
-        """Give back what nobody needs any more, at the process's end.
+        """Give back memory that nobody needs any more, at the process's end.
 
-        Names are removed, and the pages of free blocks freed, since the segment
-        may live on in the mailbox or in importers. Nothing here waits. What is
-        left of this member's reservation ends with its last forked child.
+        It removes names, and frees the pages of free blocks, because the segment may live on
+        in the mailbox or in importers. Nothing here waits. The rest of this member's
+        reservation ends with its last forked child.
         """
         try:
             self.unlink_names()
@@ -453,7 +452,7 @@ class Heap:
     def unlink_names(self) -> None:
         """Remove the names of all segments, which stay open.
 
-        If one cannot be removed its error is raised when all others have gone.
+        If a name cannot be removed, the error is raised after the others were removed.
         """
         failed: Exception | None = None
         for segment in list(self.segments):
@@ -470,17 +469,17 @@ class Heap:
 
     @property
     def warm_bytes(self) -> int:
-        """Bytes of free blocks whose pages are kept."""
+        """Bytes of free blocks that keep their pages."""
         return sum(size * len(self.warm[size]) for size in list(self.warm))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that all blocks have pages for, free ones included, tables not."""
+        """Bytes of pages that the blocks have, including free blocks, but not the tables."""
         return sum(segment.reserved - segment.layout.slot_words for segment in list(self.segments))
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of shared memory that the heap's segments have pages for."""
+        """Bytes of pages that the heap's segments have, tables included."""
         return sum(segment.reserved for segment in list(self.segments))
 
 

@@ -1,13 +1,13 @@
-"""Gives idle memory back while the program does something else.
+"""Gives idle memory back to the system while the program does something else.
 
 May import ``locks``, ``heap`` and ``blocks``.
 
-A process that waits for its next message cannot notice that its receivers are
-done. So while its heaps hold more than they may keep idle, a thread looks once
-in a while. It ends itself when it is no longer needed, and is ended before a
-fork: CPython 3.12 and later warn about forking with other threads running, and from
-3.15 on raise where warnings are errors. With 3.13 the warning comes all the same: it
-counts the threads after the hooks of the fork, which start this one again.
+A process that waits for its next message cannot notice that its receivers have released
+blocks. So while its heaps hold more memory than they may keep idle, a thread looks from time
+to time. The thread ends when it is not needed any more. It is also stopped before a fork:
+CPython 3.12 and later warn about forking while other threads run, and from 3.15 on the fork
+raises where warnings are errors. With 3.13 the warning comes anyway, because it counts the
+threads after the hooks of the fork, which start this one again.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 __all__ = ["IdleReturn"]
 
 _LONGEST_PAUSE = 0.5
-"""Seconds between two looks of the thread."""
+"""Seconds: the longest time from one look of the thread to the next."""
 _PATIENCE = 0.5
-"""Seconds to wait for the end of the thread before a fork."""
+"""Seconds to wait before a fork for the thread to end."""
 _EXIT_PATIENCE = 0.05
-"""Seconds to wait until the kernel has forgotten it, which takes some microseconds."""
+"""Seconds to wait until the kernel's thread is gone, which takes some microseconds."""
 
 
 class IdleReturn:
-    """The thread that looks after idle memory.
+    """The thread that gives back idle memory.
 
     Parameters
     ----------
     live : LiveBlocks
-        Releases that wait are tried again.
+        The live blocks; the thread tries again to release those that wait.
     heaps : callable
         Returns the process's heaps.
     limits : callable
-        Returns for how long memory must be idle, in seconds, and how many
-        bytes of it may be kept.
+        Returns how long memory must be idle, in seconds, and how many idle bytes may be
+        kept.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class IdleReturn:
         self._limits = limits
         self._thread: threading.Thread | None = None
         self._leaving: threading.Thread | None = None
-        """The thread that found itself needless, and may not have ended yet."""
+        """A thread that was not needed any more, and may not have ended yet."""
         self._asked = False
-        """Whether somebody has asked for the thread since it last began to look."""
+        """Whether :meth:`start` was called since the thread last began to look."""
         self._stop = _thread.allocate_lock()
         self._stopped_for_fork = False
 
     def start(self) -> None:
-        """See to it that the thread runs; cheap if it does."""
+        """Make sure that the thread runs; cheap if it does."""
         self._asked = True
         before = self._thread
-        # One without an identity is just being started.
+        # A thread without an identity is just being started.
         if before is not None and (before.is_alive() or before.ident is None):
             return
         stop = _thread.allocate_lock()
@@ -80,13 +80,14 @@ class IdleReturn:
         thread = threading.Thread(
             target=self._run, args=(stop,), name="shmreduce-idle", daemon=True
         )
-        # Another thread may have been faster. No call between the lines, so no other thread.
+        # Another thread may have started one first. There is no call between these lines, so
+        # no other thread runs between them.
         if self._thread is not before:
             return
         self._stop, self._thread = stop, thread
         try:
-            # None can be had (a limit of processes), or the interpreter ends: somebody
-            # asks again when more memory is taken.
+            # If no thread can be started (a limit on processes), or the interpreter ends,
+            # the next growth of a heap calls this again.
             with suppress(RuntimeError):
                 thread.start()
         finally:
@@ -94,15 +95,15 @@ class IdleReturn:
                 self._thread = None
 
     def stop(self) -> bool:
-        """End the thread, waiting for it boundedly; return whether there was one."""
+        """Stop the thread and wait a limited time for its end; return whether there was one."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             _wait_for(leaving)
-        # Both of one moment, and no call in between: another thread may start one anew.
+        # Read together, without a call in between: another thread may start a new one.
         stop, thread, self._thread = self._stop, self._thread, None
         if thread is None:
             return False
-        # Also if it is just being started, by another thread: then it ends at once.
+        # Also for a thread that another thread is just starting: it ends at once.
         if stop.locked():
             stop.release()
         if not thread.is_alive():
@@ -111,13 +112,13 @@ class IdleReturn:
         return True
 
     def before_fork(self) -> None:
-        """End the thread for the duration of a fork."""
-        # First, and perhaps for the second time: what comes now may be interrupted.
+        """Stop the thread for the time of a fork."""
+        # Set first, and kept if it was set before: an interrupted step of a fork is repeated.
         self._stopped_for_fork = self._stopped_for_fork or self._thread is not None
         self.stop()
 
     def after_fork_in_parent(self) -> None:
-        """Go on after a fork."""
+        """Start the thread again after a fork."""
         if self._stopped_for_fork:
             self._stopped_for_fork = False
             self.start()
@@ -128,7 +129,7 @@ class IdleReturn:
             if stop.acquire(timeout=min(_LONGEST_PAUSE, max(seconds / 4, 0.01))):
                 return
             self._asked = False
-            # Those of now: who changed them meanwhile has asked an instant ago.
+            # Read again: if they changed during the wait, start() was called before now.
             seconds, keep = self._limits()
             self._live.settle()
             heaps = self._heaps()
@@ -141,17 +142,17 @@ class IdleReturn:
                 return
 
     def _leave(self, stop: _thread.LockType) -> None:
-        """Make way for another thread, should it be needed from now on."""
+        """End this thread in such a way that start() can start another one."""
         if stop is not self._stop:
-            # There is another already.
+            # There is another thread already.
             return
         self._leaving, self._thread = self._thread, None
-        # Who asked before that line has seen this thread alive.
+        # A call of start() before that line found this thread alive, and did nothing.
         if self._asked:
             self.start()
 
     def _look_after(self, heap: Heap, seconds: float, keep: int) -> None:
-        """Take back what is free, and give back what has been free for long."""
+        """Free blocks that others have released; give back those that were free for long."""
         if heap.collect():
             heap.last_used = time.monotonic()
         try:
@@ -160,16 +161,16 @@ class IdleReturn:
                 if time.monotonic() - heap.last_used >= seconds:
                     heap.cool(keep)
         except HeapBusyError:
-            # Another thread is inside, or a finalizer in this one has come from there.
+            # Another thread is inside the heap, or this is a finalizer that interrupted it.
             return
 
 
 def _wait_for(thread: threading.Thread) -> None:
-    # A destructor that the collector calls in the thread itself may fork.
+    # A destructor that the garbage collector calls in that very thread may fork.
     if thread.ident == threading.get_ident():
         return
     thread.join(_PATIENCE)
-    # What CPython counts is the kernel's threads, and one that has been joined may be on
-    # its way out yet. A number, if it is there for longer, is another thread's by now.
+    # CPython counts the kernel's threads, and a joined thread may still exist there for a
+    # moment. If the number stays for longer, it belongs to another thread by now.
     itself = f"/proc/self/task/{thread.native_id}"
     locks.keep_trying(lambda: not os.path.exists(itself), _EXIT_PATIENCE)

@@ -1,9 +1,9 @@
-"""How a child that is started, not forked, becomes a member of its parent's family.
+"""How a child that is spawned, not forked, becomes a member of its parent's family.
 
 May import ``standard_streams``, ``locks``, ``family`` and ``runtime``.
 
-It is given the descriptors of the family's file and mailbox, by an object that
-is pickled with the process.
+An object that is pickled with the process gives it the descriptors of the family's file and
+mailbox.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["inheritance"]
 
 
 class _Inheritance:
-    """Takes a child into its parent's family, by being unpickled there."""
+    """Makes the child that unpickles it a member of the parent's family."""
 
     def __init__(self, descriptors: tuple[Any, ...]) -> None:
         self._descriptors = descriptors
@@ -32,17 +32,17 @@ class _Inheritance:
 
 
 def _join_family(*descriptors: Any) -> None:
-    """Join the family of the parent, in the child."""
+    """Join the parent's family. This runs in the child."""
     numbers = [clear_of_streams(descriptor.detach()) for descriptor in descriptors]
     for number in numbers:
-        # Passed on through an exec, so it was inheritable.
+        # The descriptor was inheritable, so that it could pass the child's exec.
         os.set_inheritable(number, False)
     file, receiver, sender = numbers
     try:
         own = locks.reopen(file)
     finally:
-        # The parent's description: with it open here, the parent's membership
-        # would outlive the parent.
+        # Its description is the parent's: if it stayed open here, the parent's membership
+        # would not end with the parent.
         os.close(file)
     current().join(Family(own, (_socket(receiver), _socket(sender))))
 
@@ -52,10 +52,10 @@ def _socket(fd: int) -> socket.socket:
 
 
 def inheritance() -> _Inheritance | None:
-    """Return what makes a child, which is being pickled right now, a member.
+    """Return an object that makes the child that is being pickled a member.
 
-    Returns None outside of that, and where it was returned for this child
-    before: a descriptor must not be handed over twice.
+    Returns None if no child is being pickled, or if this was called for the child before:
+    a descriptor must not be handed over twice.
     """
     child: Any = context.get_spawning_popen()
     if child is None or getattr(child, "_shmreduce_inherits", False):

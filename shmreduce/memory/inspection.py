@@ -1,7 +1,7 @@
-"""What is alive: in this process, and on this machine.
+"""Shows what is alive in this process and on this machine.
 
 May import every module of the package. Reads segments without taking part:
-no locks are taken, no importer is registered, nothing is mapped.
+it takes no locks, registers no importer and maps nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MEMFD = "/memfd:shmreduce-"
 
 @dataclass(frozen=True)
 class SegmentState:
-    """One segment as seen from outside.
+    """A segment as seen from outside.
 
     Parameters
     ----------
@@ -58,21 +58,21 @@ class SegmentState:
     name : str or None
         Its name in a file system.
     shared : bool
-        Whether it holds shared blocks, as against messages by value.
+        Whether it holds shared blocks. If not, each block carries one message.
     owner : int
-        Pid of its maker.
+        Pid of the process that made it.
     owner_alive : bool
         Whether the maker, or a forked child that inherited its memory, lives.
     age : float
         Seconds since it was made.
     size, reserved : int
-        Bytes of address space, and of memory really allocated.
+        Bytes of address space, and of memory that is really allocated.
     blocks : int
-        Runs that were carved out of it, warm free ones included.
+        Blocks that were carved out of it, including free ones that are warm.
     messages, holds : int
-        Leases of messages under way, and of arrays in use elsewhere.
+        Leases of unread messages, and leases of arrays in use in other processes.
     holders : dict
-        How many descriptors each process has open, by pid.
+        How many descriptors of it each process has open, by pid.
     """
 
     token: str
@@ -92,27 +92,27 @@ class SegmentState:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What this process has.
+    """What this process has of shared memory.
 
     Parameters
     ----------
     segments : dict
-        Descriptor of each open segment, by token.
+        A descriptor of each open segment, by token.
     arrays : int
-        Blocks of which there are views here.
+        Blocks that have views here.
     unread : int
-        Messages sent from here that nobody has read.
+        Messages of this process that nobody has read.
     out : int
-        Blocks made here that are in use, here or elsewhere.
+        Blocks of this process that are in use, here or elsewhere.
     held : int
         Those of them that have no view here.
     reserved, warm : int
-        Bytes of this process's segments, and of those the bytes that are free.
+        Bytes of pages of this process's segments, and those of them that are free.
     waiting : int
         Dead blocks that wait for a busy lock or a forked child.
     descriptors : frozenset of int
-        Descriptors of segments, their locks and the fork ledger, which stay
-        open as long as they may be of use.
+        Descriptors of segments, their locks and the fork ledger. They stay open as long as
+        they may be needed.
     """
 
     segments: dict[str, int]
@@ -127,7 +127,7 @@ class ProcessState:
 
 
 def process_state() -> ProcessState:
-    """Return what this process has, after taking back what is free.
+    """Return what this process has, after it has taken back what is free.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def process_state() -> ProcessState:
         heap.collect()
         heap.reap()
     segments = runtime.attachments.segments()
-    # Lists, since other threads take and free blocks meanwhile.
+    # Copied to lists, since other threads take and free blocks meanwhile.
     out = [
         (segment, block)
         for heap in heaps
@@ -184,7 +184,7 @@ def all_names() -> set[str]:
     Warns
     -----
     ShmreduceWarning
-        Of a strategy that cannot list its names; those of the others are returned.
+        About a strategy that cannot list its names; the names of the others are returned.
     """
     return set(_of_all_strategies(names_of))
 
@@ -195,14 +195,14 @@ def leftovers() -> list[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the names that killed owners left; return what was removed.
+    """Remove the names that killed owners left; return the removed names.
 
-    Readers that have such a segment open keep it.
+    Readers that have such a segment open can still use it.
 
     Warns
     -----
     ShmreduceWarning
-        Of a strategy that cannot list its names.
+        About a strategy that cannot list its names.
     """
     return _of_all_strategies(sweep)
 
@@ -213,14 +213,14 @@ def _of_all_strategies(names: Callable[[SharingStrategy], list[str]]) -> list[st
         try:
             found += names(strategy)
         except PluginError as error:
-            # The others are in use, this one perhaps never was.
+            # The other strategies are in use; this one perhaps never was.
             warnings.warn(f"{error}. Its segments are left out", ShmreduceWarning, stacklevel=3)
     return found
 
 
 def _strategies() -> Iterable[SharingStrategy]:
     claims = get_registry().strategies().values()
-    # One that does not work here has no segments, and may have nowhere to look.
+    # A strategy that does not work here has no segments, and may have no place to look in.
     return [claim.strategy for claim in claims if reason_against(claim.strategy) is None]
 
 
@@ -236,7 +236,7 @@ def _candidates() -> Iterator[tuple[str, int | None]]:
         try:
             numbers = os.listdir(folder)
         except OSError:
-            # Gone meanwhile, or another user's.
+            # The process has ended meanwhile, or belongs to another user.
             continue
         for number in numbers:
             path = f"{folder}/{number}"
@@ -250,9 +250,9 @@ def _candidates() -> Iterator[tuple[str, int | None]]:
 
 
 def look_at(path: str) -> SegmentState | None:
-    """Return the state of the segment in a file, None if there is none that can be read.
+    """Return the state of the segment in a file, or None if the file is none that can be read.
 
-    ``holders`` is empty: who has it open is not looked for.
+    ``holders`` is empty: this does not search for the processes that have it open.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -262,7 +262,7 @@ def look_at(path: str) -> SegmentState | None:
         header = check_file(fd, None)
         return _describe(fd, header, path)
     except (OSError, InvalidHandleError, ForeignSegmentError, SegmentError):
-        # Not a segment, or one that is just being made.
+        # The file is not a segment, or one that is just being made.
         return None
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""What stands where in a segment's file.
+"""Where the tables and the data lie in a segment's file.
 
 May import :mod:`shmreduce.errors` and ``mapping`` (for the page size).
 
@@ -6,9 +6,9 @@ May import :mod:`shmreduce.errors` and ``mapping`` (for the page size).
 
     header page | importer table | block table | hints | lease slots | data
 
-All tables have one writer at a time, see ``segment``. Words are read and
-written as items of a cast ``memoryview``, one aligned store each;
-``struct.pack_into`` would clear them first, and others would see that.
+Each table entry has one writer at a time, see ``segment``. Words are read and written as
+items of a cast ``memoryview``, each by one aligned access. ``struct.pack_into`` would clear
+a word before it writes it, and other processes could see the cleared word.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ __all__ = [
 MAGIC = b"shmreduc"
 VERSION = 1
 BY_VALUE = 1
-"""Segments of blocks that carry one message each, whole pages."""
+"""Kind of a segment whose blocks carry one message each, and are whole pages."""
 SHARED = 2
-"""Segments of blocks that everybody maps and writes."""
+"""Kind of a segment whose blocks are mapped and written by every process that has them."""
 
 IMPORTERS = 1024
-"""How many processes may hold leases in one segment at a time."""
+"""How many processes can have one segment open at a time."""
 CHUNK_SLOTS = 512
-"""Lease slots that one process takes for its own allocation at a time."""
+"""A process takes lease slots for its own use in chunks of this many."""
 HANDED_OVER = PAGE_SIZE - 8
-"""Where the header page has a word that is not 0 once the mailbox may have the segment."""
+"""Offset of a word of the header page. It is not 0 once the mailbox may have the segment."""
 HAD_AS_BYTES = PAGE_SIZE - 16
-"""Where it has one that is not 0 once somebody has had the bytes of a message, who may pass
-them on without a descriptor, or load them later."""
+"""Offset of another word. It is not 0 once a program has got a message's bytes, which it may pass
+on without a descriptor of the segment, or load later."""
 
-# Byte locks, far beyond the end of any file.
+# Byte locks: the locked bytes lie far beyond the end of any file.
 LOCK_OWNER = 1 << 40
 LOCK_IMPORTER = 1 << 41
 LOCK_BLOCK = 1 << 42
 LOCK_CHUNK = 1 << 43
 LOCK_TRANSFER = 1 << 44
-"""Held, for reading, by each description that travels in messages: so by their packets."""
+"""Locked for reading by each open file description that is passed on in messages. So it is
+locked as long as a packet with such a descriptor exists."""
 
 # magic, version, kind, token, boot, family, owner pid, created (ns since the epoch),
 # size, blocks, slots, strategy name
@@ -82,7 +83,7 @@ class SegmentHeader:
     strategy: str
 
     def pack(self) -> bytes:
-        """Return the bytes that open the file."""
+        """Return the bytes with which the file begins."""
         return _HEADER.pack(
             MAGIC,
             VERSION,
@@ -100,12 +101,12 @@ class SegmentHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> SegmentHeader:
-        """Read a header written by anybody.
+        """Read a header from a file that any process may have written.
 
         Raises
         ------
         InvalidHandleError
-            If the bytes are not a header of this version, or do not fit together.
+            If the bytes are not a header of this version, or contradict each other.
         """
         if len(data) < _HEADER.size:
             raise _no_segment("its header is truncated")
@@ -152,16 +153,16 @@ class Layout:
 
     @classmethod
     def of(cls, header: SegmentHeader) -> Layout:
-        """Return the layout that a header implies."""
+        """Return the layout for a header."""
         return cls.plan(header.blocks, header.slots)
 
     @classmethod
     def plan(cls, blocks: int, slots: int) -> Layout:
-        """Lay the tables out one after the other.
+        """Compute the offsets of the tables, which follow each other.
 
-        The slot tables begin on a page of their own, since their pages are
-        reserved chunk by chunk as they come into use. The data begin where a
-        huge page can.
+        The slot tables begin on a new page, because their pages are reserved chunk by
+        chunk when a process takes the chunk. The data begin at a multiple of the size of
+        a huge page.
         """
         epochs = PAGE_SIZE
         pids = epochs + 8 * IMPORTERS

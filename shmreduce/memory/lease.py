@@ -1,4 +1,4 @@
-"""One lease that a message gives out, until the message is complete.
+"""A lease that a message gives out, until the message is complete.
 
 May import, for types alone, ``filling``, ``borrowing`` and ``segment``.
 """
@@ -16,10 +16,10 @@ __all__ = ["Lease"]
 
 
 class Lease:
-    """One lease that a message gives out.
+    """A lease that a message gives out.
 
-    It keeps the segment open until the message is complete: the last view may
-    die before, and nobody would be left who could pass the segment on.
+    It keeps the segment open until the message is complete. The last view may die before
+    that, and if the segment were closed then, this process could not pass it on.
     """
 
     __slots__ = ("block", "ended", "filling", "generation", "nonce", "segment", "slot")
@@ -32,24 +32,24 @@ class Lease:
         self.slot = -1
         self.filling: Filling | Borrowed | None = None
         self.ended = False
-        """Whether it was taken back."""
+        """Whether the lease was taken back."""
         segment.pins[self] = None
 
     def is_filled_by(self, view: memoryview) -> bool:
-        """Return whether a view is of this block, while that is being filled."""
+        """Return whether a view is of this block while the block is being filled."""
         return self.filling is not None and view.obj is self.filling.root
 
     def undo(self) -> None:
-        """Take it back, unless somebody has loaded the message by now."""
+        """Take the lease back, unless a process has loaded the message by now."""
         self.ended = True
-        # Again, where the message was complete already: another thread may end it first, since
-        # nobody has read it for long, and then nothing else would keep the segment open.
+        # Pinned again, since the message may be complete already. Then another thread may end
+        # it first, if it was unread for too long, and nothing else would keep the segment open.
         self.segment.pins[self] = None
         self.segment.consume(self.block, self.generation, self.slot, self.nonce)
         self.drop()
 
     def drop(self) -> None:
-        """Let go of what keeps the block and the segment while the message is made."""
+        """Release the block's filling and the segment; the message is complete or failed."""
         if self.filling is not None:
             self.filling.end()
         self.segment.unpin(self)

@@ -3,12 +3,12 @@
 May import errors, signals, ``locks``, ``block_locks``, ``mapping``, ``layout``,
 ``segment_file`` and ``quick_slots``.
 
-A slot's word is 0 (free), a *message* or a *holder*; what they mean is
-``segment``'s. Links are numbers of slots plus one; 0 ends a chain.
+A slot's word is 0 (free), a *message* or a *holder*; ``segment`` explains them. A link is
+the number of a slot plus one; 0 ends a chain.
 
-Stores are ordered so that a process killed in the middle leaves the block held,
-never free too early: a slot is unlinked before it is cleared, and only the
-forward links are trusted.
+The stores are ordered so that a process that is killed between them leaves the block
+held; it is never free too early. So a slot is unlinked before it is cleared, and only
+the forward links are trusted.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
 __all__ = ["MESSAGE", "NONCE_MASK", "LeaseSlots"]
 
 MESSAGE = 1 << 62
-"""The bit of a slot's word that says that the others are the nonce of a message."""
+"""The bit that marks a slot's word as a message; the bits below it are the nonce."""
 NONCE_MASK = MESSAGE - 1
 
-# Slots that a rescan must find before it is preferred to taking another chunk.
+# If a rescan finds fewer free slots than this, another chunk is taken.
 _WORTH_A_RESCAN = 64
 
 
 class LeaseSlots(BlockLocks):
-    """Tables that several processes have mapped, and the slots that this one may take.
+    """Tables that several processes have mapped, and the slots that this process may take.
 
     Parameters
     ----------
     fd : int
-        The segment's file; the caller's. Chunks of slots are locked through it.
+        The segment's file; the caller owns it. Chunks of slots are locked through it.
     header : SegmentHeader
         The file's header, already checked.
     strategy : SharingStrategy
-        Who opened it, for messages.
+        The strategy that opened the file, for error messages.
     """
 
     def __init__(self, fd: int, header: SegmentHeader, strategy: SharingStrategy) -> None:
@@ -86,27 +86,27 @@ class LeaseSlots(BlockLocks):
         self._listed: dict[int, object] = {}
         self._chunks: dict[int, object] = {}
         self._coming: dict[int, Mark] = {}
-        """Chunks that a thread is about to take, and which."""
-        # For the blocks' locks alone: a description that forked children close
-        # at once. Otherwise a parent that is killed in the middle of a
-        # transition would leave its lock to a child that knows nothing of it.
+        """Chunks that a thread is about to take, with a mark of that thread's call."""
+        # The blocks' locks have an open file description of their own, which forked children
+        # close at once. Otherwise, if a parent is killed in the middle of a transition, its
+        # lock would stay with a child that knows nothing of it.
         super().__init__(locks.reopen(fd))
         self._quick = quick_slots(self.tables.pages, layout, self._busy)
 
     @property
     def is_open(self) -> bool:
-        """Whether the descriptor is still the segment's, and was not closed by somebody else."""
+        """Whether the descriptor is still open and still the segment's."""
         return self.fd != -1 and locks.identity_of(self.fd) == self._identity
 
     @property
     def checked_fd(self) -> int:
-        """The descriptor, for who shows the file's pages, or gives and takes them.
+        """The descriptor, for reading, mapping or freeing the file's pages.
 
         Raises
         ------
         SegmentError
-            If somebody has closed it: the number may be another file's, which
-            would be damaged.
+            If other code has closed it. The number may belong to another file by now,
+            which would be damaged.
         """
         if not self.is_open:
             raise closed_by_somebody(self.fd, self.token)
@@ -122,11 +122,11 @@ class LeaseSlots(BlockLocks):
         return found
 
     def is_alone(self, block: int, slot: int) -> bool:
-        """Return whether a slot that is in a block's chain is all there is in it."""
+        """Return whether this slot of the block's chain is the only one in it."""
         return self.heads[block] == slot + 1 and not self._next[slot]
 
     def messages(self, block: int) -> list[int]:
-        """Return the slots of the block's unread messages. To be called under its lock."""
+        """Return the slots of the block's unread messages. The caller has the block's lock."""
         found: list[int] = []
         link = self.heads[block]
         for _ in range(self.layout.slots):
@@ -143,8 +143,8 @@ class LeaseSlots(BlockLocks):
         self._next[slot] = head
         self._previous[slot] = 0
         self.words[slot] = word
-        # The forward link first: a process killed in between leaves a backward
-        # link that does not match, which _unlink notices.
+        # The forward link is set first: a process that is killed in between leaves a wrong
+        # backward link, which _unlink notices.
         self.heads[block] = slot + 1
         if head:
             self._previous[head - 1] = slot + 1
@@ -162,8 +162,8 @@ class LeaseSlots(BlockLocks):
             # A process was killed between unlinking this slot and clearing it.
             self.words[slot] = 0
             return
-        # The backward link first, for the same reason as in _link; the slot is
-        # cleared last, so that it is not taken while still in the chain.
+        # The backward link is set first, for the same reason as in _link. The slot is cleared
+        # last, so that nobody takes it while it is still in the chain.
         if following:
             self._previous[following - 1] = before
         if before:
@@ -175,10 +175,10 @@ class LeaseSlots(BlockLocks):
             self.hints[block] = 1
 
     def _find_before(self, block: int, slot: int) -> int:
-        """Walk to the link before ``slot``; 0 at the head, -1 if it is not in the chain.
+        """Return the link before ``slot``: 0 if it is the first, -1 if it is not in the chain.
 
-        The forward links alone are trusted: a process killed while linking or
-        unlinking leaves a backward link that does not match.
+        Only the forward links are followed: a process that is killed while it links or
+        unlinks a slot leaves a wrong backward link.
         """
         before, link = 0, self.heads[block]
         for _ in range(self.layout.slots):
@@ -189,8 +189,8 @@ class LeaseSlots(BlockLocks):
             before, link = link, self._next[link - 1]
         return -1
 
-    # Free slots. A process allocates slots only from chunks whose byte it holds,
-    # so taking one needs no lock; a slot is free again when its word is 0.
+    # Free slots. A process takes slots only from chunks whose byte it has locked, so taking
+    # one needs no further lock. A slot is free again when its word is 0.
 
     def _take_slot(self) -> int:
         while True:
@@ -204,7 +204,7 @@ class LeaseSlots(BlockLocks):
             self._listed.pop(slot, None)
 
     def _take_slot_but(self, named: int) -> int:
-        """Take another slot than the handle's: by that, unclaim() knows it from the message's."""
+        """Take a slot that is not the handle's, so that unclaim() can tell it from that one."""
         slot = self._take_slot()
         if slot != named:
             return slot
@@ -221,7 +221,7 @@ class LeaseSlots(BlockLocks):
         found = sum(self._list_chunk(chunk, mark) for chunk in list(self._chunks))
         if found >= _WORTH_A_RESCAN:
             return
-        # Of another file the locks of all chunks could be had, those of others, too.
+        # If another file had this number, all chunks would look free, also those of others.
         fd = self.checked_fd
         for chunk in range(self.layout.slots // CHUNK_SLOTS):
             if self._take_chunk(chunk, fd, mark):
@@ -236,16 +236,16 @@ class LeaseSlots(BlockLocks):
             )
 
     def _take_chunk(self, chunk: int, fd: int, mark: Mark) -> bool:
-        """Take a chunk that is nobody's; return whether that was possible."""
+        """Take a chunk that no process has; return whether that was possible."""
         try:
             if chunk in self._chunks or self._coming.setdefault(chunk, mark) is not mark:
                 return False
-            # Once more: another thread may have taken it between the two looks.
+            # Looked at again: another thread may have taken it before the mark was set.
             if chunk in self._chunks or not locks.try_lock(fd, LOCK_CHUNK + chunk, later=True):
                 return False
             self._reserve_chunk(chunk)
-            # Only now may other threads take slots from there: if there were no room for its
-            # pages the chunk would be given up, and its slots be those of another process.
+            # Only now may other threads take slots from it. If there were no room for its
+            # pages, the chunk would be given up, and another process could take its slots.
             self._chunks[chunk] = mark
             return True
         finally:
@@ -253,21 +253,21 @@ class LeaseSlots(BlockLocks):
                 self._coming.pop(chunk, None)
 
     def _others_have_taken(self, mark: Mark) -> bool:
-        """Wait until no other thread is about to take a chunk; return False if none was."""
+        """Wait while other threads are about to take chunks; return False if none was."""
         if self._is_taken_alone(mark):
             return False
         return locks.keep_trying(lambda: self._is_taken_alone(mark), LOCK_PATIENCE) is None
 
     def _is_taken_alone(self, mark: Mark) -> bool:
-        # What this thread is about to take, where a destructor or a signal handler has come in
-        # between, is not waited for.
+        # This thread may itself be about to take a chunk, if a destructor or a signal handler
+        # has interrupted it. Waiting for that would never end.
         return all(each[0] == mark[0] for each in list(self._coming.values()))
 
     def _list_chunk(self, chunk: int, mark: object) -> int:
         start = chunk * CHUNK_SLOTS
         found = 0
         for slot, word in enumerate(self.words[start : start + CHUNK_SLOTS].tolist(), start):
-            # setdefault makes sure that a slot is listed once, also with threads.
+            # setdefault is atomic: if several threads do this, each slot is listed once.
             if not word and self._listed.setdefault(slot, mark) is mark:
                 self._free_slots.append(slot)
                 found += 1

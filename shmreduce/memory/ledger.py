@@ -1,24 +1,22 @@
-"""Which forked children may still see what this process had alive at the fork.
+"""The ledger of forks: which children may still see what was alive at their fork.
 
 May import errors, ``anonymous``, ``locks`` and ``mapping``.
 
-A forked child inherits every mapping, and with it every view. So what was
-alive at a fork must not be reused before that child has gone, exec'ed
-included. Each fork gets a number and one byte of the process's ledger file.
-The byte is locked through an open file description made for this fork alone,
-which a page of addresses keeps, not a descriptor: a child that closes all its
-descriptors, as daemons do, goes on seeing the memory. The parent gives its page
-up right after the fork, the child keeps the inherited one until it ends or
-becomes another program by exec, as do the child's own forked children.
-The lock is gone when the last of them is gone (fcntl(2), F_OFD_SETLK), and a
-single query answers for any range of forks. A failed fork leaves no lock.
+A forked child inherits every mapping, and with it every view. So memory that was alive at a
+fork must not be reused before that child, and every child that it forked, has ended or
+become another program by exec. Each fork gets a number and one byte of the process's ledger
+file. The byte is locked through an open file description made for this fork alone. A mapped
+page keeps that description, not a descriptor, because a child that closes all its
+descriptors, as daemons do, still sees the memory. The parent unmaps its page right after
+the fork. The child keeps the inherited page until it ends or calls exec, and so do its own
+forked children. The lock is released with the last of these pages (fcntl(2),
+F_OFD_SETLK), and one query answers for any range of forks. A fork that fails leaves no lock.
 
-Fork hooks run in whatever state the process is in, a signal handler included,
-so nothing here waits for a lock. They may also be lost: the handler of a signal
-may raise as one is entered, and near the recursion limit none can be. So each
-fork is counted, and marked in ``pending``, by functions in C, which nothing
-strikes. What is still marked when it should not be was not prepared: all that
-was alive then is never reused.
+Fork hooks run in whatever state the process is in, even inside a signal handler, so nothing
+here waits for a lock. Hooks may also be skipped: a signal handler may raise when Python
+enters one, and near the recursion limit Python cannot call any. So C functions, which
+cannot be interrupted, count each fork and mark it in ``pending``. If a mark stays there,
+the fork was not prepared, and what was alive at the fork is never reused.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ __all__ = ["UNNOTED", "Fork", "ForkLedger", "count_fork", "mark_fork"]
 
 _LOCK_FORK = 1 << 44
 _LONGEST_HOOK = 1.0
-"""Seconds after which a fork that nobody has noted never will be."""
+"""Seconds. If a fork was not noted for so long, it never will be."""
 
 UNNOTED = sys.maxsize
-"""Stands in ``pending`` for a fork that no ledger knows of so far."""
+"""The key in ``pending`` of a fork that no ledger has noted so far."""
 _pending: dict[int, None] = {}
 _forks = iter(range(sys.maxsize))
 
-# For os.register_at_fork: functions in C, see above.
+# C functions for os.register_at_fork; the module's docstring says why.
 count_fork = functools.partial(next, _forks)
 mark_fork = functools.partial(_pending.setdefault, UNNOTED)
 
@@ -56,25 +54,25 @@ def _forks_begun() -> int:
 
 
 _inherited: list[Fork] = []
-"""The forks by which this process came about."""
+"""The forks that led to this process."""
 
 
 class Fork:
-    """One fork that is about to happen."""
+    """A fork that is about to happen."""
 
     __slots__ = ("number", "ready", "token")
 
     def __init__(self) -> None:
         self.number = 0
-        """Which of the process's forks it is; 0 until it is announced."""
+        """Number among the process's forks; 0 until the fork is announced."""
         self.token: Mapping | None = None
-        """What the child inherits and the parent gives up. Nobody touches the page."""
+        """The page that the child inherits and the parent unmaps. Nobody touches it."""
         self.ready = False
-        """Whether all has been done for it."""
+        """Whether the fork is fully prepared."""
 
 
 class ForkLedger:
-    """The forks of one process, numbered from 1 on.
+    """The forks of one process, numbered from 1.
 
     Examples
     --------
@@ -85,15 +83,15 @@ class ForkLedger:
 
     def __init__(self) -> None:
         self.forks = 0
-        """How many forks there were, or are about to be."""
+        """How many forks there were, including those that are about to happen."""
         self.pending = _pending
-        """Numbers of forks that are about to happen."""
-        # What was forked before there was anything to see is nobody's to note.
+        """The numbers of forks that are about to happen."""
+        # Forks before there was a ledger need not be noted, since there was nothing to see.
         self.pending.pop(UNNOTED, None)
         self._begun_before = _forks_begun()
         self._unnoted_since: float | None = None
         self._unsure: dict[int, float] = {}
-        """Forks of which it is not known who makes them, and since when there is a number."""
+        """Numbers for forks that no thread has noted yet, and when each number was given."""
         self._fd = -1
         self._identity: tuple[int, int] | None = None
         self._ready: dict[int, list[Fork]] = {}
@@ -101,7 +99,7 @@ class ForkLedger:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the ledger's file, -1 until a fork needed one."""
+        """The descriptor of the ledger's file, -1 until a fork needed one."""
         return self._fd
 
     @property
@@ -112,8 +110,8 @@ class ForkLedger:
     def birth(self) -> int:
         """The value of :attr:`forks` for something that is born now.
 
-        A thread may make something between the hook of another thread's fork
-        and the fork itself: the child sees it, so it counts as older.
+        A thread may make something after another thread's fork hook ran, but before that
+        fork happens. The child sees it, so it counts as born before the fork.
         """
         if not self.pending:
             return self.forks
@@ -121,23 +119,23 @@ class ForkLedger:
 
     @property
     def death(self) -> int:
-        """The value of :attr:`forks` for something that dies now: unnoted ones count."""
+        """The value of :attr:`forks` for something that dies now, counting an unnoted fork."""
         return self.forks + self.was_struck
 
     def announce(self, fork: Fork) -> None:
         """Give a number to the fork that this thread is about to make.
 
-        To be called before looking at what is alive: what is born later looks
-        at :attr:`pending`. In a second attempt at the same fork it keeps its
-        number: the allocator of shmreduce.born counts forks, not attempts.
+        Call it before looking at what is alive, because whatever is born later looks at
+        :attr:`pending`. If the same fork is tried a second time, it keeps its number: the
+        allocator of shmreduce.born counts forks, not attempts.
         """
         if fork.number:
             return
         begun, now = _forks_begun(), time.monotonic()
-        # No call that lets another thread in before the number is noted.
+        # From here until the number is noted, no call lets another thread run.
         missed = begun - self._begun_before - self.forks - 1
         while missed > 0:
-            # Nobody is going to note it; or another thread is, which has not come that far.
+            # Either nobody will note that fork, or another thread has not got to it yet.
             missed -= 1
             self.forks += 1
             self._unsure[self.forks] = now
@@ -153,14 +151,14 @@ class ForkLedger:
         self._unnoted_since = None
 
     def before_fork(self, fork: Fork, *, guarded: bool) -> None:
-        """Make the token that the child is going to inherit, where there is a need."""
+        """Make the token that the child will inherit, if it is needed."""
         if guarded:
             try:
                 if self._fd == -1:
                     made = anonymous_file("shmreduce-forks")
                     identity = locks.identity_of(made)
-                    # Another thread may have been faster: all tokens are of one file.
-                    # No call between the two lines.
+                    # Another thread may have made it first, and all tokens must be of one
+                    # file. There is no call between the check and the assignment.
                     if self._fd == -1:
                         self._fd, self._identity = made, identity
                     else:
@@ -168,10 +166,10 @@ class ForkLedger:
                 if not self._make_token(fork):
                     self._unguarded_until = max(self._unguarded_until, fork.number)
             except (OSError, SegmentError):
-                # Out of descriptors, say. What is alive now is then never reused.
+                # For example, no descriptor is free. What is alive now is never reused.
                 self._unguarded_until = max(self._unguarded_until, fork.number)
-        # Of this thread, since another may be forking too. A stack, since a
-        # signal handler may fork between this hook and the fork.
+        # By thread, since another thread may fork at the same time. A stack, since a signal
+        # handler may fork between this hook and the fork.
         self._ready.setdefault(threading.get_ident(), []).append(fork)
         fork.ready = True
 
@@ -185,7 +183,7 @@ class ForkLedger:
         return locked
 
     def withdraw(self, fork: Fork) -> None:
-        """Take back what was done for a fork so far, but for its number."""
+        """Undo the preparation of a fork, except for its number."""
         fork.ready = False
         fork.token = None
         stack = self._ready.get(threading.get_ident(), [])
@@ -194,26 +192,26 @@ class ForkLedger:
 
     @property
     def was_struck(self) -> bool:
-        """Whether there was, or is about to be, a fork that nobody has noted."""
+        """Whether a fork has happened, or is about to, that nobody has noted."""
         return UNNOTED in self.pending
 
     def leave_unguarded(self, fork: Fork) -> None:
-        """Let a fork happen for which nothing could be done: what is alive now is never reused."""
+        """Let a fork happen without a token: what is alive now is never reused."""
         self.announce(fork)
         self._unguarded_until = max(self._unguarded_until, fork.number)
         self.pending.pop(fork.number, None)
 
     def after_fork_in_parent(self, over: list[Fork]) -> bool:
-        """Leave the token to the child alone; return whether there is none.
+        """Leave the token to the child alone; return whether there is no token.
 
-        ``over`` gets the fork. A signal handler may raise at any call, and this be
-        called again: with the same list it goes on from where it was.
+        The fork is put into ``over``. A signal handler may raise in any call here, and then
+        this is called again: with the same list it continues where it ended.
         """
         stack = self._ready.get(threading.get_ident(), [])
         if not over:
             over[:] = stack[-1:]
         if not over and self.was_struck:
-            # By the hooks before it nobody has noted it.
+            # The hooks before the fork were skipped, so nobody has noted it.
             over[:] = [Fork()]
             self.leave_unguarded(over[0])
             return True
@@ -227,7 +225,7 @@ class ForkLedger:
         return False
 
     def after_fork_in_child(self) -> ForkLedger:
-        """Return the child's own ledger; the inherited tokens stay for life."""
+        """Return the child's own ledger; the child keeps the inherited tokens until it ends."""
         _inherited.extend(fork for stack in self._ready.values() for fork in stack)
         is_open, fd, self._fd = self._is_open, self._fd, -1
         if is_open:
@@ -242,7 +240,7 @@ class ForkLedger:
         ----------
         birth, death : int
             The values of :attr:`birth` when the thing was born, and of
-            :attr:`death` when it died: it was alive at the forks in between.
+            :attr:`death` when it died. It was alive at the forks in between.
         """
         if self.pending:
             self._give_up_waiting()
@@ -253,15 +251,15 @@ class ForkLedger:
         if self._unguarded_until > birth:
             return True
         if self._fd == -1:
-            # No fork was in need of a token so far.
+            # So far no fork needed a token.
             return False
         if not self._is_open:
-            # Closed by somebody else: nobody knows any more.
+            # Other code has closed it, so assume that a child can see it.
             return True
         return locks.first_locked(self._fd, _LOCK_FORK + birth + 1, death - birth) is not None
 
     def _give_up_waiting(self) -> None:
-        """See to it that forks which nobody notes for long leave what lived then unused."""
+        """Count forks that stay unnoted for long as unguarded: what lived then is not reused."""
         now = time.monotonic()
         if not self.was_struck:
             self._unnoted_since = None
@@ -269,8 +267,9 @@ class ForkLedger:
             self._unnoted_since = now
         elif now - self._unnoted_since > _LONGEST_HOOK:
             self.leave_unguarded(Fork())
-        # Numbers alone: before CPython 3.12 each pair that is made may set off the garbage
-        # collector, and that a destructor or another thread, which forks or comes here, too.
+        # Iterates over the numbers, not the items: before CPython 3.12 each pair that items()
+        # makes may start the garbage collector. A destructor that it calls, or another thread,
+        # may fork or call this, too.
         for number in list(self._unsure):
             since = self._unsure.get(number, now)
             if now - since > _LONGEST_HOOK and self._unsure.pop(number, None) is not None:

@@ -1,28 +1,29 @@
-"""The blocks of dropped results, lent to who makes the next ones.
+"""Lends the blocks of dropped results to the processes that make the next results.
 
 May import errors, signals, ``segment_file``, ``runtime``, ``message`` and, for types, ``segment``,
 ``record`` and ``blocks``.
 
 A worker of a pool that returned three of four large results keeps memory for three, and
-another one for as many: together they have more than is alive. So what a result has lain in
-goes to whoever makes the next one, instead of back to its owner.
+another worker may keep as much: together they have more than is alive. So the block of a
+dropped result goes to whichever worker makes the next one, not back to its owner.
 
 Protocol
 --------
-A received block by value that nobody here has a view of any more, and that has no lease but
-this process's, could be used again by its owner once that lease has ended: nobody else
-can name it, or look at it. Instead of ending the lease the *lender* keeps it, gives a
-message with one of its own to the borrower, and ends its hold then. The borrower holds
-the block by the message, writes to it (:mod:`shmreduce.memory.borrowing`) and gives it
-back as the block of its answer. At each moment the block has a lease, so its owner leaves it
-alone, and of those who have one at most one looks at the bytes.
+Take a by-value block that was received here, has no view here any more, and has no lease
+but this process's. Nobody else can name it or see it, so its owner could use it again once
+that lease has ended. Instead of ending the lease, the *lender* keeps it. Later it sends a
+message with a lease of its own to the borrower, and ends its hold. The borrower takes over
+the message's lease, writes to the block (:mod:`shmreduce.memory.borrowing`) and sends it
+back as the block of its answer. The block has a lease all the time, so its owner leaves it
+alone, and at most one of the processes with a lease looks at the bytes.
 
-- The lender dies: its hold ends as any hold of a dead process, its unread message as any
-  message that nobody is going to read.
-- The borrower dies: what it had read is held by the dead; what it had not is taken back by
-  the lender, see :meth:`shmreduce.packets.Packet.discard`.
-- The owner dies: the memory goes when nobody has it open any more. So it is not kept.
-- A child is forked while there are views: its parent lends nothing that the child may see.
+- The lender dies: its hold ends like any hold of a dead process, and its unread message like
+  any message that nobody is going to read.
+- The borrower dies: blocks of messages that it had read have a dead holder. The lender takes
+  back those that it had not read, see :meth:`shmreduce.packets.Packet.discard`.
+- The owner dies: the memory is freed when nobody has the segment open any more. So its blocks
+  are not kept.
+- A child is forked while there are views: the parent lends no block that the child may see.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ if TYPE_CHECKING:
 __all__ = ["Lender"]
 
 _SMALLEST = 16 << 20
-"""Bytes of blocks that are worth it: to lend one takes a twentieth of the time to fill it."""
+"""Bytes of the smallest block that is lent: lending takes a twentieth of the time to fill it."""
 _KEPT_SECONDS = 1.0
-"""For how long a block waits for the next result."""
+"""How long a block is kept for the next result."""
 _ROOMY_SECONDS = 0.1
 _FREE_SHARE = 2
-"""How many times as much as is kept must be free: who cannot borrow it needs other memory."""
+"""So many times the kept bytes must be free, for processes that cannot borrow them."""
 
 
 class Lender:
-    """Keeps the blocks of dropped results, and lends them.
+    """Keeps the blocks of dropped results and lends them.
 
-    One thread calls all methods but :meth:`on_kept`.
+    All methods but :meth:`on_kept` must be called in one thread.
 
     Parameters
     ----------
     wake : callable
-        Has that thread call :meth:`look_after` soon; called in any thread, also by a
-        destructor.
+        Makes that thread call :meth:`look_after` soon. It may be called in any thread, even
+        by a destructor.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -72,18 +73,18 @@ class Lender:
         self.closed = False
         self._wake = wake
         self._awake = False
-        """Whether the thread is going to look."""
+        """Whether the thread is already going to call :meth:`look_after`."""
         self._kept: dict[Record, float] = {}
-        """Holds, and since when they have been waiting (monotonic seconds)."""
+        """The kept holds, with the time since when they have been waiting (monotonic seconds)."""
         self._roomy_for = 0
-        """Bytes for which there was room when that was last asked,"""
+        """For so many bytes there was room at the last check,"""
         self._roomy_until = 0.0
-        """which is believed so long."""
+        """and that is assumed until this time."""
         self._usual = 1
-        """Large blocks of an answer, the last time that there were some."""
+        """How many large blocks there were in the last answer that had any."""
 
     def watch(self, blocks: Iterable[Block]) -> None:
-        """Keep those of some blocks, which an answer has brought, that are large, once dropped."""
+        """Keep the large ones of an answer's blocks when they are dropped."""
         found = [block._record for block in blocks if _is_worth_it(block._record)]
         if found:
             self._usual = len(found)
@@ -92,32 +93,32 @@ class Lender:
                     record.keep = self
 
     def on_kept(self) -> None:
-        """Take note that a hold was added to ``holds``."""
+        """Note that a hold was added to ``holds``."""
         if not self._awake:
             self._awake = True
             self._wake()
         if self.closed:
-            # That has come in between, and nobody looks any more.
+            # It was closed meanwhile, so no thread looks at the holds any more.
             self._release(self._take_in())
 
     @property
     def has_some(self) -> bool:
-        """Whether there is anything to be lent."""
+        """Whether there is any block to lend."""
         return bool(self.holds or self._kept)
 
     def lend(self, borrower: int | None) -> tuple[Message, list[bytes]] | None:
-        """Give out blocks for an answer of one process.
+        """Give out blocks for one answer of a process.
 
         Returns
         -------
         (Message, list of bytes) or None
-            What gives them out, to be committed or rolled back, and their handles. None if
-            there are none.
+            The message, to be committed or rolled back, and the handles of the blocks. None
+            if there are none.
 
         Raises
         ------
         ShmreduceError
-            If no lease is free, say. Nothing was given out then.
+            For example, if no lease is free. Then nothing was given out.
         """
         self._keep(self._take_in())
         if not self._kept:
@@ -129,7 +130,7 @@ class Lender:
                 try:
                     handles.append(message.name_kept(record))
                 finally:
-                    # Its owner's again, if there is no lease for the message, say.
+                    # If there is no lease for the message, the block goes back to its owner.
                     record.live.end_kept(record)
         except BaseException:
             message.rollback()
@@ -137,8 +138,8 @@ class Lender:
         return message, handles
 
     def look_after(self) -> float | None:
-        """Give back what has been kept for long; return in how many seconds to look again."""
-        # First: who keeps one from here on wakes the thread.
+        """Give back blocks that were kept for long; return in how many seconds to call again."""
+        # Cleared first: a hold that is added from here on wakes the thread.
         self._awake = False
         if not self.has_some:
             return None
@@ -151,19 +152,19 @@ class Lender:
         return max(0.0, min(self._kept.values()) + _KEPT_SECONDS - now)
 
     def give_back_ownerless(self) -> None:
-        """Let go of what was made by processes that have ended.
+        """Release the blocks of owners that have ended.
 
-        While anything of a segment is open all of its pages are there, and nobody else
-        than its owner frees some.
+        While a process has a segment open, all its pages stay allocated, and only the owner
+        frees some of them.
         """
         self._keep(self._take_in())
         self._release_ownerless(self._kept)
 
     def close(self) -> None:
-        """Give back everything, what is dropped later at once."""
+        """Give back everything; blocks that are dropped later are given back at once."""
         self.closed = True
         self._release([*self._take_in(), *self._kept])
-        # Arrays that somebody has know this object.
+        # Arrays that are still in use refer to this object, and so would keep what `wake` keeps.
         self._wake = _nobody
 
     def _take_in(self) -> list[Record]:
@@ -190,12 +191,12 @@ class Lender:
             record.live.end_kept(record)
 
     def _chosen(self, borrower: int | None) -> list[Record]:
-        """Return which blocks one process gets: its own if there are some, it has them mapped."""
+        """Return the blocks for a process: first those that it made, since it has them mapped."""
         own_first = sorted(self._kept, key=lambda each: each.segment.header.owner_pid != borrower)
         return own_first[: self._usual]
 
     def _is_roomy(self, records: list[Record]) -> bool:
-        """Return whether there is memory enough for those who cannot use what is kept."""
+        """Return whether there is enough memory for processes that cannot use the kept blocks."""
         nbytes = sum(map(_size, (*records, *self._kept, *list(self.holds))))
         now = time.monotonic()
         if nbytes <= self._roomy_for and now < self._roomy_until:
@@ -225,7 +226,7 @@ def _size(record: Record) -> int:
 
 
 def _is_worth_it(record: Record) -> bool:
-    """Return whether a block is large, another process's, and by value."""
+    """Return whether a block is by value, large, and another process's."""
     return (
         record.slot is not None
         and not record.shared
@@ -237,4 +238,4 @@ def _is_worth_it(record: Record) -> bool:
 
 
 def _nobody() -> None:
-    """Wake nobody."""
+    """Do nothing."""

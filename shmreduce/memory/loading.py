@@ -1,4 +1,4 @@
-"""The receiver's side of one pickled message: what it brings.
+"""The receiver's side of one pickled message: the blocks that it brings.
 
 May import errors, signals, ``quick_blocks``, ``mapping``, ``handle``, ``segment``,
 ``attachments``, ``record``, ``blocks`` and ``runtime``.
@@ -61,45 +61,45 @@ __all__ = [
 
 _NOTHING: Arrived = MappingProxyType({})
 _READ_FROM = 4 << 20
-"""Bytes from which a copy out of a block is quicker, and lets other threads go on, by
-read(2): pages that this process has not looked at need not be mapped."""
+"""Bytes. Larger blocks are copied out by read(2): it is quicker, because pages that this
+process has not touched need not be mapped, and other threads can run meanwhile."""
 _READ_AT_ONCE = 1 << 30
-"""Bytes; Linux reads 2 GiB at most."""
+"""Bytes; Linux reads at most 2 GiB in one call."""
 
 
 class _Here(threading.local):
     loading: Loading | None = None
-    """The load that the current thread is in."""
+    """The load in which the current thread is."""
 
 
 here = _Here()
-"""Who loads assigns to it, in the ``try`` and as the first thing in its ``finally``: a
-function of Python that did so could be struck by Ctrl-C as it begins, and what the thread
-imports afterwards would be claimed by a load that has ended.
+"""A load assigns to it inside its ``try`` and as the first thing in its ``finally``. It must
+not call a Python function for that: Ctrl-C could come at the beginning of the call, and what
+the thread imports afterwards would be claimed by a load that has ended.
 """
 
 
 class Loading:
-    """What one unpickling has claimed so far.
+    """The blocks that one unpickling has claimed so far.
 
-    An error that may pass (no descriptor is free at the moment) can hit the
-    second block of a message. The first is turned back into a message then,
-    so that the whole can be loaded again.
+    An error that may pass, such as no free descriptor at the moment, can hit the second
+    block of a message. Then the first block's hold is turned back into a message, so that
+    the whole message can be loaded again.
 
-    It is that of what is imported while it is ``here.loading``.
+    The thread's current one is ``here.loading``.
 
     Parameters
     ----------
     arrived : mapping of bytes to int, optional
-        Descriptors of segments that came with the message, by token. They are
-        the caller's, who keeps them open until the unpickling has ended.
+        Descriptors of segments that came with the message, by token. The caller owns them,
+        and keeps them open until the unpickling has ended.
     """
 
     __slots__ = ("_claims", "_known", "_private", "arrived")
 
     def __init__(self, arrived: Arrived | None = None) -> None:
         self.arrived: Arrived = _NOTHING if arrived is None else arrived
-        # The blocks themselves: unpickling drops the arrays before it raises.
+        # Blocks, not records, since unpickling drops the arrays before it raises.
         self._claims: list[tuple[Block, bytes]] = []
         self._known: list[tuple[Block, int, int]] = []
         self._private: dict[bytes, Block] | None = None
@@ -108,46 +108,46 @@ class Loading:
         """Note a claim."""
         self._claims.append((block, handle))
         if what.mode == "cow":
-            # Made when it is needed: hardly any message brings such blocks.
+            # Made only when needed, since few messages bring such blocks.
             self._private = self._private or {}
             self._private[block_key(what.token, what.block, what.generation)] = block
 
     def find_private(self, key: bytes) -> Block | None:
-        """Return a ``cow`` block that this message has brought before, by its key in handles.
+        """Return a ``cow`` block that this message has brought before, by the key in its handles.
 
-        Its views are views of one memory here, as they are at the sender.
+        So all views of it in the message show the same memory, as they do at the sender.
         """
         return None if self._private is None else self._private.get(key)
 
     def known(self, block: Block, slot: int, nonce: int) -> None:
-        """Note a message about a block that was here before: it ends with the unpickling."""
+        """Note a message about a block that was known here; it ends with the unpickling."""
         self._known.append((block, slot, nonce))
 
     def blocks(self) -> list[Block]:
-        """Return what was claimed so far."""
+        """Return the blocks that were claimed so far."""
         return [block for block, _ in self._claims]
 
     def undo(self) -> None:
-        """Turn what was claimed back into what it was.
+        """Turn claimed blocks back into messages.
 
-        What somebody has by now is theirs: an object of the message may have
-        kept its array, another thread have found a shared block, a child have
-        been forked. A shared block gets its message back beside their hold; a
-        by-value one is not loaded again.
+        A block stays where something has it by now: an object of the message may have kept
+        its array, another thread may have found a shared block, or a child may have been
+        forked. Then a shared block gets its message back, beside that hold; a by-value block
+        cannot be loaded again.
         """
         live = current().live
         for block, handle in self._claims:
             record = block._record
             segment = record.segment
-            # From which the message is going to be loaded again.
+            # A program still has the message's bytes, and will load them again.
             segment.note_bytes()
             slot = record.slot
             if record.live is not live or slot is None:
-                # A child that was forked in the middle: it is the parent's.
+                # A child that was forked during the load: the claim is the parent's.
                 continue
             what = Handle.unpack_checked(handle)
-            # When the hold is taken back nothing here uses the segment, and a thread that has
-            # no descriptor free either closes it.
+            # Pinned, since without the hold nothing here uses the segment, and another thread
+            # that needs a free descriptor would close it.
             segment.pins[block] = None
             try:
                 if live.take_back(block):
@@ -161,10 +161,10 @@ class Loading:
         self._private = None
 
     def close(self) -> None:
-        """End the unpickling. Done again after an interrupt it does what was left."""
+        """End the unpickling. If Ctrl-C interrupts it, another call does the rest."""
         for block, slot, nonce in self._known:
             _end_known(block, slot, nonce)
-        # Only now: what was undone may be the last message of its segment.
+        # Not before the load has ended: undo() may make a claim its segment's last message.
         for block, _ in self._claims:
             if block._record.segment.handed_over:
                 current().attachments.tidy_mailbox()
@@ -172,32 +172,32 @@ class Loading:
 
 
 def import_block(handle: bytes) -> Block:
-    """Take over the block that a message brought.
+    """Take over the block of a handle that came in a message.
 
     Parameters
     ----------
     handle : bytes
-        From :meth:`Message.allocate` or :meth:`Message.refer` of the sender.
+        From the sender's :meth:`Message.allocate` or :meth:`Message.refer`.
 
     Returns
     -------
     Block
-        The caller's. A by-value block belongs to this process only. The lease ends with
-        the last view.
+        The caller owns it. A by-value block belongs to this process alone. The lease ends
+        with the last view.
 
     Raises
     ------
     InvalidHandleError
         If the bytes are damaged or made up.
     AttachError
-        If this process cannot open the segment. It is a ``ProducerDied`` if the maker
-        was killed, or a ``WrongHostError`` or ``ForeignSegmentError``. The block has
-        not been taken over: the handle can be tried again.
+        If this process cannot open the segment: ``ProducerDied`` if its maker was killed,
+        ``WrongHostError`` or ``ForeignSegmentError`` in those cases. The block was not taken
+        over, so the handle can be tried again.
     StaleHandleError, AlreadyLoadedError
-        If the block was released, or the by-value message loaded, before.
+        If the block was released, or the by-value message was loaded before.
     SegmentError, OutOfLeasesError, LeaseTimeoutError
-        If no address range or no lease is free, or a stopped process has the block
-        locked. The handle can be tried again.
+        If no address range or no lease is free, or if a stopped process has locked the block.
+        The handle can be tried again.
 
     Examples
     --------
@@ -244,7 +244,7 @@ def import_block(handle: bytes) -> Block:
     finally:
         segment.unpin(mark)
     if not what.shared and runtime.attachments.is_one_too_many(segment):
-        # The block itself goes when the load has ended: until then it may be undone.
+        # The block's hold ends with the load; until then the load may be undone.
         found = _copied(runtime, found)
     if here.loading is None:
         _message_ended(runtime, segment)
@@ -264,29 +264,29 @@ def with_arrived(
         try:
             loading.close()
         except BaseException:
-            # Ctrl-C, maybe before anything was ended.
+            # Ctrl-C, perhaps before anything was ended.
             loading.close()
             raise
 
 
 def _had_before(known: Block, handle: bytes) -> None:
-    """End a message about a block that this process has had before, now or with its load."""
+    """End a message about a block that this process has already, now or when the load ends."""
     slot, nonce = lease_of(handle)
     if here.loading is None:
         _end_known(known, slot, nonce)
     else:
-        # What comes after it may fail, and the message be loaded again.
+        # The rest of the load may fail; then the message is loaded again.
         here.loading.known(known, slot, nonce)
 
 
 def _message_ended(runtime: Runtime, segment: Segment) -> None:
-    """See to it that the mailbox does not keep a segment of which all messages have ended."""
+    """Have the mailbox drop a segment if all its messages have ended."""
     if segment.handed_over:
         runtime.attachments.tidy_mailbox()
 
 
 def _claim(runtime: Runtime, segment: Segment, handle: bytes, what: Handle) -> Block:
-    """Make a message this process's hold of a block, and let the block be seen here."""
+    """Turn a message into a hold of this process, and make the block visible here."""
     if segment.import_mapping is None:
         start = segment.layout.data_offset
         segment.import_mapping = Mapping(segment.checked_fd, start, segment.header.size - start)
@@ -300,12 +300,12 @@ def _claim(runtime: Runtime, segment: Segment, handle: bytes, what: Handle) -> B
         record = _record_of(runtime, segment, what, mapping, slot, private)
         found = runtime.live.expose(record)
     except SegmentError:
-        # No addresses left (ENOMEM): nothing was looked at, the message stays.
+        # No addresses are left (ENOMEM). Nobody has seen the block, so the message stays.
         segment.unclaim(what.block, slot, what.nonce, what.slot)
         raise
     except BaseException:
-        # After Ctrl-C a traceback may keep the root: then its death ends the hold,
-        # which must not be ended twice. The slot may be another's by then.
+        # After Ctrl-C a traceback may keep the root, whose death then ends the hold. It must
+        # not be ended here, too, because the slot may be another hold's by then.
         if record is None or not runtime.live.is_watched(record):
             segment.try_release(what.block, slot)
         raise
@@ -317,7 +317,7 @@ def _claim(runtime: Runtime, segment: Segment, handle: bytes, what: Handle) -> B
 def _record_of(
     runtime: Runtime, segment: Segment, what: Handle, mapping: Mapping, slot: int, private: bool
 ) -> Record:
-    """Return the record of a block that is held now, after checking where it lies.
+    """Return the record of a block that was just claimed, after checking its place.
 
     Its memory is the segment's ``mapping``, or a private one.
     """
@@ -348,17 +348,17 @@ def _record_of(
 
 
 def _copied(runtime: Runtime, block: Block) -> Block:
-    """Return a block like another, by value, in memory that is this process's alone."""
+    """Return a copy of a by-value block in memory that belongs to this process alone."""
     record = block._record
     segment, number = record.segment, record.block
     try:
         mapping = Mapping.of_memory(segment.offsets[number], page_ceil(max(record.nbytes, 1)))
     except SegmentError:
-        # No addresses are left: then it stays where it is.
+        # No addresses are left, so the block stays in the segment.
         return block
     root = make_root(mapping.pages, 0, mapping.size)
     ctypes.memmove(mapping.address, record.address, record.nbytes)
-    # Held by nobody's lease, it is found by nobody, and sent on as a copy.
+    # The copy has no lease and find() does not find it, so it is sent on by another copy.
     if record.slot is not None:
         segment.passing[record.slot] = None
     alone = Record(
@@ -368,12 +368,12 @@ def _copied(runtime: Runtime, block: Block) -> Block:
 
 
 def _hold_elsewhere(record: Record, what: Handle) -> None:
-    """Move a hold of a shared block to another slot, and make the handle's a message again."""
+    """Move a hold of a shared block to another slot, so that the handle's is a message again."""
     segment, before = record.segment, what.slot
     try:
         slot, _ = segment.claim(record.block, record.generation, before, what.nonce, shared=True)
     except OutOfLeasesError:
-        # As long as they have it, it is found without the message.
+        # No slot is free. As long as the block has views here, it is found without the message.
         return
     segment.holds[slot] = record
     record.slot = slot
@@ -382,14 +382,14 @@ def _hold_elsewhere(record: Record, what: Handle) -> None:
 
 
 def _end_known(known: Block, slot: int, nonce: int) -> None:
-    """End a message about a block that this process has had before."""
-    # As long as it is known its segment stays open, without a pin.
+    """End a message about a block that this process has already."""
+    # The segment stays open without a pin, because the block is alive here.
     record = known._record
     segment = record.segment
     try:
         ended = segment.consume(record.block, record.generation, slot, nonce)
     except LeaseTimeoutError:
-        # Who has the lock is stopped: the message stays, but the array is there.
+        # A stopped process has the lock: the message stays, but the array is loaded anyway.
         return
     if ended and segment.handed_over:
         current().attachments.tidy_mailbox()
@@ -398,10 +398,10 @@ def _end_known(known: Block, slot: int, nonce: int) -> None:
 def common_handles(
     first: bytes | bytearray | memoryview, second: bytes | bytearray | memoryview
 ) -> frozenset[Handle]:
-    """Return what two pickles of one object both refer to.
+    """Return the handles that two pickles of one object have in common.
 
-    Each has leases of its own. So that is what other pickles refer to which are
-    in the object, as bytes.
+    Each pickle has its own leases. So the common handles belong to other pickles, which the
+    object contains as bytes.
     """
     return frozenset(_handles_in(first)).intersection(_handles_in(second))
 
@@ -409,10 +409,10 @@ def common_handles(
 def discard_message(
     data: bytes | bytearray | memoryview, but: frozenset[Handle] = frozenset()
 ) -> None:
-    """Release what a message that cannot be unpickled would have brought.
+    """Release the blocks of a message that cannot be unpickled.
 
-    Handles in it that were claimed already are left to the arrays that were
-    rebuilt from them, and those of ``but`` to whoever has them.
+    Blocks that were claimed already stay with the arrays that were rebuilt from them, and
+    the handles in ``but`` are left to their users.
     """
     for what in _handles_in(data):
         if what in but:
@@ -424,21 +424,21 @@ def discard_message(
                 _message_ended(runtime, segment)
             runtime.attachments.close_ownerless(segment)
         except ShmreduceError:
-            # Nothing is left that could be released, or not now. The others are.
+            # The block was released before, or cannot be at the moment. Go on with the others.
             continue
 
 
 def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | None:
-    """Keep open what a message refers to, as far as that can be opened.
+    """Keep the segments open that a message refers to, if they can be opened.
 
-    For a message that is to be unpickled later, when the descriptors that came
-    with it are closed, and its sender may be dead.
+    Use it for a message that is unpickled later, when the descriptors that came with it
+    are closed and its sender may be dead.
 
     Returns
     -------
     callable or None
-        Ends that; to be called once, in any thread. None if it refers to
-        nothing that can be opened.
+        Call it once, in any thread, to let the segments go. None if the message refers to
+        no segment that can be opened.
     """
     attachments = current().attachments
     pins = []
@@ -449,7 +449,7 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | N
             pins.append((segment, mark))
             segment.note_bytes()
         except (AttachError, LeaseTimeoutError):
-            # Whoever unpickles the message is told.
+            # The unpickling will raise the error.
             continue
     if not pins:
         return None
@@ -457,7 +457,7 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | N
     def let_go() -> None:
         for segment, mark in pins:
             segment.unpin(mark)
-            # In a forked child it may be the parent's.
+            # In a forked child the segment may be the parent's.
             if current().directory.get(segment.token) is segment:
                 attachments.close_ownerless(segment)
 
@@ -470,8 +470,8 @@ def contents_of(block: Block) -> bytes:
     segment = record.segment
     if (
         not _READ_FROM <= block.nbytes <= _READ_AT_ONCE
-        # What was copied when it came is not in the file: its hold has ended, and the block
-        # may be another's by now.
+        # A block that was copied when it came has no slot: its hold has ended, and the place in
+        # the file may belong to another block by now.
         or record.slot is None
         or record.cutting
         or not segment.is_open
@@ -482,7 +482,7 @@ def contents_of(block: Block) -> bytes:
     except OSError as error:
         if not is_from_system(error):
             raise
-        # A file that can be mapped alone, say.
+        # For example, the file can be mapped but not read.
         found = b""
     return found if len(found) == block.nbytes else bytes(block.buffer)
 
@@ -506,7 +506,7 @@ def _handles_in(data: bytes | bytearray | memoryview) -> Iterator[Handle]:
     start = find_mark(text, 0)
     while start != -1:
         size = Handle.size_at(text, start)
-        # What only looks like a handle is passed over.
+        # Bytes that only look like a handle are skipped.
         with contextlib.suppress(InvalidHandleError):
             yield Handle.unpack(text[start : start + size])
         start = find_mark(text, start + len(MARK))

@@ -2,12 +2,11 @@
 
 May import ``standard_streams``.
 
-``F_OFD_SETLK`` locks (fcntl(2), Linux 3.15) are owned by the open file
-description: they outlive ``dup`` and ``close`` of one of its descriptors, are
-inherited by ``fork`` and go when the last descriptor is closed, so the kernel
-drops them for whoever is killed. POSIX record locks would vanish with the
-first ``close`` of any descriptor of the file. Two threads that use the same
-descriptor do not exclude each other.
+``F_OFD_SETLK`` locks (fcntl(2), Linux 3.15) are owned by the open file description. They
+survive ``dup`` and the ``close`` of one of its descriptors, and ``fork`` inherits them. The
+kernel releases them when the last descriptor is closed, so also when the process is killed.
+POSIX record locks, in contrast, end with the first ``close`` of any descriptor of the file.
+Two threads that use the same descriptor do not exclude each other.
 """
 
 from __future__ import annotations
@@ -41,37 +40,37 @@ __all__ = [
 
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = struct.Struct("@hhqqi4x")
-# By number, too: Pythons that are built for a C library before glibc 2.20 have no names for them.
+# Given as numbers, too, since a Python built for a C library before glibc 2.20 lacks the names.
 _HAS_THEM = sys.platform == "linux"
 SETLK: int = getattr(fcntl, "F_OFD_SETLK", 37 if _HAS_THEM else -1)
-"""The command of fcntl(2), for who must lock or unlock without a function of Python."""
+"""The command of fcntl(2), for code that must lock or unlock without calling a Python function."""
 _GETLK: int = getattr(fcntl, "F_OFD_GETLK", 36 if _HAS_THEM else -1)
 _CONFLICT = frozenset((errno.EAGAIN, errno.EACCES))
-# Seconds. Locks are held for microseconds, unless their holder is stopped.
+# Seconds. A lock is held for microseconds, unless its holder is stopped.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.00002, 0.005
 
 
 def supported() -> bool:
-    """Return whether this platform has locks of open file descriptions."""
+    """Return whether this platform has open file description locks."""
     return SETLK != -1 and struct.calcsize("P") == 8
 
 
 def reopen(fd: int) -> int:
-    """Open the same file under a new open file description (proc(5), /proc/self/fd)."""
+    """Open the same file with a new open file description (proc(5), /proc/self/fd)."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
     return clear_of_streams(os.open(f"/proc/self/fd/{fd}", flags))
 
 
 def identity_of(fd: int) -> tuple[int, int] | None:
-    """Return what tells the file behind a descriptor from others, None if it is closed.
+    """Return what distinguishes a descriptor's file from others; None if it is closed.
 
-    Daemons close all descriptors, and open others that get the same numbers.
+    Daemons close all descriptors, and files that they open later get the same numbers.
     """
     try:
         status = os.fstat(fd)
     except OSError as error:
         if error.errno != errno.EBADF:
-            # Such as a signal handler's TimeoutError, which has none.
+            # For example, a signal handler's TimeoutError, which has no errno.
             raise
         return None
     return status.st_dev, status.st_ino
@@ -80,8 +79,8 @@ def identity_of(fd: int) -> tuple[int, int] | None:
 def try_lock(fd: int, offset: int, *, later: bool = False) -> bool:
     """Lock one byte for writing; return False if another description holds it.
 
-    Who tries again ``later`` gets False, too, while the kernel has no memory
-    for another lock (``ENOLCK``).
+    With ``later``, the caller tries again later, so it also returns False if the kernel has
+    no memory for another lock at the moment (``ENOLCK``).
     """
     return try_request(fd, lock_request(offset), later=later)
 
@@ -92,12 +91,12 @@ def try_share(fd: int, offset: int) -> bool:
 
 
 def lock_request(offset: int) -> bytes:
-    """Return what :func:`try_request` asks the kernel for: to lock one byte."""
+    """Return the request by which :func:`try_request` locks one byte."""
     return _FLOCK.pack(fcntl.F_WRLCK, 0, offset, 1, 0)
 
 
 def try_request(fd: int, request: bytes, *, later: bool) -> bool:
-    """Do what :func:`try_lock` does, with as much room for frames as :func:`unlock` needs."""
+    """Do what :func:`try_lock` does, needing as many frames of recursion as :func:`unlock`."""
     try:
         fcntl.fcntl(fd, SETLK, request)
     except OSError as error:
@@ -108,9 +107,9 @@ def try_request(fd: int, request: bytes, *, later: bool) -> bool:
 
 
 def keep_trying(attempt: Callable[[], bool], patience: float) -> float | None:
-    """Make an attempt, at a lock for instance, again and again; return None once one succeeded.
+    """Repeat an attempt, such as to get a lock, until it succeeds; then return None.
 
-    Otherwise, when ``patience`` seconds are over, how many were waited. The
+    If it does not succeed in ``patience`` seconds, return how many seconds it was tried. The
     kernel's own waiting, ``F_OFD_SETLKW``, has no limit.
     """
     start = time.monotonic()
@@ -125,9 +124,9 @@ def keep_trying(attempt: Callable[[], bool], patience: float) -> float | None:
 
 
 def unlock(fd: int, offset: int) -> None:
-    """Give up the lock of one byte; harmless where none is held, or the descriptor was closed."""
+    """Release the lock of one byte; do nothing if none is held or the descriptor is closed."""
     try:
-        # Not unlock_request(): that would need room for another frame.
+        # unlock_request() is not called, since it would need another frame.
         fcntl.fcntl(fd, SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0))
     except OSError as error:
         if error.errno != errno.EBADF:
@@ -135,14 +134,14 @@ def unlock(fd: int, offset: int) -> None:
 
 
 def unlock_request(offset: int) -> bytes:
-    """Return what :func:`unlock` asks the kernel for."""
+    """Return the request by which :func:`unlock` unlocks one byte."""
     return _FLOCK.pack(fcntl.F_UNLCK, 0, offset, 1, 0)
 
 
 def first_locked(fd: int, offset: int, length: int = 1) -> int | None:
     """Return the first byte that *another* description has locked, or None.
 
-    Locks held through ``fd`` itself do not count.
+    Locks that are held through ``fd`` itself do not count.
     """
     answer = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, offset, length, 0))
     kind, _, start, _, _ = _FLOCK.unpack(answer)

@@ -1,16 +1,14 @@
-"""Address ranges over a file: shared, private, and switched in place.
+"""Mappings: address ranges that show a file, by shared or private pages, switched in place.
 
 May import :mod:`shmreduce.errors` and ``quick_blocks``.
 
-Every range is reserved by an anonymous ``mmap`` object, which owns the
-addresses and unmaps them when its last reference goes, and is then covered by
-pages of the file with ``MAP_FIXED``. Python's own file mappings would keep one
-duplicate of the descriptor each, and could not be switched to private pages.
-A range is never closed by hand: references are dropped.
+Each range is reserved by an anonymous ``mmap`` object, which owns the addresses and unmaps
+them when its last reference goes. Then ``MAP_FIXED`` covers the range with pages of the
+file. Python's own file mappings would keep a duplicate of the descriptor each, and could not
+be switched to private pages. A range is never closed explicitly; its references are dropped.
 
-Large ranges are laid out for *huge pages*, with which the kernel maps 2 MiB at
-once: to map, cover or unmap a range of small pages takes as long as to copy
-a good part of it.
+Large ranges are aligned for *huge pages*, with which the kernel maps 2 MiB at once. Mapping,
+covering or unmapping a range of small pages takes as long as copying a good part of it.
 """
 
 from __future__ import annotations
@@ -37,16 +35,16 @@ __all__ = [
 
 PAGE_SIZE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
-"""Bytes of a huge page where there are any. Elsewhere it is but a coarse alignment."""
+"""Bytes of a huge page. On systems without them it is just a coarse alignment."""
 _MAP_FIXED = 0x10
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _AT_HAND = 2e-3
-"""Seconds: what the kernel has at hand takes 0.3 ms, and 0.8 if it is copied into."""
+"""Seconds. A huge page at hand takes the kernel 0.3 ms, or 0.8 if it copies small pages."""
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-# Addresses only: nothing is charged for pages that are never touched.
+# Reserves addresses only: no memory is charged for pages that are never touched.
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,7 +63,7 @@ _madvise.restype = ctypes.c_int
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _collapses = True
-"""Whether the kernel is worth being asked for huge pages."""
+"""Whether it is worth asking the kernel for huge pages."""
 
 _fallocate: Any = getattr(_libc, "fallocate", None)
 
@@ -85,23 +83,23 @@ def huge_ceil(nbytes: int) -> int:
 
 
 class Mapping:
-    """``size`` bytes of ``fd`` from ``offset`` on, at addresses of its own.
+    """``size`` bytes of ``fd`` from ``offset`` on, mapped at addresses of their own.
 
     Parameters
     ----------
     fd : int
-        Open for reading and writing; needed by this call and by later
-        :meth:`cover` calls only, and still the caller's.
+        Open for reading and writing. It is used only in this call and in later calls of
+        :meth:`cover`; the caller owns it.
     offset, size : int
         Bytes, multiples of the page size.
     private : bool
-        Copy-on-write pages instead of shared ones.
+        Map copy-on-write pages instead of shared ones.
 
     Raises
     ------
     SegmentError
-        If the kernel gives no addresses (``ENOMEM``: vm.max_map_count or
-        RLIMIT_AS reached).
+        If the kernel gives no addresses (``ENOMEM``: vm.max_map_count or RLIMIT_AS was
+        reached).
     """
 
     __slots__ = ("address", "offset", "pages", "size")
@@ -111,7 +109,7 @@ class Mapping:
         self.cover(fd, offset, size, private=private)
 
     def _reserve(self, offset: int, size: int) -> None:
-        # The kernel puts what is whole huge pages long where a huge page can be.
+        # The kernel aligns a mapping for huge pages if its length is a multiple of theirs.
         reserved = huge_ceil(size) if size >= HUGE_PAGE else size
         try:
             self.pages = mmap.mmap(-1, reserved, flags=_RESERVE, prot=_READ_WRITE)
@@ -123,7 +121,7 @@ class Mapping:
 
     @classmethod
     def of_memory(cls, offset: int, size: int) -> Mapping:
-        """Return ``size`` bytes of ordinary memory, as if they were a file's from ``offset`` on.
+        """Return ``size`` bytes of ordinary memory that take the place of a file's at ``offset``.
 
         Raises
         ------
@@ -135,17 +133,17 @@ class Mapping:
         return made
 
     def cover(self, fd: int, offset: int, size: int, *, private: bool) -> None:
-        """Put the file's pages of ``[offset, offset + size)`` in place, atomically.
+        """Map the file's pages of ``[offset, offset + size)`` at their place, atomically.
 
-        With ``private``, later writes through this mapping stay in this
-        process; pages it has not written follow the file. Covering a private
-        range again discards what was written there.
+        If ``private``, later writes through this mapping stay in this process; pages that it
+        has not written follow the file. Covering a private range again discards what was
+        written there.
 
         Raises
         ------
         SegmentError
-            If the range is not a part of this mapping: what lies elsewhere
-            would be replaced. Offsets stand in tables that others can damage.
+            If the range is not a part of this mapping: other memory would be replaced. The
+            offsets come from tables that other processes can damage.
         """
         if size <= 0 or not self.offset <= offset <= self.offset + self.size - size:
             raise SegmentError(
@@ -161,10 +159,10 @@ class Mapping:
             raise _refused("mmap", size, ctypes.get_errno())
 
     def is_private(self, offset: int) -> bool:
-        """Return whether the pages at an offset are private; True where nobody tells.
+        """Return whether the pages at an offset are private; True if that cannot be found out.
 
-        For those who were interrupted when they covered it: it reads the list
-        of all mappings of this process (proc_pid_maps(5)).
+        It reads the list of all mappings of this process (proc_pid_maps(5)), so it is only for
+        callers that were interrupted while they covered the pages.
         """
         address = self.address + offset - self.offset
         try:
@@ -179,31 +177,31 @@ class Mapping:
         return True
 
     def populate(self, offset: int, size: int) -> None:
-        """Map writable pages in one call instead of by one fault each.
+        """Map writable pages by one call, not by a fault for each.
 
-        Only a hint: kernels before 5.14 refuse, and the pages then fault in
-        as they are touched.
+        This is only a hint: kernels before 5.14 refuse it, and then pages are mapped when they
+        are touched.
         """
         _madvise(self.address + offset - self.offset, size, _MADV_POPULATE_WRITE)
 
     def make_huge(self, fd: int, offset: int, size: int, *, patience: int) -> tuple[int, int]:
-        """Put huge pages in the place of small ones, or of none.
+        """Replace small pages, or missing ones, by huge pages.
 
-        One by one (madvise(2), MADV_COLLAPSE, Linux 6.1), as long as the kernel
-        has them at hand, and ``patience`` more: what is not, it has to get, by
-        moving others about or from the host of a virtual machine, which takes
-        twenty times as long.
+        This asks for one huge page at a time (madvise(2), MADV_COLLAPSE, Linux 6.1), until it
+        has waited for ``patience`` of them. There is no wait for a page that the kernel has at
+        hand. For others the kernel must move memory or, in a virtual machine, ask the host,
+        which takes twenty times as long.
 
         Returns
         -------
         (int, int)
-            How many bytes have got huge pages, and up to where all is huge that can
-            be. What has no pages then is to be allocated in the usual way.
+            How many bytes have got huge pages, and the offset from which on huge pages are
+            still possible. The caller must allocate the pages that are still missing.
 
         Raises
         ------
         OSError
-            If there is no room for one small page for each huge one.
+            If there is no room for one small page in each huge page.
         """
         global _collapses
         made, end = 0, offset + size
@@ -213,7 +211,7 @@ class Mapping:
         while _collapses and place + HUGE_PAGE <= end:
             if not patience:
                 return made, place
-            # Only what has a page is made huge.
+            # The kernel makes a huge page only where there is at least one page.
             os.posix_fallocate(fd, place, PAGE_SIZE)
             began = time.monotonic()
             if _madvise(self.address + place - self.offset, HUGE_PAGE, _MADV_COLLAPSE):
@@ -237,7 +235,7 @@ def _refused(operation: str, size: int, number: int) -> SegmentError:
 
 
 def punch_hole(fd: int, offset: int, size: int) -> None:
-    """Free the pages of a range (fallocate(2)); where that is not possible they stay."""
+    """Free the pages of a range (fallocate(2)); if that is not possible, they stay."""
     if _fallocate is not None:
         flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
         _fallocate(fd, flags, ctypes.c_int64(offset), ctypes.c_int64(size))
@@ -247,12 +245,12 @@ _array_types: dict[int, Any] = {}
 
 
 def make_root(pages: mmap.mmap | memoryview, offset: int, nbytes: int) -> Any:
-    """Return the object at the bottom of every view of a run of ``pages``.
+    """Return the object to which every view of a run of ``pages`` will refer.
 
-    It exports the run as a buffer, pins the mapping, can be weakly referenced,
-    and dies only after the last view derived from it. It is untracked from the
-    garbage collector: in a dying cycle the collector calls weak reference
-    callbacks while finalizers may still use the views.
+    It exports the run as a buffer, keeps the mapping, can be weakly referenced, and dies
+    only after the last view derived from it. The garbage collector does not track it:
+    otherwise, when a cycle dies, the collector would call the callbacks of weak references
+    while finalizers may still use the views.
     """
     if quick_blocks.make_root is not None:
         return quick_blocks.make_root(pages, offset, nbytes)

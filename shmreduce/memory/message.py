@@ -1,4 +1,4 @@
-"""The sender's side of one pickled message: what it gives out.
+"""The sender's side of one pickled message: the shared memory that it gives out.
 
 May import errors, settings, strategies, contracts, copying, ``quick_blocks``, ``mapping``,
 ``layout``, ``handle``, ``lease_slots``, ``size_classes``, ``segment``, ``reservation``, ``heap``,
@@ -71,11 +71,11 @@ __all__ = [
 ]
 
 _PRIVATE_FROM = 256 << 10
-"""Bytes from which a received array travels on by private pages, not by a copy."""
+"""A received array of this many bytes or more is sent on by private pages, not by a copy."""
 
 
 def _any_number() -> int:
-    # Not by secrets: to import it takes longer than to send a message.
+    # os.urandom, because importing secrets takes longer than sending a message.
     return int.from_bytes(os.urandom(7), "little")
 
 
@@ -83,7 +83,7 @@ _nonces = itertools.count(_any_number())
 
 
 def _new_nonces() -> None:
-    # A forked child must not go on with its parent's numbers.
+    # A forked child must not continue with its parent's numbers.
     global _nonces
     _nonces = itertools.count(_any_number())
 
@@ -92,29 +92,29 @@ renew_in_children(_new_nonces)
 
 
 def next_nonce() -> int:
-    """Return a number by which one message is told from others of the same slot."""
+    """Return a number that tells a message from all others that use the same slot."""
     return next(_nonces) & NONCE_MASK
 
 
 class Message:
     """The shared memory that travels with one message.
 
-    Each run of a pickler makes one and passes it to :meth:`Reducer.reduce`. What it gave
-    out is kept when the message is complete, and taken back if pickling fails.
+    Each run of a pickler makes one and passes it to :meth:`Reducer.reduce`. What the Message
+    gives out is kept when the message is complete, and taken back if pickling fails.
 
     Parameters
     ----------
     shared_memory : bool
-        False for a message to another host, which gives out nothing.
+        False for a message to another host: then nothing is given out.
     mover : Mover, optional
-        What lets arrays travel in the message without a copy. For the core only.
+        Lets arrays travel in the message without a copy. For the core only.
     in_pipe : bool
-        Whether the pickle goes through a pipe however large it is, as in the channels of
+        Whether the pickle goes through a pipe, whatever its size, as in the channels of
         :mod:`multiprocessing`; see :meth:`allocate_part`. For the core only.
 
     Examples
     --------
-    A message that is made by hand must be committed or rolled back by hand:
+    You must commit or roll back a message that you make by hand:
 
     >>> from shmreduce import Message, import_block
     >>> message = Message()
@@ -144,11 +144,11 @@ class Message:
     ) -> None:
         settings = get_settings()
         self.shared_memory = shared_memory
-        """Whether anything can be given out: not to another host, which may lack plugins, too."""
+        """False if nothing can be given out: for another host, which may lack plugins, too."""
         self.inline_limit = settings.inline_limit
         """Bytes below which a by-value buffer should be pickled in the ordinary way."""
         self.smallest_part, self._most_small = IN_PIPE if in_pipe else IN_BLOCK
-        """Bytes of a buffer from which :meth:`allocate_part` may be worth a call."""
+        """Bytes: :meth:`allocate_part` may be worth a call for buffers of this size and more."""
         self._mover = mover
         self._runtime: Runtime | None = None
         self._taken: list[Lease] = []
@@ -157,23 +157,23 @@ class Message:
         self._parted: PartedBlock | None = None
 
     def carry(self, memory: Any) -> bytes | None:
-        """Return a handle by which the bytes of a buffer travel.
+        """Return a handle that carries the bytes of a buffer.
 
-        A block travels as :meth:`refer` says, all other bytes are copied.
+        A block is sent as by :meth:`refer`; all other bytes are copied.
 
         Parameters
         ----------
         memory : bytes-like
-            C-contiguous: the bytes of the object that is being pickled, all of them and
-            no others. They are of this moment.
+            A C-contiguous buffer: all the bytes of the object that is being pickled, and
+            no others. They are sent as they are now.
 
         Returns
         -------
         bytes or None
-            To be put into the pickle unchanged. None if it is better to pickle in the
-            ordinary way, because the bytes are few, or the message must not use shared
-            memory, or cannot at the moment; and if the memory is a part of a shared block,
-            for which see :meth:`refer`.
+            The handle, to be put into the pickle unchanged. None if the object is better
+            pickled in the ordinary way: because the bytes are few, or because the message
+            must not use shared memory or cannot at the moment. Also None if the memory is
+            a part of a shared block; see :meth:`refer`.
 
         Raises
         ------
@@ -234,24 +234,24 @@ class Message:
         nbytes : int
             Number of bytes, which may be 0.
         contents : callable, optional
-            Returns the bytes that the block is to have, as an object that exports
-            ``nbytes`` contiguous bytes, or None if they are not contiguous. A large new
-            block is filled with them at once, which is faster. ``contents`` is called only
-            then, while the heap is locked: it must not wait for other threads.
+            Returns the bytes for the block, as an object that exports ``nbytes`` contiguous
+            bytes, or None if they are not contiguous. If the block is new and large, it is
+            filled with them at once, which is faster. Only then ``contents`` is called,
+            while the heap is locked: it must not wait for other threads.
 
         Returns
         -------
         (memoryview, bytes) or None
             The bytes, which are not set, and the handle. Fill the bytes before ``reduce``
-            returns. In place of the bytes there is None if the block has its ``contents``
-            already. The result is None if the message must not use shared memory, or
+            returns. If the block already has its ``contents``, None takes the place of the
+            bytes. The result itself is None if the message must not use shared memory, or
             cannot at the moment: then pickle in the ordinary way.
 
         Raises
         ------
         OutOfSharedMemoryError, BudgetExceededError, SegmentError
-            If there is no room, or the system refuses a segment, and the settings do
-            not say to pickle instead.
+            If there is no room, or the system refuses a segment, unless the settings say
+            to pickle instead.
         OutOfLeasesError
             If too many messages that name blocks of the segment are unread.
         ConfigurationError
@@ -279,7 +279,7 @@ class Message:
         except HeapBusyError:
             return None
         except SegmentError:
-            # A full file system, and a limit on what this process may have, alike.
+            # A full file system and a limit on this process are treated alike.
             if get_settings().on_exhausted == "pickle":
                 return None
             raise
@@ -289,7 +289,7 @@ class Message:
             taken.slot = segment.start_message(block, taken.nonce)
         except BaseException:
             if taken.filling is None:
-                # No room for one more frame, say: nobody else knows of the block.
+                # For example, the recursion limit was reached. Nobody else knows of the block.
                 heap.untake(segment, block)
             taken.drop()
             raise
@@ -310,7 +310,7 @@ class Message:
         except SegmentError:
             if self._mover is None or not self._mover.lent:
                 raise
-            # It may be this process's own memory that was lent to it.
+            # The lent blocks may be the memory that this process needs.
             self._mover.lent.clear()
             return heap.allocate(nbytes, contents=contents)
 
@@ -333,16 +333,16 @@ class Message:
         try:
             handle, taken = self._add(segment, block, record.generation, constant)
         except ShmreduceError:
-            # No lease of that segment is free, say. One's own memory will do.
+            # For example, no lease of that segment is free. A block of this process will do.
             return None
         taken.filling = borrowed = Borrowed(fitting[0], nbytes)
         self._borrowed.append((taken, borrowed))
         return borrowed.view(), handle
 
     def name_kept(self, record: Record) -> bytes:
-        """Return a handle to a block that this process holds alone, and has no view of."""
+        """Return a handle to a block that only this process holds, and of which it has no view."""
         segment, block = record.segment, record.block
-        # Whose message it is, see _is_ours().
+        # Sets whose message it is; see _is_ours().
         self._current()
         size = segment.capacities[block]
         constant = what_names_block(
@@ -368,9 +368,9 @@ class Message:
         (memoryview, object, int) or None
             The bytes, which are not set, to be filled before ``reduce`` returns; an object
             that unpickles as the receiver's :class:`Block`, to be put among the arguments
-            of the rebuild function; and the place in that block where the bytes begin.
-            None if it does not pay, because the message has too few such buffers so far or
-            this one is large, or if there is no room: then go on as if there were no
+            of the rebuild function; and the offset of the bytes in that block. None if it
+            is not worth it, because the message has too few such buffers so far or this one
+            is large, or if there is no room: then go on as if there were no
             :meth:`allocate_part`.
 
         Examples
@@ -389,10 +389,10 @@ class Message:
         nbytes = check_nbytes(nbytes)
         if not self.shared_memory or nbytes > LARGEST_PART:
             return None
-        # First: in a forked child the block is its parent's.
+        # Called first: in a forked child the current block belongs to the parent.
         self._current()
         self._in_parts += nbytes
-        # Others have blocks of their own, and leave the pickle as short as it is.
+        # Larger buffers have blocks of their own, and do not make the pickle longer.
         small = nbytes < self.inline_limit
         if small:
             self._small += nbytes
@@ -411,16 +411,16 @@ class Message:
         try:
             given = self.allocate(block_size(self._in_parts))
         except ShmreduceError:
-            # No memory, no descriptor, no lease: none of it is needed without.
+            # No memory, no descriptor or no lease is free. The buffer can do without them.
             given = None
         if given is None:
-            # Not asked for again by each buffer of this message.
+            # So that the other buffers of this message do not try again.
             self._in_parts = self._small = -sys.maxsize
             return None
         return PartedBlock(*given)
 
     def refer(self, block: Block, used: int) -> bytes | None:
-        """Return a handle by which ``block`` travels without a copy, if it can.
+        """Return a handle that sends ``block`` without a copy, if that is possible.
 
         Parameters
         ----------
@@ -446,11 +446,11 @@ class Message:
 
         Notes
         -----
-        A shared block can always travel like this, except a ``cow`` block at a receiver,
-        which has pages of its own. A block received by value can if this process is its
-        only user: its pages here become copy-on-write, so that the receiver gets the bytes
-        of this moment. In a channel of shmreduce that is put off until the message is
-        complete, and is not necessary if nothing here has the block by then.
+        A shared block can always be sent like this, except a ``cow`` block at a receiver,
+        which has its own pages. A block received by value can be sent if this process is
+        its only user: its pages here become copy-on-write, so that the receiver gets the
+        bytes of this moment. A channel of shmreduce puts that off until the message is
+        complete; it is not needed if nothing here refers to the block any more by then.
         """
         if not self.shared_memory:
             return None
@@ -484,11 +484,11 @@ class Message:
 
     @property
     def moves(self) -> bool:
-        """Whether :meth:`move` can be worth a try."""
+        """Whether it can be worth calling :meth:`move`."""
         return self._mover is not None and self._mover.takes_born
 
     def move(self, address: int, used: int) -> bytes | None:
-        """Return a handle by which memory from ``shared_allocations`` travels without a copy.
+        """Return a handle that sends memory from ``shared_allocations`` without a copy.
 
         The receiver gets the bytes that the array has when the message is complete. The
         array is still sent by value: if anything refers to it then, the bytes are copied.
@@ -496,7 +496,7 @@ class Message:
         Parameters
         ----------
         address : int
-            Where the memory begins, as the allocator returned it.
+            The first address of the memory, as the allocator returned it.
         used : int
             The number of its bytes that the object being pickled covers.
 
@@ -509,11 +509,12 @@ class Message:
         return None if self._mover is None else self._mover.move(self, address, used)
 
     def add_lease(self, segment: Segment, block: int, nbytes: int) -> tuple[bytes, Lease]:
-        """Name a by-value block that the caller keeps from being reused.
+        """Add a lease on a by-value block, which the caller keeps from being reused.
 
-        Returns the handle, with room for another in its place, and what :meth:`end_lease` takes.
+        Returns the handle, with room for a longer one in its place, and the lease, for
+        :meth:`end_lease`.
         """
-        # Whose message it is, see _is_ours().
+        # Sets whose message it is; see _is_ours().
         self._current()
         generation = segment.generations[block]
         constant = what_names_block(
@@ -522,15 +523,16 @@ class Message:
         return self._add(segment, block, generation, constant)
 
     def end_lease(self, lease: Lease) -> None:
-        """Take back what :meth:`add_lease` gave out, also if the message was committed."""
+        """Take back a lease from :meth:`add_lease`, even if the message was committed."""
         lease.undo()
         if lease in self._taken:
             self._taken.remove(lease)
 
     def handle_of(self, view: memoryview) -> bytes | None:
-        """Return a handle to the first bytes of a block that is being filled, as many as the view.
+        """Return a handle to the first bytes of a block that is being filled.
 
-        None if the view is not at the beginning of a block of this message.
+        It covers as many bytes as the view. None if the view does not begin a block of this
+        message.
         """
         for taken in self._taken:
             if taken.is_filled_by(view):
@@ -542,7 +544,7 @@ class Message:
         return None
 
     def take_back(self, view: memoryview) -> None:
-        """Take back the block whose bytes :meth:`allocate` returned, and nothing else."""
+        """Take back only the block whose bytes :meth:`allocate` returned."""
         for taken in self._taken:
             if taken.is_filled_by(view):
                 self._taken.remove(taken)
@@ -551,27 +553,27 @@ class Message:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was given out, or all of it has been kept or taken back."""
+        """Whether there is nothing that was given out and neither kept nor taken back."""
         return not self._taken
 
     def segments(self) -> list[Segment]:
         """Return the segments that the message refers to, until it is committed."""
         if len(self._taken) == 1:
-            # As most messages have it.
+            # The usual case.
             return [self._taken[0].segment]
         return list(dict.fromkeys([taken.segment for taken in self._taken]))
 
     def leases(self) -> list[Lease]:
-        """Return what was given out and neither kept nor taken back so far."""
+        """Return the leases that were given out, and neither kept nor taken back so far."""
         return list(self._taken)
 
     def commit(self, *, carried: bool = False) -> None:
-        """Keep what was given out: the message is complete.
+        """Keep everything that was given out: the message is complete.
 
         Parameters
         ----------
         carried : bool
-            Whether a descriptor of each segment travels with it. For the core only.
+            Whether a descriptor of each segment travels with the message. For the core only.
         """
         if not self._is_ours():
             return
@@ -592,16 +594,17 @@ class Message:
             self._runtime.leave()
 
     def rollback(self) -> None:
-        """Take back what was given out: the message will not be sent."""
+        """Take back everything that was given out: the message will not be sent."""
         self._let_go_of_parts()
         while self._is_ours():
             self._taken.pop().undo()
 
     def _mover_for(self, record: Record) -> Mover | None:
-        """Return who passes a received block on, if that can be put off until it is dropped.
+        """Return the mover that sends a received block on, if that can wait until commit.
 
-        Somebody may have it then, and the kernel refuse private pages: so a copy must be
-        sure to get its memory, and to be named by a handle of the same length.
+        At that time something may still refer to the block, and the kernel may refuse private
+        pages. Then the block is copied, so there must be memory for the copy, and the copy's
+        handle must have the same length.
         """
         if (
             self._mover is None
@@ -637,7 +640,7 @@ class Message:
         return pack_handle(taken.slot, nonce, constant), taken
 
     def _add_inherited(self, runtime: Runtime, record: Record, room: int) -> tuple[bytes, Lease]:
-        """Do so for a block that this process has from its parent."""
+        """Give out a lease on a block that this process inherited from its parent."""
         mark = object()
         segment = runtime.attachments.own_view_of(record.segment, mark)
         try:
@@ -647,7 +650,7 @@ class Message:
             segment.unpin(mark)
 
     def _is_ours(self) -> bool:
-        """Whether there is anything here that this process gave out."""
+        """Whether this process gave out anything here that is still open."""
         if self._taken:
             self._current()
         return bool(self._taken)
@@ -655,8 +658,8 @@ class Message:
     def _current(self) -> Runtime:
         runtime = current()
         if self._runtime is not runtime:
-            # In a child that was forked in the middle of a pickling, what was given
-            # out so far is the parent's.
+            # This is a child that was forked during the pickling: what was given out before
+            # belongs to the parent.
             self._taken.clear()
             self._borrowed.clear()
             self._parted = None
@@ -681,7 +684,7 @@ def _contiguous(memory: Any) -> memoryview:
 
 
 def keep_leases(leases: list[Lease], child: weakref.ref[Any] | None = None) -> None:
-    """Let leases be those of a message that is complete; of ``child``, where that is starting."""
+    """Keep leases, since their message is complete; it is for ``child``, if that is starting."""
     kept = quick_blocks.commit(leases, child)
     for each in leases[kept:]:
         now = time.monotonic()
@@ -691,15 +694,15 @@ def keep_leases(leases: list[Lease], child: weakref.ref[Any] | None = None) -> N
 
 
 def can_travel(record: Record, used: int, inherited: bool) -> bool:
-    """Return whether a block can travel without a copy; one by value must be cut off then."""
+    """Return whether a block can be sent without a copy, once a by-value one is made private."""
     if record.shared:
-        # The pages of a receiver are its own.
+        # A receiver of a `cow` block has its own pages.
         return record.mode != "cow" or record.slot is None
     return not (
         record.slot is None
         or record.private
-        # Another thread is about to fork, say. As soon as the pages are private, and before
-        # the record says so, what is written here does not reach the block any more.
+        # For example, another thread is about to fork. Between the moment when the pages are
+        # private and the moment when the record says so, writes here already miss the block.
         or record.cutting
         or inherited
         or record.segment.capacities[record.block] < _PRIVATE_FROM
@@ -708,8 +711,8 @@ def can_travel(record: Record, used: int, inherited: bool) -> bool:
 
 
 def what_names(record: Record, segment: Segment, room: int = 0) -> bytes:
-    """Return what is the same in all handles that this process makes for a block it holds."""
-    # A forked child that sends what it inherited is another sender.
+    """Return the constant part of this process's handles for a block that it holds."""
+    # A forked child that sends an inherited block is another sender, with its own handles.
     usual = segment is record.segment and not room
     if usual and record.written is not None:
         return record.written
@@ -737,9 +740,9 @@ def what_names_block(
     mode: Mode,
     room: int = 0,
 ) -> bytes:
-    """Return what is the same in all handles of this process for a block.
+    """Return the constant part of this process's handles for a block.
 
-    With ``room``, those bytes longer, as by :func:`padded`.
+    With ``room``, it is that many bytes longer, as by :func:`padded`.
     """
     return pack_constant(
         block_key(segment.token, block, generation),

@@ -1,4 +1,4 @@
-"""Who moves the arrays of a message: what messages ask of it, and how picklers are told of it.
+"""What messages require of the mover of their arrays, and how a pickler gets the mover.
 
 May import, for its types, ``blocks``, ``lease`` and ``message``.
 """
@@ -17,17 +17,17 @@ __all__ = ["Mover", "sending", "take_mover"]
 
 
 class Mover(Protocol):
-    """Lets arrays travel without a copy whose memory nobody else has; see ``shmreduce.moving``."""
+    """Sends arrays without a copy if nobody else has their memory; see ``shmreduce.moving``."""
 
     lent: list[Block]
-    """Blocks that this process has got to fill, see ``shmreduce.memory.lending``; others' own."""
+    """Blocks of other processes, lent to this one to fill; see ``shmreduce.memory.lending``."""
 
     def serves(self, obj: object) -> bool:
-        """Return whether this is the object whose arrays it moves."""
+        """Return whether it moves the arrays of this object."""
 
     @property
     def takes_born(self) -> bool:
-        """Whether there can be anything for :meth:`move` here."""
+        """Whether there can be memory here for :meth:`move`."""
 
     def move(self, message: Message, address: int, used: int) -> bytes | None:
         """See :meth:`Message.move`."""
@@ -37,17 +37,17 @@ class Mover(Protocol):
         """Whether :meth:`pass_on` may be called."""
 
     def cut_off(self) -> None:
-        """Let writes to what was passed on so far not reach the message from now on."""
+        """Make sure that later writes to blocks passed on so far do not reach the message."""
 
     def pass_on(self, message: Message, block: Block, lease: Lease, handle: bytes) -> None:
-        """Take care of a by-value block that a message names though it is not cut off yet.
+        """Take charge of a by-value block that a message names, but that is not private yet.
 
-        Writes of this process must not show in it when somebody can see the message.
+        What this process writes must not be seen in it once a receiver can have the message.
         """
 
 
 class _SendingHere(threading.local):
-    """Who moves arrays in the message that the current thread is about to pickle, if anybody."""
+    """The mover for the message that the current thread is about to pickle, if there is one."""
 
     mover: Mover | None = None
 
@@ -56,16 +56,16 @@ sending = _SendingHere()
 
 
 def take_mover(obj: object) -> Mover | None:
-    """Return who moves the arrays of an object that is pickled from now on, if anybody.
+    """Return the mover for an object that is pickled from now on, if there is one.
 
-    It is nobody's any more then. While the object is pickled its parts may
-    pickle and send other messages, a signal handler may. Those are read before
-    it is known who has the arrays, so nothing may be moved in them.
+    No other pickling gets it afterwards. While the object is pickled, its parts or a signal
+    handler may pickle and send other messages. Those are read before it is known who has the
+    arrays, so nothing may be moved in them.
     """
     mover = sending.mover
     if mover is None:
         return None
-    # Whatever is pickled first: if it is something else, it is in the way of a pickler
-    # that is not ours, and what comes next is a part of that.
+    # Cleared by the first object that is pickled. If that is another object, a pickler of
+    # other code is at work, and what is pickled next is a part of that object.
     sending.mover = None
     return mover if mover.serves(obj) else None

@@ -1,11 +1,11 @@
-"""A buffer that is a message by itself, given out without detours.
+"""A buffer that is a whole message, given out by a short way.
 
 May import errors, settings, copying, ``quick_blocks``, ``layout``, ``runtime``, ``message``
 and, for types, ``record`` and ``lease``.
 
-This is the usual case of :meth:`Message.carry`: the block is known and can travel, or a
-warm block of the size is free. It is done whole. In every other case nothing is done,
-and a :class:`Message` does it, who also knows what to raise.
+This is the usual case of :meth:`Message.carry`: the block is known and can be sent, or a
+warm block of the size is free. That case is done completely. In every other case nothing is
+done, and a :class:`Message` does it, which also raises the errors.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ __all__ = ["GivenBuffer", "Received", "Trial", "copy_memory", "give_out", "lend_
 
 
 class Trial(Protocol):
-    """Of one buffer in a message: whether its sender is the last to have it."""
+    """The attempt to send a buffer without a copy, if its sender is the last to have it."""
 
     def is_apart(self) -> bool:
         """Return whether no later write in this process can reach the receiver.
 
-        Either nobody here has the buffer, or its owner has private pages.
+        Either nothing here refers to the buffer, or its owner has private pages.
         """
 
     def memory(self) -> tuple[int, int]:
-        """Return the address and size of the buffer's memory, which the lease keeps."""
+        """Return address and size of the buffer's memory, which the lease keeps."""
 
     def stay(self) -> None:
         """Undo it: the buffer is as if it had never been in a message."""
 
     def end(self) -> Callable[[], object] | None:
-        """Finish it: the message is complete. Return what can be done once it was sent."""
+        """Finish it: the message is complete. Return what can be done after it was sent."""
 
 
 class Received:
-    """A by-value block that this process received, and now passes on.
+    """A by-value block that this process received and now sends on.
 
     Parameters
     ----------
     record : Record
-        The hold that this process has on it.
+        This process's hold of the block.
     root : weak reference
-        To the object at the bottom of all its views.
+        Refers to the object that all its views refer to.
     """
 
     __slots__ = ("_record", "_root")
@@ -76,7 +76,7 @@ class Received:
         self._root = root
 
     def is_apart(self) -> bool:
-        """See :class:`Trial`; who has it still is cut off from the block."""
+        """See :class:`Trial`. If views are left here, their pages are made private."""
         # The local reference keeps the block held: if the hold ended before
         # make_private(), the pages might belong to another block by then.
         root = self._root()
@@ -95,18 +95,18 @@ class Received:
 
 
 class GivenBuffer:
-    """What :func:`give_out` has given out.
+    """A buffer that :func:`give_out` has given out.
 
-    One of :meth:`settle` and :meth:`give_up` is to be called.
+    Call either :meth:`settle` or :meth:`give_up`.
 
     Attributes
     ----------
     handle : bytes
-        Names the block.
+        The block's handle.
     lease : Lease
-        Not committed yet.
+        Its lease, not committed yet.
     afterwards : callable or None
-        What can be done once the message was sent; not until it is settled.
+        What can be done after the message was sent; set by :meth:`settle`.
     """
 
     __slots__ = ("_runtime", "_trial", "afterwards", "handle", "lease")
@@ -129,15 +129,15 @@ class GivenBuffer:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has given it out, and not one that has forked this since."""
+        """Whether this process gave it out. In a forked child it is the parent's."""
         return current() is self._runtime
 
     def settle(self, leases: list[Lease]) -> None:
-        """Let the block be the receiver's alone, or name a copy of it.
+        """Make sure that only the receiver has the block, or replace it by a copy.
 
-        To be called when the sender has dropped the object. Who has it still is cut off
-        from the block. Where that cannot be, there is another handle afterwards, and
-        another lease in the list.
+        Call it when the sender has dropped the object. Views that are left get private pages.
+        If that is not possible, a copy is made: then ``handle`` and the list have the copy's
+        handle and lease.
 
         Raises
         ------
@@ -162,18 +162,18 @@ class GivenBuffer:
         self._trial = None
 
     def give_up(self) -> None:
-        """Let the buffer be as before; the leases were taken back, nothing will be sent."""
+        """Undo it: the leases were taken back, and nothing will be sent."""
         if self._trial is not None and self.is_ours:
             self._trial.stay()
 
 
 def copy_memory(message: Message, address: int, size: int) -> bytes:
-    """Copy memory of which there is no view into a block of a message; return its handle."""
+    """Copy memory that has no view into a block of a message; return its handle."""
     given = message.allocate(size)
     if given is None:
         raise OutOfSharedMemoryError(
-            f"no room for a copy of {size} bytes; the message was sent from within another "
-            "that is being made. Send it again",
+            f"no room for a copy of {size} bytes: the message was sent while this thread was "
+            "taking memory for another, by a signal handler for example. Send it again",
             operation="copy",
             errno=0,
             requested=size,
@@ -186,16 +186,16 @@ def copy_memory(message: Message, address: int, size: int) -> bytes:
 
 
 def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer | None:
-    """Give out the block that a buffer is, or a copy of the buffer.
+    """Give out a buffer's own block, or a copy of the buffer.
 
     Parameters
     ----------
     view : memoryview
         The buffer, C-contiguous.
     leases : list
-        Empty. It gets the lease, so that who is interrupted can take it back.
+        Empty. It gets the lease, so that a caller that is interrupted can take it back.
     copies : bool
-        Whether a copy will do.
+        Whether a copy may be made.
 
     Returns
     -------
@@ -204,13 +204,13 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     """
     runtime = current()
     if runtime.has_left:
-        # What is unread has to get into the mailbox, of which a Message takes care.
+        # Unread messages must get into the mailbox now, which a Message does.
         return None
     live = runtime.live
     exporter: Any = view.obj
     reference = live._roots.get(id(exporter))
     if reference is None or reference() is not exporter:
-        # A forked child looks into its parent's table, too.
+        # find() also looks into the table that a forked child inherited from its parent.
         if copies and live.find(exporter) is None:
             return _give_out_copy(runtime, view, leases)
         return None
@@ -222,7 +222,7 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     if record.shared:
         return _give_out_block(runtime, record, leases)
     if get_settings().on_exhausted == "pickle":
-        # It may have to be copied, when it is too late to pickle.
+        # The buffer may have to be copied later, when it is too late to pickle it.
         return None
     return _give_out_block(runtime, record, leases, Received(record, reference))
 
@@ -260,7 +260,7 @@ def _give_out_copy(runtime: Runtime, view: memoryview, leases: list[Lease]) -> G
 def lend_by_value(
     segment: Segment, block: int, nbytes: int, leases: list[Lease]
 ) -> tuple[bytes, Lease] | None:
-    """Name a by-value block that the caller keeps from being reused; None if nothing was done."""
+    """Add a lease on a by-value block, which the caller keeps from reuse; None if not done."""
     generation = segment.generations[block]
     constant = what_names_block(segment, block, generation, nbytes, shared=False, mode="rw")
     lent: tuple[bytes, Lease] | None = quick_blocks.lend_block(

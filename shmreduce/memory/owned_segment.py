@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["OwnedSegment"]
 
 _ALIGNMENTS = (HUGE_PAGE, PAGE_SIZE, SMALLEST_BLOCK)
-"""Of blocks of that size or more. What is left between them is but addresses."""
+"""A block begins at a multiple of the largest of these that is not larger than the block.
+The gaps cost addresses, but no memory."""
 
 
 class OwnedSegment(Segment):
@@ -36,60 +37,60 @@ class OwnedSegment(Segment):
         try:
             self.data = Mapping(self.fd, start, header.size - start)
         except BaseException:
-            # The file itself is closed by who made it.
+            # The caller, which made the file, closes it.
             self.give_up_locks()
             raise
         if header.kind == SHARED:
-            # Views of one's own shared blocks and of received ones are the same memory.
+            # The owner's views and those of the receivers are of the same memory.
             self.import_mapping = self.data
         self.inherited = False
-        """Whether this is a forked child by now, and the segment its parent's."""
+        """Whether this process is a forked child, and the segment its parent's."""
         self.cold: list[tuple[int, int]] = [(start, header.size - start)]
-        """Free runs without pages, as (offset, size), by offset."""
+        """Free runs without pages, as (offset, size), sorted by offset."""
         self.unused = 0
-        """Block indices below this one have been used; the others never."""
+        """All block indices from this one on have never been used."""
         self.spare: list[int] = []
-        """Indices of blocks whose run was cooled."""
+        """Indices of blocks whose run was made cold."""
         self.out: dict[int, float] = {}
-        """Blocks that are not free, and since when (monotonic seconds)."""
+        """Blocks that are not free, with the time since when (monotonic seconds)."""
         self.small: dict[int, tuple[int, int]] = {}
-        """Blocks with small pages where huge ones could be: from where on, and used how often."""
+        """Blocks with small pages where huge ones could be: from which offset, and its uses."""
         if self.block_tables is not None:
             self.block_tables.out, self.block_tables.small = self.out, self.small
         self.reserved = 0
-        """Bytes of it, tables included, that are booked with the family."""
+        """Bytes of the segment, tables included, that are booked with the family."""
         self._seen: dict[tuple[int, int], float] = {}
-        """Slot and word of unread messages, and when they were first seen."""
+        """When each unread message, as (slot, word), was first seen."""
 
     def try_free(self, block: int) -> bool:
         """Raise the generation of a block without leases and views; return whether it was free.
 
-        Afterwards every handle of the old generation is stale, and the block
-        is the caller's to reuse.
+        Afterwards every handle with the old generation is stale, and the caller may reuse
+        the block.
         """
         if self.heads[block]:
             return False
         if self.header.kind == BY_VALUE:
-            # Needs no lock against other processes: who has no lease on such a
-            # block cannot get one, since a message of it is loaded once.
+            # Needs no lock against other processes: a message of such a block is loaded only
+            # once, so a process without a lease on the block cannot get one.
             return self._take_back(block)
         mark = object()
-        # A segment is not closed while a block of it is out, nor while it is
-        # pinned: another thread may free this very block at any moment.
+        # A segment is not closed while one of its blocks is out, or while it is pinned. The
+        # pin is needed because another thread may free this very block at any moment.
         self.pins[mark] = None
         try:
             if block not in self.out:
                 return False
             taken = self._try_take_back(block)
             if taken is None:
-                # Somebody is at it; look again at the next collection.
+                # Another process or thread has the lock; look again at the next collection.
                 self.hints[block] = 1
             return bool(taken)
         finally:
             self.unpin(mark)
 
     def recall(self, block: int) -> int | None:
-        """Make every handle of a block stale if it has no lease; return its new generation."""
+        """Make all handles of a block stale if it has no lease; return its new generation."""
         return None if self.heads[block] else self._recall(block)
 
     @if_unlocked
@@ -104,24 +105,24 @@ class OwnedSegment(Segment):
         return self._take_back(block)
 
     def _take_back(self, block: int) -> bool:
-        # Several threads may find a block unused. The entry is for one of them;
-        # for a slow one it may be that of the block's next life, which has set
-        # `records` before.
+        # Several threads may find that a block is unused; only one of them gets its entry. A
+        # slow thread may get the entry of the block's next life: then `records`, which was
+        # set before that entry, has the block.
         since = self.out.pop(block, None)
         if since is None:
             return False
         if block in self.records or self.heads[block]:
             self.out[block] = since
-            # Whoever has looked in between looks again.
+            # A thread that found no entry meanwhile left the block alone, so look at it again.
             self.hints[block] = 1
             return False
         self.generations[block] += 1
         return True
 
     def give_up(self, timeout: float | None) -> None:
-        """End messages that nobody is going to read, those of others about these blocks too.
+        """End messages that nobody is going to read, those of other processes included.
 
-        Who has sent a block on may be gone, and cannot give its message up.
+        A process that has sent a block on may be dead, and cannot end its messages itself.
         """
         super().give_up(timeout)
         if timeout is None:
@@ -157,11 +158,11 @@ class OwnedSegment(Segment):
 
     @property
     def empty(self) -> bool:
-        """Whether the segment has no block at all, warm ones included."""
+        """Whether the segment has no block at all, neither in use nor warm."""
         return len(self.spare) == self.unused
 
     def carve(self, size: int, count: int) -> list[int]:
-        """Take up to ``count`` adjacent cold runs; return block indices without pages yet."""
+        """Take up to ``count`` adjacent cold runs; return block indices, still without pages."""
         alignment = next(each for each in _ALIGNMENTS if each <= size)
         for place, (offset, length) in enumerate(self.cold):
             start = -(-offset // alignment) * alignment

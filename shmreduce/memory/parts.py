@@ -1,10 +1,10 @@
-"""One block of a message for many buffers.
+"""Parts: many buffers of a message in one block.
 
 May import ``loading``.
 
-A block of its own costs a buffer a lease; in the pickle its bytes are copied
-three times over, and memory for them is touched for the first time. Either is
-most of the time for a list of thousands of arrays of some ten KiB.
+A buffer with its own block costs a lease. A buffer in the pickle has its bytes copied three
+times, into memory that is touched for the first time. For a list of thousands of arrays of
+some ten KiB, either takes most of the time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from shmreduce.memory.loading import import_block
 __all__ = ["IN_BLOCK", "IN_PIPE", "LARGEST_PART", "PARTS_FROM", "PartedBlock", "block_size"]
 
 PARTS_FROM = 4 << 20
-"""Bytes of such buffers in one message from which they are put together: less is in caches."""
+"""Bytes: a message's buffers are put together if it has more of them; fewer stay in caches."""
 LARGEST_PART = 256 << 10
-"""Larger ones have blocks of their own, which can travel on without a copy."""
+"""Bytes. Larger buffers have their own blocks, which can be sent on without a copy."""
 _LARGEST_BLOCK = 4 << 20
-"""One part that is still in use keeps no more than this."""
+"""Bytes. A part that is still in use keeps no more memory than this."""
 _SMALLEST_BLOCK = 256 << 10
 _ALIGNMENT = 64
 
 
 class Limits(NamedTuple):
-    """How large buffers, and how many bytes of them, are left in a pickle.
+    """Up to which sizes buffers stay in a pickle.
 
-    A part takes less time from ``smallest_part`` bytes on. Of buffers of less than the
-    inline limit ``most_small`` bytes are left there in one message, whatever
-    :data:`PARTS_FROM` says.
+    Buffers of ``smallest_part`` bytes or more take less time as parts. Of buffers below the
+    inline limit, a message keeps at most ``most_small`` bytes in its pickle, even if it has
+    fewer than :data:`PARTS_FROM` bytes of buffers.
     """
 
     smallest_part: int
@@ -39,30 +39,30 @@ class Limits(NamedTuple):
 
 
 IN_BLOCK = Limits(8 << 10, sys.maxsize)
-"""For a pickle that travels in a block itself where it is large."""
+"""For a pickle that is put into a block itself if it is large."""
 IN_PIPE = Limits(4 << 10, 128 << 10)
-"""For one that goes through a pipe, which takes some 4 ms for a MiB there and back."""
+"""For a pickle that goes through a pipe, which takes some 4 ms per MiB, there and back."""
 
 
 def block_size(so_far: int) -> int:
-    """Return how large the next block is to be in a message with so many bytes of buffers.
+    """Return the size of the next block for a message that has ``so_far`` bytes of buffers.
 
-    Twice as many: so the blocks are few, and what they take in vain is less than twice what
-    the message needs.
+    It is twice ``so_far``, between the two limits. So there are few blocks, and the unused
+    bytes are less than twice what the message needs.
     """
     return max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, 2 * so_far))
 
 
 class PartedBlock:
-    """Gives out parts of a block that is being filled; pickles as the receiver's Block.
+    """Gives out parts of a block that is being filled. It unpickles as the receiver's Block.
 
     Parameters
     ----------
     view : memoryview
         The bytes of the block.
     handle : bytes
-        By which it travels, once: the pickler writes an object once and then
-        refers to it.
+        The block's handle. It is pickled once, since the pickler writes an object once and
+        refers to it afterwards.
     """
 
     __slots__ = ("_end", "_handle", "_view")
@@ -76,7 +76,7 @@ class PartedBlock:
         return import_block, (self._handle,)
 
     def take(self, nbytes: int) -> tuple[memoryview, int] | None:
-        """Return a part and where it begins; None if there is no room for it."""
+        """Return a part and its offset in the block; None if there is no room for it."""
         view = self._view
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         if view is None or start + nbytes > view.nbytes:
@@ -85,5 +85,5 @@ class PartedBlock:
         return view[start : self._end], start
 
     def close(self) -> None:
-        """Let go of the block: the message is complete, or is not going to be."""
+        """Release the block, when the message is complete or has failed."""
         self._view = None

@@ -1,10 +1,10 @@
-"""What the kernel says about other processes.
+"""What the kernel tells about other processes.
 
 Imports nothing of shmreduce.
 
-A killed process ends in steps: it gives up its descriptors one after another,
-becomes a zombie, and is gone once its parent has waited for it. A lock may be
-free while another descriptor is still open. See proc_pid_stat(5).
+A killed process ends in steps: it closes its descriptors one after another, becomes a
+zombie, and is gone when its parent has waited for it. So its lock may be free while another
+descriptor is still open. See proc_pid_stat(5).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import os
 __all__ = ["is_alive", "is_closing"]
 
 _EXITING = 0x4
-"""Flag of a thread that is on its way out (PF_EXITING in linux/sched.h)."""
+"""The flag of a thread that is ending (PF_EXITING in linux/sched.h)."""
 _OVER = frozenset((b"Z", b"X"))
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process lives: not gone, not a zombie, not just being ended.
+    """Return whether a process lives: it is not gone, not a zombie, and not ending.
 
-    A zombie, and one that is about to be one, is still found by kill(2).
+    kill(2) still finds a zombie, and a process that is about to become one.
 
     Examples
     --------
@@ -33,10 +33,10 @@ def is_alive(pid: int) -> bool:
 
 
 def is_closing(pid: int) -> bool:
-    """Return whether a process is being ended and may still have files open.
+    """Return whether a process is ending and may still have files open.
 
-    The threads share the files: the last of them closes them, and the first
-    may be a zombie by then.
+    The threads share the files. The last thread closes them, and the first may be a zombie by
+    then.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def _status(path: str) -> tuple[bytes, int] | None:
     """Return the state and the flags of a process or thread, None if it is gone."""
     try:
         with open(path, "rb") as file:
-            # The name, in parentheses, may contain anything.
+            # The process's name, in parentheses, may contain anything.
             state, *numbers = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

@@ -1,11 +1,11 @@
-"""What a message costs in blocks, each step of it in one call, where that was compiled.
+"""The compiled short way of a message's blocks: each step is one call, where it was compiled.
 
 May import :mod:`shmreduce.compiled` and, for a type, ``segment``.
 
-The long way through these steps is that of ``message``, ``loading`` and ``blocks``: some
-dozens of functions, most of which see to it that Ctrl-C, another thread or a fork in the
-middle does no harm. In ``_quick_blocks.c`` there is no middle. It does the usual case
-whole, and of every other nothing.
+The long way of these steps is in ``message``, ``loading`` and ``blocks``. It takes some dozens
+of functions, and most of them make sure that Ctrl-C, another thread or a fork between two
+steps does no harm. In ``_quick_blocks.c`` nothing can come in between. It does the usual
+case completely, and does nothing in any other case.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = [
 
 
 def _decline(*_: object) -> Any:
-    """Return what says that nothing was done."""
+    """Return None, as a compiled function does that has done nothing."""
     return None
 
 
 _module: Any = find_module(BLOCKS)[0]
 COMPILED = _module is not None
-"""Whether any of these does anything."""
+"""Whether the module was compiled. If not, the functions below do nothing."""
 
 configure: Any = getattr(_module, "configure", _decline)
-"""``(Block, Filling, Lease, Record, RootReference, Sent, page_size, few)``: what they make.
+"""``(Block, Filling, Lease, Record, RootReference, Sent, page_size, few)``: sets the classes.
 
-Before that is known all but :func:`make_root` decline. ``few`` is the number of open
-segments up to which none is one too many.
+Until it was called, all functions but :func:`make_root` do nothing. With at most ``few`` open
+segments, none is one too many.
 """
 import_block: Any = getattr(_module, "import_block", _decline)
-"""``(handle, live, attachments, loading)``: the block of :func:`loading.import_block`, or None."""
+"""``(handle, live, attachments, loading)``: the Block of :func:`loading.import_block`, or None."""
 take_block: Any = getattr(_module, "take_block", _decline)
 """``(heap, live, nbytes, nonce, taken)``: what :meth:`Message.allocate` returns, or None.
 
@@ -58,15 +58,15 @@ lend_block: Any = getattr(_module, "lend_block", _decline)
 ``constant`` is from :func:`handle.pack_constant`. The lease is added to ``taken``.
 """
 commit: Any = getattr(_module, "commit", _decline)
-"""``(taken, child)``: keeps leases, as :meth:`Message.commit` does; how many, None for none."""
+"""``(taken, child)``: keeps leases, as :meth:`Message.commit`; returns how many, or None."""
 make_root: Any = getattr(_module, "make_root", None)
-"""As :func:`mapping.make_root`; None where not compiled."""
+"""As :func:`mapping.make_root`; None if it was not compiled."""
 root_died: Any = getattr(_module, "root_died", None)
-"""``(reference)``: ends the hold of a root that has died; None where not compiled."""
+"""``(reference)``: ends the hold of a root that has died; None if it was not compiled."""
 
 
 def block_tables(segment: Segment) -> Any:
-    """Return what these functions need of a segment's tables; None where not compiled."""
+    """Return an object by which these functions use a segment's tables; None if not compiled."""
     if _module is None:
         return None
     layout = segment.layout

@@ -1,10 +1,10 @@
-"""Transitions of lease slots in one call each, where they were compiled.
+"""The compiled short way of lease transitions: each is one call, where it was compiled.
 
 May import :mod:`shmreduce.compiled` and ``layout``.
 
-A transition takes microseconds the long way, which is ``segment``'s, most of them
-for the block's lock. ``_quick_slots.c`` has the short way, and says what makes it
-safe; it does the usual case whole, and of every other nothing.
+A transition by the long way, in ``segment``, takes microseconds, most of them for the
+block's lock. ``_quick_slots.c`` is the short way, and explains why it is safe. It does the
+usual case completely, and does nothing in any other case.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["LongWay", "QuickSlots", "quick_slots"]
 class QuickSlots(Protocol):
     """The short way: each method makes a transition, or changes nothing and returns False.
 
-    ``fd`` is the descriptor that blocks are locked through, ``word`` what stands
-    in the slot before (after :meth:`add`), ``holder`` what stands there if this
-    process holds the block.
+    ``fd`` is the descriptor through which blocks are locked. ``word`` is the slot's word
+    before the transition, or after it for :meth:`add` and :meth:`start`. ``holder`` is the
+    word of a hold of this process.
     """
 
     def add(self, fd: int, block: int, slot: int, word: int, generation: int) -> bool:
-        """Link a message into a slot that is the caller's."""
+        """Link a message into a slot that the caller has taken."""
 
     def start(self, block: int, slot: int, word: int) -> bool:
         """Link the first message of a block that nobody else can name, if it has none."""
@@ -37,7 +37,7 @@ class QuickSlots(Protocol):
     def claim_alone(
         self, fd: int, block: int, slot: int, word: int, generation: int, holder: int
     ) -> bool:
-        """Turn a message into a hold, if the block's chain has nothing else."""
+        """Turn a message into a hold, if the block's chain has no other slot."""
 
     def consume(
         self, fd: int, block: int, slot: int, word: int, generation: int, holder: int
@@ -49,7 +49,7 @@ class QuickSlots(Protocol):
 
 
 class LongWay:
-    """What stands for it where it was not compiled: all goes the long way."""
+    """Takes its place if it was not compiled: every transition takes the long way."""
 
     def add(self, *_numbers: int) -> bool:
         """See :meth:`QuickSlots.add`."""
@@ -62,18 +62,18 @@ _module, _ = find_module(SLOTS)
 
 
 def quick_slots(tables: Any, layout: Layout, busy: dict[int, Any]) -> QuickSlots:
-    """Return the short way for a segment.
+    """Return the short way of a segment's transitions.
 
     Parameters
     ----------
     tables : mmap.mmap
-        The segment's tables, which stay mapped as long as the result lives.
+        The segment's tables. They stay mapped as long as the result lives.
     layout : Layout
-        Where they are.
+        The offsets of the tables.
     busy : dict
-        Has the blocks that a thread of this process has locked the long way. As
-        long as it has any, all go the long way: locks of threads are nothing to
-        each other, as they lock through one description.
+        The blocks that a thread of this process has locked by the long way. While there are
+        any, all transitions take the long way: threads lock through one open file
+        description, so the byte locks do not exclude each other.
     """
     if _module is None:
         return LongWay()

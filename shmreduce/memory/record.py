@@ -1,4 +1,4 @@
-"""What a process knows of one block that is alive in it.
+"""What a process knows about a block that is alive in it.
 
 May import contracts, ``mapping``, ``segment``, ``heap`` and, for its types, ``blocks``.
 """
@@ -19,12 +19,12 @@ __all__ = ["Record", "RootReference"]
 
 
 class Record:
-    """One block that is alive in this process.
+    """A block that is alive in this process.
 
-    ``slot`` is the lease by which it is held; None in the owner, for a block
-    that was born here. ``in_place`` says that this process's pages of the block
-    were made private where they are, ``private`` that writes here no longer
-    reach the block, by whatever way.
+    ``slot`` is the lease by which this process holds the block, or None if it made the
+    block itself. ``in_place`` tells whether this process's pages of the block were made
+    private at their addresses. ``private`` tells whether writes here no longer reach the
+    block, for this or another reason.
     """
 
     __slots__ = (
@@ -78,23 +78,23 @@ class Record:
         self.heap = heap
         self.private = private
         self.read_only = mode == "ro" and slot is not None
-        """Whether views here must not be written: a ``ro`` block, at a receiver."""
+        """Whether views here are read-only: for a ``ro`` block at a receiver."""
         self.in_place = False
         self.ended = False
-        """Whether the hold was given up already, before the views died."""
+        """Whether the hold has ended or was taken over, perhaps before the views died."""
         self.cutting: dict[None, tuple[int]] = {}
-        """Has the mark of the one call that makes the pages private, for good: its thread."""
+        """The mark, with the thread, of the one call that makes or has made the pages private."""
         self.birth = self.death = live.ledger.birth
         self.written: bytes | None = None
-        """What is the same in all handles that this process makes for the block."""
+        """The bytes that are the same in all handles that this process makes for the block."""
         self.keep: Keeper | None = None
-        """Who takes over the hold when the views have died, if nobody else has the block."""
+        """Takes over the hold when the views have died, if nobody else has the block."""
         self.key: bytes | None = None
-        """By what the block is found when a message brings it again."""
+        """The key by which a later message finds the block."""
 
 
 class RootReference(weakref.ref[Any]):
-    """A weak reference to a root that knows its record."""
+    """A weak reference to a root, with the root's record."""
 
     __slots__ = ("identity", "record")
     identity: int

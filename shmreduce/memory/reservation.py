@@ -1,9 +1,9 @@
-"""The pages of runs of blocks: there before anybody touches them, huge ones where they pay.
+"""Reserves the pages of runs of blocks before they are used, as huge pages where that pays.
 
 May import errors, signals, contracts, ``mapping``, ``layout``, ``segment_file``,
 ``owned_segment`` and ``headroom``.
 
-What a family may have is booked by the heap. Here it is about what the system has.
+The heap books memory against the family's budget; this module deals with the system's memory.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ __all__ = [
 ]
 
 _USES_BETWEEN_TRIES = 8
-"""How often a block is used before the kernel is asked again for huge pages it had not at hand."""
+"""At every so many uses of a block the kernel is asked again for missing huge pages."""
 _BYTES_FOR_A_WAIT = 64 << 20
-"""Of a block, for each huge page that is waited for: so waiting takes less than copying."""
+"""Bytes of a block for each huge page that is waited for: so waiting takes less than copying."""
 _WRITTEN_FROM = 1 << 20
-"""Bytes. Less is carved together with blocks that somebody else is going to fill."""
+"""Bytes. A smaller run is carved for many blocks, and only one of them has the contents."""
 _WRITTEN_AT_ONCE = 64 << 20
-"""Bytes between two looks at what signals have come."""
+"""Bytes to write between two checks for signals."""
 
 
 class Contents:
-    """What a block is going to be filled with.
+    """The bytes with which a block is going to be filled.
 
-    If the block has no pages so far, they are made by writing to the file. So they
-    need neither be cleared before nor be mapped here: of three passes over the
-    memory one is left.
+    If the block has no pages yet, writing the bytes to the file makes them. Then the kernel
+    need neither clear the pages first nor map them here: one pass over the memory instead
+    of three.
 
     Parameters
     ----------
     source : callable
-        Returns the bytes, as any object that exports them in one run, or None if
-        they do not lie in one. Called when they are needed.
+        Returns the bytes, as any object that exports them as one contiguous run, or None if
+        they are not contiguous. It is called when they are needed.
     nbytes : int
-        How many they are.
+        The number of bytes.
     """
 
     __slots__ = ("_nbytes", "_source", "written")
@@ -66,15 +66,15 @@ class Contents:
         self._source = source
         self._nbytes = nbytes
         self.written = False
-        """Whether the block has them."""
+        """Whether they have been written to the block."""
 
     def bytes(self) -> memoryview | None:
-        """Return the bytes, if they lie in one run.
+        """Return the bytes if they are contiguous, else None.
 
         Raises
         ------
         ConfigurationError
-            If they are not as many as was said: what comes next in the file is another's.
+            If their number is wrong. They would overwrite what comes next in the file.
         """
         source = self._source()
         if source is None:
@@ -90,25 +90,25 @@ class Contents:
 
 def _not_contents(found: str) -> ConfigurationError:
     return ConfigurationError(
-        f"contents() returned {found}: it must return a contiguous buffer of as many bytes as "
-        "were asked for, or None",
+        f"contents() returned {found}: it must return a contiguous buffer of exactly nbytes "
+        "bytes, or None",
         setting="contents",
         value=found,
     )
 
 
 def check_headroom(size: int, strategy: SharingStrategy) -> None:
-    """Refuse what the system has no memory for."""
+    """Raise if the system does not have ``size`` bytes of memory left."""
     available = headroom()
     if available is not None and size > available:
-        # The kernel would not refuse, it would kill somebody.
+        # The kernel would not refuse the memory; it would kill a process.
         raise no_room(size, available, errno.ENOMEM, strategy)
 
 
 def no_room(
     size: int, available: int | None, number: int, strategy: SharingStrategy
 ) -> OutOfSharedMemoryError:
-    """Return the error that says so; ``number`` is the system's."""
+    """Return the error for missing memory; ``number`` is the system's errno."""
     left = "" if available is None else f", {available} bytes are available"
     return OutOfSharedMemoryError(
         f"no room for {size} bytes of shared memory ({os.strerror(number)}{left}). Read or "
@@ -125,26 +125,26 @@ def no_room(
 def reserve_run(
     segment: OwnedSegment, offset: int, size: int, contents: Contents | None = None
 ) -> int:
-    """Allocate pages; return from where on they may be huge ones some day.
+    """Allocate pages; return the offset from which on huge pages are still possible.
 
-    With ``contents``, which fit into ``size``, they are written there where that is quicker.
-    Whether the system has the memory is to be asked before, by :func:`check_headroom`.
+    ``contents``, which fit into ``size``, are written to the new pages if that is faster.
+    The caller has checked that the system has the memory, by :func:`check_headroom`.
     """
     data = None if contents is None or size < _WRITTEN_FROM else contents.bytes()
     try:
-        # One that is not at hand takes longer than small ones for all of a short block.
-        # A shared block is not used again, so it is now or never.
+        # Waiting for one huge page takes longer than small pages for all of a short block. A
+        # shared block has only this chance to get huge pages, since it is not used again.
         shared = segment.header.kind == SHARED
         patience = 1 if shared else min(1, size // _BYTES_FOR_A_WAIT)
         fd = segment.checked_fd
         made, huge = segment.data.make_huge(fd, offset, size, patience=patience)
-        # Huge pages are quicker to fill than to write to, and mapped by then.
+        # Huge pages are mapped already, so it is faster to copy into them than to write.
         written = data is not None and 2 * made < size and _write(segment, offset, data)
-        # Also after that: the block has room for more.
+        # Needed after writing, too, since the block may be larger than the contents.
         reserve_pages(segment.checked_fd, offset, size)
     except BaseException as error:
-        # Not of another file whose number it is by now; nor in the child of a signal
-        # handler that has forked: what its parent has there is not to be lost.
+        # If the descriptor was closed, the number may belong to another file. If a signal
+        # handler has forked and this is the child, the pages are its parent's.
         if segment.is_open and not segment.inherited:
             punch_hole(segment.fd, offset, size)
         if not (isinstance(error, OSError) and is_from_system(error)):
@@ -157,17 +157,17 @@ def reserve_run(
 
 
 def _write(segment: OwnedSegment, offset: int, data: memoryview) -> bool:
-    """Write bytes to pages that nobody has seen; return whether all of them are there.
+    """Write bytes to pages that nobody has seen; return whether all of them were written.
 
-    What goes wrong with it is told by the reservation that comes next.
+    The reservation that follows raises the error, if there is one.
     """
     fd, place = segment.checked_fd, 0
     while place < data.nbytes:
         part, where = data[place : place + _WRITTEN_AT_ONCE], offset + place
-        # A signal handler may fork, and the child go on here: what it writes to the
-        # file would come over what its parent has there by then. Handlers run where a
-        # call ends, and there is none between the look and the writing, which no
-        # handler interrupts (signal(7): files on disk, and in memory).
+        # A signal handler may fork, and the child continues here: it would overwrite what its
+        # parent has there by then. Python runs handlers after a call has returned, and there
+        # is no call between this check and os.pwrite(). No signal interrupts the writing
+        # itself (signal(7): files on disk and in memory).
         if segment.inherited:
             return False
         try:
@@ -175,7 +175,7 @@ def _write(segment: OwnedSegment, offset: int, data: memoryview) -> bool:
         except OSError as error:
             if not is_from_system(error):
                 raise
-            # A file that can be mapped alone, say, or there is no room.
+            # For example, the file can be mapped but not written to, or there is no room.
             return False
         if written <= 0:
             return False
@@ -184,7 +184,7 @@ def _write(segment: OwnedSegment, offset: int, data: memoryview) -> bool:
 
 
 def go_on_making_huge(segment: OwnedSegment, block: int) -> None:
-    """Go on with the huge pages of a block that is used again: it is worth while now."""
+    """Try again to get huge pages for a block that is used again: now waiting for them pays."""
     place, uses = segment.small[block]
     if uses % _USES_BETWEEN_TRIES:
         segment.small[block] = place, uses + 1
@@ -201,10 +201,10 @@ def go_on_making_huge(segment: OwnedSegment, block: int) -> None:
 
 
 def free_whole_pages(segment: OwnedSegment, start: int, end: int) -> int:
-    """Free the pages that lie in a range of offsets with all their bytes; return how many bytes.
+    """Free the pages that lie wholly in a range of offsets; return how many bytes that is.
 
-    No page if the segment's descriptor was closed by somebody else: the number may be
-    another file's.
+    If other code has closed the segment's descriptor, no page is freed: the number may
+    belong to another file.
     """
     first, last = page_ceil(start), end & -PAGE_SIZE
     if last > first and segment.is_open:

@@ -1,10 +1,10 @@
-"""The one state of this process: heaps, open segments, live blocks, family.
+"""The state of this process: its heaps, open segments, live blocks and family.
 
 May import errors, ``fork_hooks``, signals, settings, strategies and every module of the
 package but ``message``, ``inspection`` and ``inheritance``.
 
-A forked child starts with a fresh state. It keeps what it inherited only to
-look up: the parent's memory is the parent's to free.
+A forked child starts with a new state. It keeps the inherited one only to look things up,
+because only the parent may free its memory.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 __all__ = ["Runtime", "current", "prepare_for_children"]
 
 _BUDGET_SHARE = 0.8
-"""Of the memory that is available when a family begins: its budget where none is set."""
+"""If no budget is set, a family gets this part of the memory available when it begins."""
 _BUDGET_UNKNOWN = 1 << 40
-"""Bytes: the budget where nobody tells how much is available."""
+"""Bytes: the budget if it is unknown how much memory is available."""
 _ATTEMPTS = 10
-"""At a step of a fork that raises an exception."""
+"""How often a step of a fork is tried if it raises an exception."""
 _FRAMES = 40
-"""Enough of them for any of these steps."""
+"""How many frames of recursion a step of a fork may need."""
 
 
 class Runtime:
@@ -62,7 +62,7 @@ class Runtime:
     Parameters
     ----------
     parent : Runtime or None
-        In a forked child, its parent's state as inherited.
+        In a forked child, the inherited state of its parent.
     """
 
     def __init__(self, parent: Runtime | None = None) -> None:
@@ -77,11 +77,11 @@ class Runtime:
         self.idle_return = IdleReturn(self.live, lambda: self.heaps, _idle_limits)
         self._heaps: dict[tuple[int, str, str], Heap] = {}
         self.strategies: set[SharingStrategy] = set()
-        """Strategies that were in force here, whose leftovers are swept at the end."""
+        """Strategies that this process has used; their leftovers are swept at its end."""
         self.has_left = False
-        """Whether the end has begun: what is sent from now on is handed over at once."""
+        """Whether the end has begun. From then on, sent messages are handed over at once."""
         self._posted: dict[bytes, frozenset[tuple[int, int]]] = {}
-        """Unread messages, slot and nonce, that the mailbox knows of, by segment."""
+        """The (slot, nonce) of unread messages that the mailbox knows of, by segment."""
         self._parent_family = parent.known_family if parent is not None else None
         self._family: Family | None = None
         if self._parent_family is not None:
@@ -94,7 +94,7 @@ class Runtime:
 
     @property
     def family(self) -> Family:
-        """Membership of the process in its family; a process without one begins a family."""
+        """The process's membership in its family; without one it founds a family."""
         if self._family is None:
             parents = self._parent_family
             try:
@@ -110,7 +110,7 @@ class Runtime:
                     errno=error.errno,
                     segment=None,
                 ) from error
-            # No call between the two lines, so no other thread.
+            # There is no call between the two lines, so no other thread runs in between.
             if self._family is None:
                 self._family = made
             else:
@@ -122,14 +122,14 @@ class Runtime:
 
     @property
     def known_family(self) -> Family | None:
-        """The family that this process or its parent is in, if any."""
+        """The family of this process or of its parent, if there is one."""
         return self._family or self._parent_family
 
     def join(self, family: Family) -> None:
-        """Become a member of the family that the parent process is in.
+        """Become a member of the parent process's family.
 
-        What this process has done before, when its main module was imported or
-        its fork server had loaded one, may have made it one of another.
+        The process may already be a member of another family: its main module may have
+        used shared memory while it was imported, or a module that its fork server loaded.
         """
         self.idle_return.stop()
         before, self._family = self._family, family
@@ -138,11 +138,11 @@ class Runtime:
         self.on_growth()
 
     def heap(self, kind: int) -> Heap:
-        """Return the heap for new blocks of a kind, by the strategy in force."""
+        """Return the heap for new blocks of a kind, for the current strategy."""
         return self.heap_for(kind, "")
 
     def spare_heap(self, kind: int) -> Heap:
-        """Return a heap for calls that interrupted the usual one."""
+        """Return a heap for a call that interrupted another call of the usual heap."""
         return self.heap_for(kind, "spare")
 
     @property
@@ -156,7 +156,7 @@ class Runtime:
         purpose: str,
         make: Callable[[int, SharingStrategy, Runtime], Heap] = Heap,
     ) -> Heap:
-        """Return the heap that serves a purpose, by the strategy in force; make it if need be."""
+        """Return the heap for a purpose and the current strategy; make it if there is none."""
         strategy = current_strategy()
         key = (kind, strategy.name, purpose)
         heap = self._heaps.get(key)
@@ -166,11 +166,11 @@ class Runtime:
             heap = self._heaps.setdefault(key, made)
         return heap
 
-    # What heaps ask for
+    # What heaps use
 
     @property
     def boot(self) -> bytes:
-        """Identity of this boot of this host."""
+        """Identity of the current boot of this host."""
         return self.attachments.boot
 
     @property
@@ -179,7 +179,7 @@ class Runtime:
         return self.attachments.directory
 
     def list_again(self, segment: Segment) -> None:
-        """List a segment of this process that was taken out for a moment."""
+        """List a segment of this process that was taken out of the directory for a moment."""
         self.attachments.list_again(segment)
 
     def budget(self) -> int:
@@ -188,16 +188,17 @@ class Runtime:
         return self.family.budget if budget is None else budget
 
     def cool_others(self, asking: Heap) -> int:
-        """Give back what the other heaps have free, and what nobody can read; return how much.
+        """Free what other heaps do not use, and messages that nobody can read; return how much.
 
-        What was taken out of the mailbox counts as one byte: nobody knows how many there are.
+        The result is in bytes. All segments dropped from the mailbox count as one byte,
+        because their sizes are not known.
         """
         released = int(self._family is not None and self.attachments.tidy_mailbox(at_once=True))
         for heap in self.heaps:
             if heap is not asking:
                 heap.collect()
-                # Not waiting: that heap's thread may be waiting for this one. It may
-                # be this thread, which a signal handler has interrupted there.
+                # It must not wait: that heap's thread may be waiting for this one, or may be
+                # this thread, interrupted there by a signal handler.
                 with suppress(HeapBusyError), heap.exclusive(wait=False):
                     heap.reap()
                     released += heap.cool(0)
@@ -210,9 +211,9 @@ class Runtime:
             segment.give_up(timeout)
 
     def on_growth(self) -> None:
-        """Have somebody look after heaps that hold more than they may keep idle."""
+        """Start the thread that cools heaps, if they hold more than they may keep idle."""
         if self.has_left:
-            # Nobody comes after this who would remove the names.
+            # Nothing that runs later would remove the names.
             for heap in self.heaps:
                 heap.unlink_names()
         elif sum(heap.block_bytes for heap in self.heaps) > get_settings().idle_keep:
@@ -221,26 +222,26 @@ class Runtime:
     # Fork
 
     def before_fork(self, fork: Fork) -> None:
-        """Get ready for a child that sees what this process sees."""
-        # First: until it has a number it looks to other threads like one that nobody notes.
+        """Prepare for a child that sees the memory that this process sees."""
+        # Announced first: until then, other threads take it for a fork that nobody notes.
         self.live.ledger.announce(fork)
         self.idle_return.before_fork()
         self.live.before_fork(fork)
 
     def after_fork_in_parent(self, over: list[Fork]) -> None:
-        """Go on. Called again with the same list it goes on from where it was."""
+        """Finish after a fork. A second call with the same list continues where this ended."""
         self.live.after_fork_in_parent(over)
         self.idle_return.after_fork_in_parent()
 
     # The end
 
     def leave(self) -> None:
-        """Hand unread messages over and remove what has a name.
+        """Hand unread messages over and remove names.
 
-        Runs at normal exit, after the queues' feeder threads have flushed, and
-        again for each message of a function that :mod:`atexit` calls later. What
-        a killed process cannot do here, the kernel does (memfd), or the next
-        user (names).
+        It runs at normal exit, after the queues' feeder threads have flushed, and again for
+        each message that a function of :mod:`atexit` sends later. For a killed process,
+        which cannot do this, the kernel frees the memory (memfd), or the next process that
+        uses the strategy removes the names.
         """
         self.has_left = True
         self.idle_return.stop()
@@ -255,50 +256,50 @@ class Runtime:
             for segment in self.attachments.segments():
                 segment.unpin(mark)
         if self._posted and not posted:
-            # What those before have left, and nobody can receive.
+            # Drops what earlier members left there and nobody can receive any more.
             self.attachments.tidy_mailbox()
         for heap in self.heaps:
             troubles += _try_to_tidy(heap.leave)
         for strategy in {heap.strategy for heap in self.heaps} | self.strategies:
             troubles += _try_to_tidy(functools.partial(sweep, strategy))
         self.live.current = False
-        # Last: a warning may be an error, and nothing after it would be done.
+        # Warned last, since a warning may be an error, which would skip what comes after it.
         if troubles:
             warnings.warn("; ".join(troubles), ShmreduceWarning, stacklevel=2)
 
     def _with_unread(self, mark: object) -> list[list[Segment]]:
-        """Return what has unread messages, pinned; together what is one segment, open twice."""
+        """Return the segments with unread messages, pinned; grouped, as one may be open twice."""
         found: dict[bytes, list[Segment]] = {}
         for segment in self.attachments.segments():
-            # First: threads that nobody waits for go on, and close what is not in use any more.
+            # Pinned first: daemon threads still run, and may close segments that are not used.
             segment.pins[mark] = None
             if segment.unread():
                 found.setdefault(segment.token, []).append(segment)
         return list(found.values())
 
     def _post(self, segments: list[Segment]) -> list[str]:
-        """Leave a segment in the mailbox, unless it is there; return what to warn of."""
+        """Put a segment into the mailbox unless it is there; return warnings."""
         first = segments[0]
         unread = [(sent.slot, sent.nonce) for each in segments for sent in each.unread()]
         before, now = self._posted.get(first.token), frozenset(unread)
         if now <= (before or frozenset()):
             return []
-        # Also if no other member is known: a forked child, or one that is just
-        # starting, may not have joined yet. The last to go takes it along.
+        # Posted even if no other member is known, since a forked child, or one that is just
+        # starting, may not have joined yet. The mailbox ends with the last member.
         carried = all(each.are_carried([nonce for _, nonce in unread]) for each in segments)
         letter = Letter(first.token, unread, complete=True, carried=carried)
         try:
-            # Another description: the mailbox keeps it, and this one has our locks.
+            # Reopened: the mailbox keeps the description, and must not keep this one's locks.
             fd = locks.reopen(first.checked_fd)
             try:
-                # First: who reads the last of them from now on takes the letter out.
+                # Marked first: then the reader of the last message removes the letter.
                 first.hand_over()
                 self._post_or_make_room(letter, fd)
             finally:
                 os.close(fd)
             self._posted[first.token] = now
             if before is not None:
-                # This one says what is left of those of then, and something new: so it stays.
+                # The new letter names what is left of the old ones, and more, so it stays.
                 self.family.tidy(
                     lambda other, _: (
                         other.token == first.token
@@ -307,13 +308,13 @@ class Runtime:
                     )
                 )
             if not any(each.unread() for each in segments):
-                # Read meanwhile, when there was no letter yet.
+                # The messages were read before the letter was there, so nobody removed it.
                 self.attachments.tidy_mailbox()
         except (OSError, LeaseTimeoutError, SegmentError) as error:
             if carried and isinstance(error, OSError):
-                # Whoever receives them receives the segment, too.
+                # Whoever receives the messages receives the segment, too.
                 return []
-            # The process ends all the same, and its names must go.
+            # The process ends in any case, and its names must still be removed.
             return [
                 (
                     f"{len(unread)} messages sent by process {os.getpid()} have not been read and "
@@ -334,11 +335,11 @@ class Runtime:
 
 
 def _try_to_tidy(step: Callable[[], object]) -> list[str]:
-    """Take a step that removes names; return what to warn of."""
+    """Do a step that removes names; return warnings."""
     try:
         step()
     except Exception as error:
-        # A strategy's own code may raise anything. The others' names are to go all the same.
+        # A strategy may raise anything. The names of the others must be removed nevertheless.
         what = f"{type(error).__name__}: {error}"
         return [f"a name of shared memory could not be removed: {what}. Try `shmreduce gc`"]
     return []
@@ -355,9 +356,9 @@ def _idle_limits() -> tuple[float, int]:
 
 
 _current: list[Runtime] = []
-"""The state of this process, if it has one. A list, since what empties it is in C."""
+"""The state of this process, if there is one. In a list, so that a C function can empty it."""
 _latest: Runtime | None = None
-"""That state; in a forked child that has none yet, its parent's."""
+"""The same state; in a forked child that has none yet, its parent's."""
 
 
 def current() -> Runtime:
@@ -368,43 +369,43 @@ def current() -> Runtime:
 def _begin() -> Runtime:
     global _latest
     if _latest is not None and not _current:
-        # A forked child whose hook was lost.
+        # This is a forked child whose hook did not run.
         _renew(_latest)
         return _current[0]
     made = Runtime()
-    # Another thread may have been faster, and arrays be in its state already.
-    # No call before the state is in the list, so no other thread.
+    # Another thread may have made a state first, and arrays may be in it already. From this
+    # check until the state is in the list there is no call, so no other thread runs.
     if _latest is None:
         _latest = made
         _current.append(made)
         _finish_at_exit(made)
         _retire_in_children(made)
-        # multiprocessing clears its finalizers in the children it forks, after
-        # the hooks of os.register_at_fork; what is registered here runs then.
+        # multiprocessing clears the finalizers in children that it forks, after the hooks of
+        # os.register_at_fork have run. Then it calls what is registered here.
         util.register_after_fork(_leave, _finish_at_exit)
     return _current[0]
 
 
 def _retire_in_children(runtime: Runtime) -> None:
-    """See to it that in a child nothing of its parent's is released, whatever becomes of hooks."""
+    """Make sure that a child releases nothing of its parent's, even if its hooks do not run."""
     os.register_at_fork(after_in_child=functools.partial(setattr, runtime.live, "current", False))
 
 
 def _finish_at_exit(_: object) -> None:
-    # Lowest priority: the queues' feeder threads flush before (they have -5).
+    # Lowest priority, so that the queues' feeder threads, which have -5, flush first.
     util.Finalize(None, _leave, exitpriority=-100)
 
 
 def prepare_for_children() -> None:
-    """Make this process a member of a family, which children started from now on join.
+    """Make this process a member of a family, which its children will join.
 
-    To be called when the settings have changed and before a child is started.
-    The settings in force are not kept: they are read when they matter.
+    Call it after the settings were changed, and before a child is started. It does not
+    keep the settings; they are read when they are needed.
     """
     runtime = current()
     runtime.strategies.add(current_strategy())
     _ = runtime.family
-    # The settings may allow less idle memory than there is.
+    # The new settings may allow less idle memory than there is now.
     runtime.on_growth()
 
 
@@ -413,8 +414,8 @@ def _leave() -> None:
         return
     runtime = _current[0]
     if _threads_that_go_on():
-        # Before Python 3.13 a child process calls its finalizers first and waits for
-        # its threads then: for this one, too.
+        # Before Python 3.13 a child process runs its finalizers first, and then waits for its
+        # threads. So it will wait for this thread, too.
         with suppress(RuntimeError):
             threading.Thread(
                 target=_leave_last, args=(runtime,), name="shmreduce-leave", daemon=False
@@ -430,19 +431,18 @@ def _leave_last(runtime: Runtime) -> None:
 
 
 def _threads_that_go_on() -> list[threading.Thread]:
-    """Return the other threads that the interpreter has yet to wait for."""
+    """Return the other threads for which the interpreter is still going to wait."""
     here, main = threading.current_thread(), threading.main_thread()
     if not main.is_alive():
-        # It has waited for them.
+        # The interpreter has waited for them.
         return []
     return [each for each in threading.enumerate() if not each.daemon and each not in {here, main}]
 
 
 def _to_the_end(step: Callable[[], None]) -> None:
-    """Take a step of a fork, again if Ctrl-C comes into it, or another handler raises.
+    """Do a step of a fork, and do it again if Ctrl-C or another signal handler interrupts it.
 
-    Whatever a hook raises is printed, and the fork goes on without the rest of
-    what the hook was to do.
+    Python prints an exception that a hook raises, and forks without the rest of that hook.
     """
     raised: BaseException | None = None
     attempts = _ATTEMPTS
@@ -450,7 +450,7 @@ def _to_the_end(step: Callable[[], None]) -> None:
     try:
         _go_down(_FRAMES)
     except RecursionError:
-        # The fork comes from deep down, and happens in any case.
+        # The recursion limit is near. The fork happens in any case, so raise the limit.
         limit = sys.getrecursionlimit()
         sys.setrecursionlimit(limit + 2 * _FRAMES)
     while attempts:
@@ -458,7 +458,7 @@ def _to_the_end(step: Callable[[], None]) -> None:
             step()
             break
         except Exception as error:
-            # A handler's, most likely. If it is the step's own it comes again.
+            # Probably from a signal handler. If the step raised it, it will come again.
             raised, attempts = error, attempts - 1
         except BaseException as error:
             raised = error
@@ -468,7 +468,7 @@ def _to_the_end(step: Callable[[], None]) -> None:
         if raised is not None:
             raise raised
     finally:
-        # In a cycle with this frame it would keep what the callers' frames have.
+        # Otherwise a cycle of the exception and this frame would keep the callers' variables.
         raised = None
 
 
@@ -478,24 +478,24 @@ def _go_down(frames: int) -> None:
 
 
 def _hear_signals() -> None:
-    """Do nothing: the handler of a signal that came during the fork runs here, and may raise."""
+    """Do nothing, so that the handler of a signal that came during the fork runs here."""
 
 
-# The handler of a signal may also raise as a hook is entered, which is lost then. So each
-# is there twice, and the second does what the first was kept from. What is raised further
-# on in a hook, or as what it calls is entered, is not lost on the fork: that is tried again.
-# Near the recursion limit both are lost; what the ledger then does, and current(), is
-# begun by functions in C.
+# A signal handler may raise when Python enters a hook, and then that hook is skipped. So each
+# hook is registered twice, and the second call does what the first did not do. An exception
+# later in a hook, or at the beginning of a function that it calls, is caught, and the step is
+# tried again. Near the recursion limit both calls may be skipped: then the ledger and current()
+# rely on hooks that are C functions.
 
 _prepared: dict[int, None] = {}
-"""Threads that have made the first of the hooks before a fork, but not the second."""
+"""Threads that have run the first of the hooks before a fork, but not the second."""
 _finished: dict[int, None] = {}
-"""The same of the hooks after it."""
+"""The same for the hooks after a fork."""
 
 
 def _before_fork() -> None:
     here = threading.get_ident()
-    # Of a fork before, if the second hook was lost then.
+    # Left by an earlier fork, if its second hook was skipped.
     _prepared.pop(here, None)
     forks: list[Fork] = []
     try:
@@ -506,7 +506,7 @@ def _before_fork() -> None:
             if _current and not (forks and forks[0].ready):
                 _to_the_end(lambda: _prepare(_current[0], forks, last=True))
         finally:
-            # No call in this line, so no handler.
+            # There is no call in this line, so no signal handler runs.
             _prepared[here] = None
 
 
@@ -527,7 +527,7 @@ def _prepare(runtime: Runtime, forks: list[Fork], *, last: bool = False) -> None
 
 
 def _is_missing(threads: dict[int, None]) -> bool:
-    """Whether the first hook has not been made, and so is to be made by the second."""
+    """Return whether the first hook was skipped, so that the second must do its work."""
     return threads.pop(threading.get_ident(), ...) is ...
 
 
@@ -545,7 +545,7 @@ def _after_fork_in_parent() -> None:
         finally:
             _finished[here] = None
     if _current:
-        # Last: a warning may be an error.
+        # Warned last, since a warning may be an error.
         _current[0].live.warn_of_exposed()
 
 
@@ -556,24 +556,24 @@ def _after_fork_in_parent_again() -> None:
 
 def _after_fork_in_child() -> None:
     parent = _latest
-    # The second time there is one already.
+    # When it is called the second time, there is a state already.
     if parent is not None and not _current:
         _to_the_end(lambda: _renew(parent))
 
 
 def _renew(parent: Runtime) -> None:
     global _latest
-    # Whatever comes into it: its parent's state is never this process's to go on with.
+    # Done first: whatever fails below, this process must not use its parent's state.
     parent.live.current = False
     made = Runtime(parent)
     _latest = made
     _current[:] = [made]
     _retire_in_children(made)
-    # For os.fork; inherited finalizers know that they are not this process's.
+    # For os.fork(); inherited finalizers do nothing in another process than their own.
     _finish_at_exit(None)
 
 
-# Before a fork the last that was registered comes first, after it the first.
+# Hooks run before a fork in the reverse order of registration, and after it in that order.
 os.register_at_fork(after_in_parent=_hear_signals)
 for _parents in (_prepared, _finished, _current):
     os.register_at_fork(after_in_child=_parents.clear)

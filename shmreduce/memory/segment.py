@@ -1,22 +1,22 @@
-"""One segment as one process has it open: its importers and its lease transitions.
+"""A segment that this process has open: its importers and its lease transitions.
 
 May import errors, contracts, ``standard_streams``, ``locks``, ``block_locks``, ``mapping``,
 ``handle``, ``processes``, ``layout``, ``segment_file``, ``quick_blocks`` and ``lease_slots``.
 
 Each block has a generation, which its owner raises when the block becomes free,
-and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce:
-somebody may still load this handle) or a *holder* (an importer's index and
-epoch: that process has views). A block may be reused only when its chain is
-empty and its owner has no view.
+and a chain of lease slots. A slot's word is 0 (free), a *message* (a nonce: a process
+may still load the handle with this nonce) or a *holder* (an importer's index and epoch:
+that process has views). A block may be reused only when its chain is empty and its owner
+has no view.
 
-Every transition of a block's chain, and every decision to free it, is made
-under the block's lock. Stores are ordered so that a process killed in
-the middle leaves the block held, never free too early: a message becomes a
-holder by one store, a slot is unlinked before it is cleared.
+Every transition of a block's chain, and every decision to free the block, is made under
+the block's lock, with the exceptions that ``start_message`` and ``try_free`` explain.
+The stores are ordered so that a process that is killed between them leaves the block
+held; it is never free too early. So one store turns a message into a holder, and a slot
+is unlinked before it is cleared.
 
-A holder is alive while somebody holds its importer byte. The byte is locked
-through the importer's own open file description, which its forked children
-inherit together with its views.
+A holder is alive while its importer byte is locked. The importer locks the byte through
+its own open file description, which its forked children inherit together with its views.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Segment", "Sent"]
 
-# The word of a holder: this bit, the importer's index, and the epoch of its index.
+# The word of a holder: this bit, the importer's index, and the epoch of that index.
 _HOLDER = 1 << 63
 _EPOCH_BITS = 48
 _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 
 _PRUNE_FROM = 1024
-"""Messages in the outbox from which those that have been read are looked for."""
+"""If the outbox has more messages than this, those that were read are looked for."""
 
 
 class Sent(NamedTuple):
     """One message that this process sent.
 
-    ``child`` refers to the Popen of the child for whose start it was pickled,
-    ``when`` is in monotonic seconds.
+    ``child`` refers to the Popen object of the child for whose start the message was
+    pickled, if it was. ``when`` is in monotonic seconds.
     """
 
     slot: int
@@ -83,17 +83,18 @@ class Sent(NamedTuple):
     child: weakref.ref[Any] | None
 
     def lost(self, now: float, timeout: float | None) -> bool:
-        """Return whether nobody can be expected to read the message any more."""
+        """Return whether no process can be expected to read the message any more."""
         if timeout is not None and now - self.when > timeout:
             return True
         if self.child is None:
             return False
-        # multiprocessing keeps the Popen until the child has been waited for.
+        # multiprocessing keeps the Popen object until the child has been waited for.
         child = self.child()
         if child is None:
             return True
-        # A child of the fork server tells its pid by the sentinel: until that was read from
-        # there, which takes as long as to write what it is to do, it is ready though it lives.
+        # The fork server writes the pid of a new child to the sentinel. Until multiprocessing
+        # has read the pid, which it does after it has written the child's data, the sentinel
+        # is readable although the child lives.
         if getattr(child, "pid", None) is None:
             return False
         sentinel = getattr(child, "sentinel", None)
@@ -103,17 +104,17 @@ class Sent(NamedTuple):
 class Segment(LeaseSlots):
     """An open segment.
 
-    Owns ``file.fd`` from construction on; :meth:`close` gives it back, and with
-    it every byte lock, so that leases of this process count as ended.
+    It owns ``file.fd`` from construction on. :meth:`close` closes that descriptor, which
+    releases every byte lock: then the leases of this process count as ended.
 
     Parameters
     ----------
     file : SegmentFile
-        Open under an open file description that nobody else locks through.
+        Opened under an open file description through which nobody else locks.
     header : SegmentHeader
         The file's header, already checked.
     strategy : SharingStrategy
-        Who opened it; makes locators.
+        The strategy that opened the file; it makes locators.
     owner : bool
         Whether this process made the segment and allocates from it.
     """
@@ -125,20 +126,20 @@ class Segment(LeaseSlots):
         self.file = file
         self.owner = owner
         self.records: dict[int, object] = {}
-        """Blocks of its own that the owner still has a view of, or is about to have."""
+        """Blocks made here of which this process still has a view, or is about to have one."""
         self.holds: dict[int, object] = {}
-        """Lease slots by which this process holds blocks."""
+        """The lease slots by which this process holds blocks."""
         self.passing: dict[int, None] = {}
-        """Those that last as long as the load that has copied the block."""
+        """Slots whose hold lasts only until the load has copied the block."""
         self.pins: dict[object, None] = {}
-        """Calls under way that need the segment to stay open."""
+        """Calls that need the segment to stay open."""
         self.outbox: dict[int, Sent] = {}
-        """Messages sent by this process, by nonce; read ones are pruned."""
+        """Messages that this process sent, by nonce; messages that were read are pruned."""
         self._uncarried: dict[int, None] = {}
-        """Nonces of those that went without a descriptor of the segment."""
+        """Nonces of messages that were sent without a descriptor of the segment."""
         self._prune_at = self._prune_alone_at = _PRUNE_FROM
         self.is_shared = header.kind == SHARED
-        """Whether its blocks are shared, as against those that carry one message each."""
+        """Whether its blocks are shared. If not, each carries one message."""
         self.import_mapping: Mapping | None = None
         self._locator: str | None = None
         self._transfer: dict[str, int] = {}
@@ -154,16 +155,16 @@ class Segment(LeaseSlots):
     def adopt(cls, file: SegmentFile, token: bytes | None, strategy: SharingStrategy) -> Segment:
         """Check that ``file`` is the segment called ``token`` and open it.
 
-        Takes over ``file.fd``, also when it raises.
+        Takes over ``file.fd``, even when it raises.
 
         Raises
         ------
         ForeignSegmentError
             If the file belongs to another user.
         FileNotFoundError
-            If the file is another segment: descriptor numbers are reused.
+            If the file is another segment, since descriptor numbers are reused.
         InvalidHandleError
-            If the file is no segment at all.
+            If the file is not a segment.
         """
         fd = clear_of_streams(file.fd)
         try:
@@ -178,12 +179,12 @@ class Segment(LeaseSlots):
 
     @property
     def locator(self) -> str:
-        """How another process opens the segment while this one has it open.
+        """The text by which another process opens the segment while this one has it open.
 
         Raises
         ------
         PluginError
-            If what the strategy says is no text.
+            If the strategy returns something that is not text, or is too long.
         """
         if self._locator is None:
             said = self.strategy.locator(self.file)
@@ -191,7 +192,7 @@ class Segment(LeaseSlots):
                 raise contract_broken(
                     self.strategy,
                     "locator()",
-                    f"returned {said!r} for {self.file}: it must return text, also where the "
+                    f"returned {said!r} for {self.file}: it must return text, even if the "
                     "file's name is None",
                 )
             size = len(said.encode(errors="surrogateescape"))
@@ -199,18 +200,18 @@ class Segment(LeaseSlots):
                 raise contract_broken(
                     self.strategy,
                     "locator()",
-                    f"returned text of {size} bytes: there is room for {LONGEST_LOCATOR}",
+                    f"returned text of {size} bytes: {LONGEST_LOCATOR} are the most",
                 )
             self._locator = said
         return self._locator
 
     @property
     def transfer_fd(self) -> int:
-        """A descriptor to be passed on in messages; the segment's.
+        """A descriptor of the segment for passing on in messages. The segment owns it.
 
-        Its open file description has none of this process's locks: it lives in
-        a message, which may outlive the process. It has one of its own, by which
-        others see that there may be such messages.
+        It has an open file description of its own, without this process's locks: a message
+        may outlive the process, and would keep the locks. The description has a lock for
+        reading, by which other processes see that such a message may exist.
 
         Raises
         ------
@@ -221,56 +222,56 @@ class Segment(LeaseSlots):
         if known is None:
             made = locks.reopen(self.fd)
             self._transfer_is_seen = locks.try_share(made, LOCK_TRANSFER)
-            # Another thread may have been faster.
+            # Another thread may have been first.
             known = self._transfer.setdefault("fd", made)
             if known != made:
                 os.close(made)
         return known
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return all that the segment has open."""
+        """Return all descriptors that the segment has open."""
         every = (self.fd, self.lock_fd, *self._transfer.values())
         return tuple(fd for fd in every if fd != -1)
 
     def owner_alive(self) -> bool:
         """Return whether the process that made the segment, or a fork of it, lives.
 
-        Not of one that was closed here: of that nobody needs to know.
+        It returns False for another process's segment that was closed here meanwhile.
         """
         if self.owner:
             return True
         try:
             return locks.first_locked(self.fd, LOCK_OWNER) is not None
         except (OSError, ValueError):
-            # Who asks has found it unused. So may another thread, which closes it, while this
-            # one waits for the interpreter: by now the number is -1, or no descriptor's.
+            # The caller saw that the segment is unused. Another thread may have seen it, too,
+            # and closed the segment meanwhile: then fd is -1, or a number that is not open.
             if self.is_open:
                 raise
             return False
 
     @property
     def handed_over(self) -> bool:
-        """Whether the mailbox may have the segment: whoever ends a message looks there, too."""
+        """Whether the mailbox may have the segment. If so, who ends a message looks there."""
         return self._handed_over[0] != 0
 
     def hand_over(self) -> None:
-        """Take note, for everybody, that the mailbox is about to have the segment."""
+        """Tell all processes that the mailbox is about to get the segment."""
         self._handed_over[0] = 1
 
     def note_bytes(self) -> None:
-        """Take note, for everybody, that somebody has the bytes of a message about it."""
+        """Tell all processes that a program has the bytes of a message about the segment."""
         self._had_as_bytes[0] = 1
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of another process's segment is in use here."""
+        """Whether this process may close it: it is another's, and nothing of it is used here."""
         if self.owner or self.holds or self.pins:
             return False
         return not self.outbox or not self.unread()
 
     @property
     def needed(self) -> int:
-        """How many blocks of another process's segment are held for longer than a load."""
+        """How many blocks this process holds for longer than a load takes."""
         return len(self.holds) - len(self.passing)
 
     def unpin(self, mark: object) -> None:
@@ -278,16 +279,17 @@ class Segment(LeaseSlots):
         self.pins.pop(mark, None)
 
     def sent(self, message: Sent) -> None:
-        """Remember a message that was sent by this process."""
+        """Remember a message that this process sent."""
         self.outbox[message.nonce] = message
         if len(self.outbox) > self._prune_at:
             self.prune()
 
     def sent_alone(self, nonce: int) -> None:
-        """Note that a message that :meth:`sent` knows has no descriptor of the segment with it."""
+        """Note that a message, which :meth:`sent` has noted, goes without a descriptor."""
         self._uncarried[nonce] = None
         if len(self._uncarried) > self._prune_alone_at:
-            # First: other threads send meanwhile, and what they add now is not looked at.
+            # Before unread(): nonces that other threads add from now on are not looked at,
+            # since unread() may not have seen their messages.
             known = list(self._uncarried)
             unread = {sent.nonce for sent in self.unread()}
             for each in known:
@@ -296,10 +298,10 @@ class Segment(LeaseSlots):
             self._prune_alone_at = max(_PRUNE_FROM, 2 * len(self._uncarried))
 
     def are_carried(self, nonces: Iterable[int]) -> bool:
-        """Return whether messages of this process have the segment with them, for all to see.
+        """Return whether each of these messages carries a descriptor that others can see.
 
-        Who receives them needs nobody else to have it open; and when nobody can receive
-        them any more, no description has the lock of those that travel.
+        If so, a receiver needs no other process that has the segment open. And when nobody
+        can receive the messages any more, no description has LOCK_TRANSFER locked.
         """
         return self._transfer_is_seen and self._uncarried.keys().isdisjoint(nonces)
 
@@ -308,12 +310,12 @@ class Segment(LeaseSlots):
         self._prune_at = max(_PRUNE_FROM, 2 * len(self.unread()))
 
     def unread(self) -> list[Sent]:
-        """Return this process's messages that nobody has read."""
+        """Return the messages of this process that nobody has read."""
         found = []
-        # A list first, since other threads send meanwhile. Not of items: before CPython 3.12
-        # each pair that is made may set off the garbage collector, and that other threads.
-        # Only what has been read is taken out: another thread that asks at the same time
-        # must see the others.
+        # Copied to a list, because other threads send meanwhile. values(), not items(): before
+        # CPython 3.12 each pair that items() makes may start the garbage collector, and with
+        # it other threads. Only messages that were read are removed, so that another thread
+        # that calls this at the same time still finds the others.
         for sent in list(self.outbox.values()):
             if self.words[sent.slot] == MESSAGE | sent.nonce:
                 found.append(sent)
@@ -322,10 +324,10 @@ class Segment(LeaseSlots):
         return found
 
     def give_up(self, timeout: float | None) -> None:
-        """End this process's messages that nobody is going to read."""
+        """End the messages of this process that nobody is going to read."""
         now = time.monotonic()
         mark = object()
-        # Another thread may find the segment unused meanwhile, and close it.
+        # Otherwise another thread could find the segment unused and close it meanwhile.
         self.pins[mark] = None
         try:
             for sent in self.unread():
@@ -335,19 +337,19 @@ class Segment(LeaseSlots):
             self.unpin(mark)
 
     def close(self) -> None:
-        """Give the descriptor back. The caller has no views and no leases left."""
+        """Close the descriptors. The caller has no views and no leases left."""
         self.give_up_locks()
         fd, self.fd = self.fd, -1
         for number in (fd, self._transfer.pop("fd", -1)):
             self._close(number)
 
     def give_up_locks(self) -> None:
-        """Let go of the blocks' locks, also those of a parent in its forked child."""
+        """Close the descriptor of the blocks' locks; a forked child closes its parent's."""
         fd, self.lock_fd = self.lock_fd, -1
         self._close(fd)
 
     def _close(self, fd: int) -> None:
-        # Not what has become another file's.
+        # The number may belong to another file by now; that one is not closed.
         if fd != -1 and locks.identity_of(fd) == self._identity:
             os.close(fd)
 
@@ -357,7 +359,7 @@ class Segment(LeaseSlots):
         """Take an importer index; return the word that marks this process's holds."""
         for index in range(IMPORTERS):
             if locks.try_lock(self.fd, LOCK_IMPORTER + index):
-                # Holds of the index's last user end with its epoch.
+                # The new epoch ends all holds of the index's previous user.
                 epoch = (self._epochs[index] + 1) & _EPOCH_MASK
                 self._epochs[index] = epoch
                 self.pids[index] = os.getpid()
@@ -370,7 +372,7 @@ class Segment(LeaseSlots):
         )
 
     def holder_alive(self, word: int) -> bool:
-        """Return whether the holder behind a slot's word, or a fork of it, lives."""
+        """Return whether the holder that a slot's word names, or a fork of it, lives."""
         if word == self.importer:
             return True
         index = word >> _EPOCH_BITS & (IMPORTERS - 1)
@@ -378,14 +380,14 @@ class Segment(LeaseSlots):
             return False
         if locks.first_locked(self.fd, LOCK_IMPORTER + index) is not None:
             return True
-        # The lock goes with the first of its descriptors. What the process
-        # reached by the lease (memory of a device, say) may go with the last.
+        # A process that ends closes its descriptors one after another. Its lock may go with the
+        # first, and what it uses by the lease, such as a device's memory, with the last.
         return is_closing(self.pids[index])
 
     # Lease transitions
 
     def check(self, block: int, generation: int) -> None:
-        """Raise unless the block is of this generation. Meaningful under its lock."""
+        """Raise unless the block has this generation. The caller should have its lock."""
         if block >= self.layout.blocks:
             raise InvalidHandleError(
                 f"the handle names block {block}, segment {self.token.hex()} has "
@@ -401,10 +403,10 @@ class Segment(LeaseSlots):
             )
 
     def start_message(self, block: int, nonce: int) -> int:
-        """Give a block that nobody else can name yet its first message; return the slot.
+        """Put the first message into the chain of a block; return the slot.
 
-        Needs no lock: the block's generation is not in any handle so far, and
-        stale handles do not change a chain.
+        No other process can name the block yet, so this needs no lock: no handle has the
+        block's generation, and operations with a stale handle do not change a chain.
         """
         slot = self._take_slot()
         if self._quick.start(block, slot, MESSAGE | nonce):
@@ -414,7 +416,7 @@ class Segment(LeaseSlots):
         return slot
 
     def add_message(self, block: int, generation: int, nonce: int) -> int:
-        """Add a message to a block that somebody holds; return its slot."""
+        """Add a message to a block that a process holds; return its slot."""
         slot = self._take_slot()
         word = MESSAGE | nonce
         try:
@@ -448,10 +450,10 @@ class Segment(LeaseSlots):
         Raises
         ------
         StaleHandleError
-            If the block is not of this generation any more.
+            If the block has another generation by now.
         AlreadyLoadedError
-            If the message of a by-value block was loaded before: its array is
-            that loader's alone.
+            If the message of a by-value block was loaded before: the array belongs to
+            that loader alone.
         """
         word = MESSAGE | nonce
         if self._quick.claim_alone(self.lock_fd, block, slot, word, generation, self.importer):
@@ -472,7 +474,7 @@ class Segment(LeaseSlots):
     ) -> tuple[int, bool]:
         self.check(block, generation)
         if self.words[slot] == word:
-            # The one store that makes the lease ours.
+            # By this one store the message becomes a hold of this process.
             self.words[slot] = self.importer
         elif shared:
             slot = self._take_slot_but(slot)
@@ -493,11 +495,11 @@ class Segment(LeaseSlots):
 
     @under_lock
     def unclaim(self, block: int, slot: int, nonce: int, named: int) -> None:
-        """Turn a hold that was just claimed back into what it was.
+        """Undo a :meth:`claim` that this process has just made.
 
-        That is the message, if the hold lies in the slot that the handle has
-        ``named``. If not, somebody else had loaded the message before, and no
-        handle leads to this slot: a message there could never be loaded.
+        If the hold lies in the slot that the handle has ``named``, it becomes the message
+        again. If not, another process had loaded the message before this one, and no handle
+        leads to this slot: a message in it could never be loaded, so the slot is unlinked.
         """
         if self.words[slot] == self.importer:
             if slot == named:
@@ -506,14 +508,14 @@ class Segment(LeaseSlots):
                 self._unlink(block, slot)
 
     def consume(self, block: int, generation: int, slot: int, nonce: int) -> bool:
-        """End a message without taking a hold; return False if it was ended before."""
+        """End a message without taking a hold; return False if it had ended before."""
         word = MESSAGE | nonce
         if self._quick.consume(self.lock_fd, block, slot, word, generation, self.importer):
             return True
         if block >= self.layout.blocks or slot >= self.layout.slots:
             return False
         if self.words[slot] != word:
-            # Nor will it ever be again: no two messages have the same nonce.
+            # It never will be: no two messages have the same nonce.
             return False
         return self._consume(block, generation, slot, word)
 
@@ -521,16 +523,16 @@ class Segment(LeaseSlots):
     def _consume(self, block: int, generation: int, slot: int, word: int) -> bool:
         if self.generations[block] != generation or self.words[slot] != word:
             return False
-        # Nobody's message any more, before it leaves the chain: if this
-        # process is killed in between, nobody shall load what holds nothing.
+        # The word stops being a message before the slot leaves the chain. Otherwise, if this
+        # process is killed in between, another could load a message that holds nothing.
         self.words[slot] = self.importer
         self._unlink(block, slot)
         return True
 
     def try_release(self, block: int, slot: int) -> bool | None:
-        """End this process's hold without waiting; return None to be asked again.
+        """End this process's hold without waiting; return None to be called again later.
 
-        Called when the last view has died, in any thread and at any instant,
+        It is called when the last view has died, in any thread and at any instant,
         so it must not block.
         """
         if self._quick.release(self.lock_fd, block, slot, self.importer):
@@ -544,17 +546,17 @@ class Segment(LeaseSlots):
         return True
 
     def seems_held_by_dead(self, block: int, known: dict[int, bool]) -> bool:
-        """Return whether :meth:`drop_dead_holders` may find anything; without the block's lock.
+        """Return whether :meth:`drop_dead_holders` may find something; takes no lock.
 
-        A chain that changes meanwhile may be misread: then what is there is found
-        the next time.
+        A chain that changes meanwhile may be misread. Then the dead holder is found by the
+        next call.
 
         Parameters
         ----------
         block : int
-            Of this segment.
+            A block of this segment.
         known : dict of int to bool
-            Which holders were alive when they were first met with; is added to.
+            Which holders were alive when they were first looked at. This call adds to it.
         """
         for word in self.leases(block):
             if word & _HOLDER:

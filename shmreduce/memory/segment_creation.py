@@ -1,12 +1,12 @@
-"""Makes a segment: its file, its header, its locks, the pages of its tables.
+"""Makes segments: the file, its header, its locks, and the pages of its tables.
 
 May import errors, signals, contracts, ``standard_streams``, ``locks``, ``layout``,
 ``mapping``, ``segment_file``, ``size_classes``, ``owned_segment``, ``family`` and
 ``reservation``.
 
-Each function takes back what it has made if something fails, and hands it on by
-a plain ``return``: there Ctrl-C does not come in between, as it would in the
-methods of an ``ExitStack``.
+If something fails, each function takes back what it has made. Otherwise it passes that on
+by a plain ``return``, because Ctrl-C cannot come in between, as it could in the methods of
+an ``ExitStack``.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = ["SegmentHost", "create_segment", "try_strategy"]
 
 
 class SegmentHost(Protocol):
-    """What making a segment needs of the process that it belongs to."""
+    """What making a segment needs from its process."""
 
     @property
     def family(self) -> Family:
-        """Where reservations are booked."""
+        """The family with which reservations are booked."""
 
     @property
     def boot(self) -> bytes:
-        """Identity of this boot of this host, 16 bytes."""
+        """Identity of the current boot of this host, 16 bytes."""
 
     def budget(self) -> int:
         """Return how many bytes the family may reserve."""
@@ -58,32 +58,33 @@ class SegmentHost(Protocol):
 def create_segment(
     kind: int, data: int, needed: int, strategy: SharingStrategy, host: SegmentHost
 ) -> OwnedSegment:
-    """Make a segment with room for ``data`` bytes, of which ``needed`` are asked for now.
+    """Make a segment with room for ``data`` bytes, of which ``needed`` will be used now.
 
     Parameters
     ----------
     kind : int
         ``BY_VALUE`` or ``SHARED``.
     data, needed : int
-        Bytes. Only the pages of the tables are reserved here.
+        Numbers of bytes. Only the pages of the tables are reserved here.
     strategy : SharingStrategy
-        Makes the file.
+        The strategy that makes the file.
     host : SegmentHost
-        The process's state.
+        The state of the process.
 
     Raises
     ------
     OutOfSharedMemoryError, BudgetExceededError
-        If there is no room for the tables and what is needed.
+        If there is no room for the tables and ``needed`` bytes.
     SegmentError
-        If the strategy, or the kernel, refuses the file or its mappings.
+        If the strategy or the kernel refuses the file or its mappings.
     PluginError
-        If what the strategy returns is not what was asked for.
+        If the strategy returns something else than it must.
     """
     blocks, slots = table_sizes(kind, data)
     layout = Layout.plan(blocks, slots)
     tables = layout.slot_words
-    # Before a part of what there is no room for fills the memory.
+    # Checked before anything is reserved. Otherwise a part of what does not fit could fill
+    # the memory.
     host.family.check(tables + needed, host.budget())
     check_headroom(tables + needed, strategy)
     token = os.urandom(16)
@@ -104,7 +105,7 @@ def create_segment(
         return _open_new(file, header, tables, strategy, host)
     except BaseException as error:
         _discard_file(strategy, file)
-        # Not a TimeoutError: of a lock that stays taken, or of a signal handler.
+        # Not for a TimeoutError from a busy lock or a signal handler.
         if isinstance(error, OSError) and is_from_system(error):
             raise no_room(tables, None, error.errno or 0, strategy) from error
         raise
@@ -116,7 +117,7 @@ def try_strategy(strategy: SharingStrategy) -> None:
     Raises
     ------
     SegmentError, PluginError, OSError
-        As :func:`create_segment`, or as the strategy gave it.
+        As :func:`create_segment`, or the strategy's own error.
     """
     file = _create_file(PAGE_SIZE, os.urandom(16).hex(), strategy)
     try:
@@ -126,7 +127,7 @@ def try_strategy(strategy: SharingStrategy) -> None:
 
 
 def _create_file(size: int, token: str, strategy: SharingStrategy) -> SegmentFile:
-    """Have the file made, still empty."""
+    """Have the strategy make the file, which is still empty."""
     try:
         made = check_answer(strategy, "create()", strategy.create(size, token))
         file = _clear_of_streams(strategy, made)
@@ -164,19 +165,19 @@ def _open_new(
     strategy: SharingStrategy,
     host: SegmentHost,
 ) -> OwnedSegment:
-    """Make an empty file a segment, with pages for its tables; it stays the caller's to close."""
+    """Turn an empty file into a segment, and reserve its tables' pages; the caller owns it."""
     reserve_pages(file.fd, 0, tables)
-    # Before there is a header: a file with one and without the lock is
-    # a dead owner's, see sweep.
+    # Locked before there is a header: a file with a header but without the lock counts as a
+    # dead owner's, see sweep.
     locks.try_lock(file.fd, LOCK_OWNER)
     os.pwrite(file.fd, header.pack(), 0)
     segment = OwnedSegment(file, header, strategy)
     try:
         host.family.reserve(tables, host.budget(), segment)
     except BaseException:
-        # The file itself is closed by the caller, once.
+        # The caller closes the file, once.
         segment.give_up_locks()
-        # Ctrl-C may have come when that was done.
+        # Ctrl-C may have come after the bytes were booked.
         host.family.book(-segment.reserved, segment)
         raise
     return segment

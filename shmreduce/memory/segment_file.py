@@ -1,4 +1,4 @@
-"""The open file of a segment: whose it is, and its pages.
+"""The open file of a segment: checks whose file it is, and reserves its pages.
 
 May import errors, contracts, ``mapping`` and ``layout``.
 """
@@ -37,12 +37,13 @@ _RESERVED_AT_ONCE = 16 << 20
 def reserve_pages(fd: int, offset: int, nbytes: int) -> None:
     """Allocate the pages of a byte range, so that touching them cannot fail.
 
-    Touching a page that the file system has no room for is a ``SIGBUS``;
-    ``posix_fallocate(3)`` reports it as ``ENOSPC`` beforehand.
+    Touching a page for which the file system has no room raises the signal ``SIGBUS``.
+    ``posix_fallocate(3)`` reports the lack of room beforehand, as ``ENOSPC``.
     """
     place, end = offset & -PAGE_SIZE, page_ceil(offset + nbytes)
     while place < end:
-        # Older kernels begin anew at each signal (EINTR): a timer's must not come in each call.
+        # Older kernels start again after each signal (EINTR), so a timer's signals could make
+        # a long call last for ever.
         length = min(end - place, _RESERVED_AT_ONCE)
         os.posix_fallocate(fd, place, length)
         place += length
@@ -51,14 +52,14 @@ def reserve_pages(fd: int, offset: int, nbytes: int) -> None:
 def room_left(fd: int) -> int | None:
     """Return how many bytes the file system of a file has free; None if it has no limit.
 
-    The kernel's own tmpfs, in which memfds are, says that it has no blocks at all.
+    The kernel's own tmpfs, which has the memfds, reports that it has no blocks at all.
     """
     status = os.fstatvfs(fd)
     return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def contract_broken(strategy: SharingStrategy, call: str, what: str) -> PluginError:
-    """Return what to raise for a strategy that does not do what it must."""
+    """Return the error for a strategy that does not do what it must."""
     return PluginError(
         f"{call} of sharing strategy {strategy.name!r} {what}; correct it (derive "
         "shmreduce.testing.StrategyContract to test it), or block its plugin",
@@ -69,7 +70,7 @@ def contract_broken(strategy: SharingStrategy, call: str, what: str) -> PluginEr
 
 
 def check_answer(strategy: SharingStrategy, call: str, said: Any) -> SegmentFile:
-    """Return what a strategy has made or opened, if it is a file of a segment."""
+    """Return a strategy's answer, after checking that it is a SegmentFile."""
     if not isinstance(said, SegmentFile):
         raise contract_broken(strategy, call, f"returned {said!r}: it must return a SegmentFile")
     if type(said.fd) is not int or not (said.name is None or isinstance(said.name, str)):
@@ -80,7 +81,7 @@ def check_answer(strategy: SharingStrategy, call: str, said: Any) -> SegmentFile
 
 
 def check_opened(strategy: SharingStrategy, said: Any) -> SegmentFile:
-    """Return what a strategy has opened, if it is a file that can be a segment."""
+    """Return the file that a strategy has opened, after checking that it can be a segment's."""
     file = check_answer(strategy, "open()", said)
     try:
         _check_access(strategy, "open()", file.fd)
@@ -92,15 +93,15 @@ def check_opened(strategy: SharingStrategy, said: Any) -> SegmentFile:
 
 
 def check_new_file(strategy: SharingStrategy, file: SegmentFile, size: int) -> None:
-    """Refuse a file that could not be a segment: it would be noticed by its receivers."""
+    """Refuse a file that cannot be a segment; otherwise only its receivers would notice."""
     _check_access(strategy, "create()", file.fd)
     found = os.fstat(file.fd).st_size
     if found < size:
         raise contract_broken(
-            strategy, "create()", f"made a file of {found} bytes where {size} were asked for"
+            strategy, "create()", f"made a file of {found} bytes: it must have {size} at least"
         )
     if any(os.pread(file.fd, PAGE_SIZE, 0)):
-        # Another segment, whose tables would be written over, say.
+        # For example, it is another segment, whose tables would be overwritten.
         raise contract_broken(
             strategy, "create()", "returned a file that has contents: it must make a new one"
         )
@@ -116,15 +117,15 @@ def _check_access(strategy: SharingStrategy, call: str, fd: int) -> None:
             strategy, call, f"returned a descriptor, {fd}, that is not open"
         ) from error
     if access != os.O_RDWR:
-        raise contract_broken(strategy, call, "opened the file not for both reading and writing")
+        raise contract_broken(strategy, call, "did not open the file for both reading and writing")
 
 
 def check_file(fd: int, token: bytes | None) -> SegmentHeader:
-    """Return the header of an open file, after checking whose and which it is."""
+    """Return the header of an open file, after checking its user and which segment it is."""
     status = os.fstat(fd)
     wanted = token.hex() if token else "any"
     if not stat.S_ISREG(status.st_mode):
-        # The descriptor number has been reused for something else.
+        # The descriptor's number was reused for something else.
         raise FileNotFoundError(errno.ENOENT, f"not segment {wanted} any more")
     if status.st_uid != os.geteuid():
         raise ForeignSegmentError(

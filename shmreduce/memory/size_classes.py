@@ -1,10 +1,10 @@
-"""Which sizes blocks and segments are made in.
+"""The sizes of blocks and segments.
 
 May import ``mapping`` (for the page size) and ``layout``.
 
-Blocks come in size classes, eight to a doubling, so at most an eighth of a
-block is unused. Segments are sparse, so large ones cost addresses only; few of
-them keep descriptors and mappings few.
+Blocks come in size classes, eight to a doubling, so at most an eighth of a block is unused.
+Segments are sparse files, so a large one costs only addresses until it is used. Large
+segments are few, which keeps the numbers of descriptors and mappings low.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = [
 SMALLEST_BLOCK = 64
 """Bytes."""
 SLAB = 256 << 10
-"""Bytes of small blocks that are carved, booked and reserved together."""
+"""Small blocks are carved, booked and reserved together, this many bytes at a time."""
 FIRST_SEGMENT = 16 << 20
 """Bytes."""
 _GROWTH = 8
-"""How many times the last segment's bytes the next one has, up to a limit."""
+"""How many times as large as the last segment the next one is, up to a limit."""
 _LARGEST_STEP = 1 << 30
-"""Bytes, which is that limit. What one block needs may be more."""
+"""That limit, in bytes. A segment for one larger block is larger."""
 
 
 def size_class(nbytes: int, *, whole_pages: bool) -> int:
-    """Round up to the size that a block of ``nbytes`` really takes.
+    """Return the size of a block for ``nbytes``: ``nbytes``, rounded up.
 
     Examples
     --------
@@ -63,5 +63,6 @@ def table_sizes(kind: int, data: int) -> tuple[int, int]:
     """Choose how many blocks and lease slots a segment of ``data`` bytes gets."""
     blocks = 256 + data // (16 * PAGE_SIZE) if kind == BY_VALUE else 4096 + data // PAGE_SIZE
     slots = -(-max(4 * blocks, 128 * CHUNK_SLOTS) // CHUNK_SLOTS) * CHUNK_SLOTS
-    # Whole pages of links: chunks are reserved by the page.
+    # A multiple of the chunk size, so that the links of a chunk are whole pages, which are
+    # reserved with the chunk.
     return (blocks + 7) & -8, slots

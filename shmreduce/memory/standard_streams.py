@@ -2,8 +2,8 @@
 
 Imports nothing of shmreduce.
 
-A program may have closed its standard streams, as daemons do. The next files that
-are opened get their numbers, and what any library prints would be written there.
+A program may have closed its standard streams, as daemons do. Then the next files that are
+opened get their numbers, and whatever a library prints would be written to those files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _STANDARD_ERROR = 2
 
 
 def clear_of_streams(fd: int) -> int:
-    """Return a descriptor of the same open file, beyond those of the standard streams.
+    """Return a descriptor of the same open file, with a number above the standard streams'.
 
     Parameters
     ----------
     fd : int
-        Is taken over, also if this fails.
+        The descriptor. This call takes it over, even if it fails.
 
     Raises
     ------
@@ -48,9 +48,9 @@ def clear_of_streams(fd: int) -> int:
 
 
 def all_clear_of_streams(fds: list[int]) -> None:
-    """Put :func:`clear_of_streams` of each in its place, up to the first that cannot be had.
+    """Replace each descriptor by the result of :func:`clear_of_streams`.
 
-    Those that are left out are closed.
+    If no descriptor is free for one, it and those after it are closed and removed.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def all_clear_of_streams(fds: list[int]) -> None:
     if not fds or min(fds) > _STANDARD_ERROR:
         return
     left = deque(fds)
-    # If a signal handler raises, one may stay open. None is ever closed twice.
+    # If a signal handler raises, one may stay open. But none is ever closed twice.
     fds.clear()
     try:
         while left:

@@ -2,9 +2,9 @@
 
 May import contracts, errors, signals, ``locks``, ``mapping``, ``layout`` and ``segment_file``.
 
-Only strategies with names need this: what has no name is freed by the kernel.
-Whoever makes a segment, and whoever ends normally, sweeps first, so leftovers
-do not pile up and nobody has to ask.
+Only strategies with names need this; the kernel frees a segment without a name. A process
+sweeps before it makes a segment, and when it ends normally. So leftovers do not pile up, and
+users need not ask for it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 __all__ = ["abandoned", "names_of", "sweep"]
 
 _UNFINISHED_SECONDS = 2.0
-"""How old a file without a header must be to count as left: its maker may be about to write it."""
+"""A file without a header counts as left only after this time: its maker may be writing it."""
 _SEGMENT_MODE = 0o600
-"""Permission bits. Where a strategy gives others its file is left behind, no more."""
+"""Permission bits. If a strategy uses others, its unfinished files are left behind, no more."""
 
 
 def sweep(strategy: SharingStrategy) -> list[str]:
-    """Remove what killed owners left under this strategy; return the names.
+    """Remove the names of this strategy that killed owners left; return the removed names.
 
-    Whoever has such a segment open keeps it. A name that this process must not remove is
-    left: what somebody else has not tidied up must not fail what is done here.
+    Processes that have such a segment open can still use it. A name that this process may not
+    remove is left: another process's leftovers must not make this one fail.
     """
     try:
         names = names_of(strategy)
     except OSError as error:
         if not is_from_system(error):
             raise
-        # No descriptor is free, say: for the next who sweeps. What this process
-        # is about to do may not need one.
+        # For example, no descriptor is free. The next process that sweeps will do it. What
+        # this process is about to do may not need a descriptor.
         return []
     return [name for name in names if abandoned(name) and _remove(strategy, name)]
 
@@ -57,8 +57,8 @@ def names_of(strategy: SharingStrategy) -> list[str]:
     OSError
         If the system refuses to list them.
     PluginError
-        If the strategy fails in another way, or lists what is no name: whoever asks has
-        asked for something else, and is to be told which strategy it is.
+        If the strategy raises another error, or lists something that is not a name. The
+        caller has asked for something else, so the error says which strategy it is.
     """
     try:
         names = list(strategy.names())
@@ -86,13 +86,13 @@ def _remove(strategy: SharingStrategy, name: str) -> bool:
 
 
 def abandoned(name: str) -> bool:
-    """Return whether the named segment's owner, and every fork of it, is dead."""
+    """Return whether the owner of the named segment, and every fork of it, is dead."""
     try:
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError as error:
         if not is_from_system(error):
             raise
-        # Removed meanwhile.
+        # It was removed meanwhile.
         return False
     try:
         # The owner locks its byte before it writes the header.
@@ -100,8 +100,8 @@ def abandoned(name: str) -> bool:
             return False
         check_file(fd, None)
     except InvalidHandleError:
-        # Killed while making it, or about to finish making it. One that was only
-        # stopped loses the name, no more: its locators lead to its descriptor too.
+        # Its maker was killed, or has not finished it. If the maker was only stopped, it just
+        # loses the name: the locators lead to its descriptor, too.
         return _is_unfinished(fd) and time.time() - os.fstat(fd).st_mtime > _UNFINISHED_SECONDS
     except (OSError, ShmreduceError):
         return False
@@ -111,11 +111,11 @@ def abandoned(name: str) -> bool:
 
 
 def _is_unfinished(fd: int) -> bool:
-    """Return whether a file without a whole header can have been meant for a segment.
+    """Return whether a file without a whole header may be an unfinished segment.
 
-    A strategy may list what is none, such as a file of the user's that happens to have
-    such a name: that is not to be removed. What a strategy makes has whole pages, or no
-    size yet, and is its owner's alone.
+    A strategy may list other files, such as a file of the user that happens to have such a
+    name; they must not be removed. A segment's file has whole pages or is still empty, and
+    only its owner may access it.
     """
     status = os.fstat(fd)
     if status.st_size % PAGE_SIZE or stat.S_IMODE(status.st_mode) != _SEGMENT_MODE:

@@ -276,7 +276,7 @@ def _raise_on_purpose() -> None:
         pytest.param("create", lambda _: None, r"create\(\) .* returned None", id="nothing"),
         pytest.param("create", lambda _: SegmentFile("x", None), "fd must be", id="no number"),  # type: ignore[arg-type]
         pytest.param("create", _open_nothing, "is not open", id="closed"),
-        pytest.param("create", _make_too_little, "made a file of 0 bytes where", id="too small"),
+        pytest.param("create", _make_too_little, "a file of 0 bytes: it must", id="too small"),
         pytest.param("create", _open_for_reading, "both reading and writing", id="read-only"),
         pytest.param("create", _make_what_has_contents, "that has contents", id="not new"),
         pytest.param("names", lambda: None, r"names\(\) .* raised TypeError", id="no names"),
