@@ -148,7 +148,7 @@ def process_state() -> ProcessState:
         for segment in list(heap.segments)
         for block in list(segment.out)
     ]
-    viewed = set(runtime.live.places())
+    viewed, ledger = set(runtime.live.places()), runtime.live.ledger
     return ProcessState(
         segments={segment.token.hex(): segment.fd for segment in segments},
         arrays=len(runtime.live),
@@ -159,7 +159,7 @@ def process_state() -> ProcessState:
         warm=sum(heap.warm_bytes for heap in heaps),
         waiting=runtime.live.unsettled,
         descriptors=frozenset(
-            fd for each in segments for fd in (*each.descriptors(), runtime.live.ledger.descriptor)
+            (*(fd for each in segments for fd in each.descriptors()), *ledger.descriptors())
         ),
     )
 

@@ -97,10 +97,9 @@ class ForkLedger:
         self._ready: dict[int, list[Fork]] = {}
         self._unguarded_until = 0
 
-    @property
-    def descriptor(self) -> int:
-        """The descriptor of the ledger's file, -1 until a fork needed one."""
-        return self._fd
+    def descriptors(self) -> tuple[int, ...]:
+        """Return the descriptor of the ledger's file, if a fork needed one."""
+        return () if self._fd == -1 else (self._fd,)
 
     @property
     def _is_open(self) -> bool:

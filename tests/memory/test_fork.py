@@ -816,3 +816,24 @@ def test_a_child_that_goes_on_making_a_block_leaves_its_parents_message_alone(
     waiting.let_child_end()
     assert too_much_booked() == before
     assert bytes(import_block(given[1]).buffer) == b"p" * size
+
+
+def ledger_is_listed() -> bool:
+    """Fork with an array alive, drop it and all segments; return whether the ledger is listed."""
+    kept = shmreduce.ones(LENGTH)
+    assert wait_for_exit(in_forked_child(lambda: True)) == 0
+    del kept
+    for heap in runtime.current().heaps:
+        heap.reap()
+        heap.collect()
+        with heap.exclusive():
+            heap.cool(0)
+    state = process_state()
+    (descriptor,) = runtime.current().live.ledger.descriptors()
+    return not state.segments and state.descriptors == {descriptor}
+
+
+def test_the_ledgers_descriptor_is_listed_without_any_segment() -> None:
+    """Else it would look like a leak: it stays open once a fork has needed it."""
+    # In a process of its own, in which nothing else has segments.
+    assert wait_for_exit(in_forked_child(ledger_is_listed)) == 0
