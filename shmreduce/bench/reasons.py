@@ -11,94 +11,103 @@ __all__ = ["REASONS", "reason_for"]
 
 REASONS: dict[str, str] = {
     "shared * SharedMemory by hand": (
-        "By hand, nothing but a name is sent: no receiver is counted, so nobody may ever free "
-        "or reuse the memory. A lease is taken and ended here for each message."
+        "By hand, only a name is sent. Nobody counts receivers, so the memory can never be freed "
+        "or reused safely. shmreduce takes and ends a lease for each message."
     ),
     "born * SharedMemory by hand": (
-        "By hand, the segment is made before and the same name is sent again and again. "
-        "Here each message is a new array, and its memory comes back."
+        "By hand, the segment is made in advance, and its name is sent again and again. With "
+        "shmreduce each message is a new array, and its memory is reused afterwards."
     ),
     "fresh 8 MiB: shmreduce / one copy": (
-        "Beside the copy stand the work for two messages, 0.05 ms with full caches, which the "
-        "copy has emptied; and what caches hold of 8 MiB is copied quicker when nothing else is "
-        "done. One thread copies: the reader, who looks for the message, has the other processor. "
+        "Besides the copy there is the work for two messages: 0.05 ms with warm caches, which the "
+        "copy has emptied. Also, a cache that holds the 8 MiB makes the bare copy faster. One "
+        "thread copies, because the reader that waits for the message uses the other processor. "
         "Needed: all of that work in C."
     ),
     "born *: shmreduce born shared / ten bytes": (
-        "Ten bytes are sent in a tight loop, this by an interpreter whose caches the making of "
-        "the array has emptied. With a copy of 64 MiB made before each, an array that was shared "
-        "already took 1.2 ms, this 1.3 to 1.4, and ten bytes five to seven times as long. Where "
-        "the pipe's two processes come to one processor ten bytes take a third: see its spread. "
-        "Needed: all the work of a message compiled, so that it touches less code and data."
+        "Ten bytes are sent in a tight loop, but this array by an interpreter whose caches were "
+        "emptied when the array was made. Over a queue of shmreduce, after a copy of 64 MiB, an "
+        "array that was shared already takes 7 times as long, and ten bytes 13 times. Also, ten "
+        "bytes take half as long or less if both processes of the pipe run on one processor: see "
+        "the spread. Needed: all the work of a message compiled, so that it touches less memory."
     ),
     "fresh 1 MiB: *torch*": (
-        "A copy and the round trip of a shared array alone take an eighth of torch's time. The "
-        "rest is the interpreter's work with caches that the copy has emptied. What concerns "
-        "blocks, leases and packets is compiled, and an array alone is sent without a pickler. "
-        "Needed: all the work of a message in C."
+        "One copy and the round trip of a shared array already take an eighth of torch's time. "
+        "The rest is the interpreter's work, with caches that the copy has emptied. The steps for "
+        "blocks, leases and packets are compiled, and an array alone needs no pickler. Needed: "
+        "all the work of a message in C."
     ),
     "fresh *: *torch*": (
-        "Where one copy alone takes more than a tenth of torch's whole time it cannot be met; "
-        "else see the spread. From 64 MiB on ours takes 0.5 to 1.25 times one copy by one thread."
+        "This cannot be met if one copy takes more than a tenth of torch's time; otherwise see "
+        "the spread. From 64 MiB on, shmreduce takes 0.5 to 1.25 times as long as one copy by one "
+        "thread."
     ),
     "exchange *: a message among 16 / among 2": (
-        "Two processes on two processors answer without sleeping, sixteen cannot. Until readers "
-        "looked before they slept, a message among 2 took longer than one among 16."
+        "On two processors, two processes can answer each other without sleeping, and sixteen "
+        "cannot. So this compares a message that wakes nobody with one that does."
     ),
     "exchange 64 KiB among 16 *": (
-        "All processors are busy, so what counts is work; of that a queue in C has the least."
+        "All processors are busy, so the system with the least work per message wins: a queue "
+        "that is written in C."
     ),
-    "exchange 10 B among 16 *": "Within the spread of both.",
-    "objects DataFrame with text 1 MiB *": "Within the spread of both.",
+    "exchange 10 B among 16 *": "The difference is within the spread of both.",
+    "objects DataFrame with text 1 MiB *": "The difference is within the spread of both.",
     "small-arrays 10000 x 10 KB: best of torch*": (
-        "100 MB each way, in blocks that they share; each side reduces 10,000 arrays, one by one, "
-        "and rebuilds as many. Needed: a reducer that takes many at once."
+        "100 MB each way, in blocks that the arrays share. Each side reduces and rebuilds 10,000 "
+        "arrays one by one. Needed: a reducer that takes many at once."
     ),
     "small-arrays 10000 x 100 KB: best of torch*": (
-        "A GB each way. What is idle for 5 s goes back to the system, and the turns of the others "
-        "take longer: so memory was cold each time. In a tight loop it was 0.67 s, and 3.7 in "
-        "torch. In a twentieth of that nobody copies it twice."
+        "1 GB each way. Memory that is idle for 5 s is given back to the system, and the other "
+        "systems' turns take longer than that, so the memory was cold each time. In a tight loop "
+        "it took 0.67 s, and 3.7 s in torch. A twentieth of that is less than two copies take."
     ),
     "fan-out 64 KiB to 4 *": (
-        "Five processes on two processors: nobody waits awake, what counts is work, and of that "
-        "a queue in C has the least."
+        "Five processes on two processors: no process can wait without sleeping, so the system "
+        "with the least work per message wins, a queue that is written in C."
     ),
-    "first-use *": (
-        "What counts is how quickly the machine gives pages, huge ones of ours. Measured one "
-        "after the other on one machine 64 MiB took 21 ms where the kernel had them at hand and "
-        "36 to 47 where it had not, 51 to 59 in torch; 256 MiB 52 to 165 ms, 700 in torch. Below "
-        "that it is also what a process does once: to join its family, to make a segment."
+    "first-use * MiB*": (
+        "A process runs the code of a message for the first time, and after a fork each page of "
+        "Python's objects that it touches is copied: 520 page faults in the sender and 460 in the "
+        "receiver, 3.4 us each. That is most of the time at 1 MiB; torch does this work in C++. "
+        "From 64 MiB on, the kernel's pages decide: where it has huge pages at hand 64 MiB take "
+        "18 to 25 ms (torch 26 to 32), and 33 to 40 ms where a virtual machine gets the first one "
+        "from its host, which alone takes 5 to 12 ms."
+    ),
+    "first-use 64 KiB*": (
+        "The array is pickled, as multiprocessing does it, but more Python code runs that is "
+        "new to the process."
     ),
     "fresh *: shmreduce install / multiprocessing": (
-        "Both pickle, and send the pickle through a pipe: within the spread of both."
+        "Both pickle the array and send it through a pipe: the difference is within the spread."
     ),
     "shared: slowest / quickest size *": (
-        "No work grows with the size. Where the other systems of that row took longer as "
-        "well, the machine was slower."
+        "No step depends on the size. If the other systems of that row took longer as well, the "
+        "machine was slower at that time."
     ),
     "shared *: shmreduce / ten bytes": (
-        "Where the bare pipe's two processes come to one processor a wake-up costs a third or "
-        "less: its spread says whether they did."
+        "If both processes of the bare pipe run on one processor, waking one up takes a third of "
+        "the time or less: the spread shows whether they did."
     ),
     "results 64 MiB: shared memory / arrays alive": (
-        "The peak of many calls. Memory of dropped results is lent to the worker that makes the "
-        "next one, but not while it is looked at, nor where less than twice as much is free."
+        "This is the peak of many calls. The memory of a dropped result is lent to the worker "
+        "that makes the next one, but not while somebody has a view of it, nor if less than twice "
+        "as much is free."
     ),
-    "shared *: best of torch / shmreduce": "Within the spread of ours.",
+    "shared *: best of torch / shmreduce": "The difference is within our spread.",
     "results 64 MiB filled: multiprocessing*": (
         "The workers write 64 MiB each, which takes as long for both; `bare` is without that."
     ),
     "results 256 MiB filled: multiprocessing*": (
-        "The workers write 256 MiB each, and their pages come from the system first: that takes "
+        "The workers write 256 MiB each, into pages that come from the system first. That takes "
         "as long for both."
     ),
     "results 64 MiB filled: best of torch*": (
         "The workers write 64 MiB each before anything is sent, which takes as long for both. "
-        "In Pool(shared_allocations=True) they are written where they are going to travel."
+        "With Pool(shared_allocations=True) they write where the array is going to travel."
     ),
 }
-"""Patterns of what is told beside the figure: workload, row and quickest peer, or the
-title of a target. The first that fits counts."""
+"""Reasons by pattern, which is matched with workload, row and quickest peer, or with the title
+of a target. The first pattern that fits counts."""
 
 
 def reason_for(*words: str) -> str:
@@ -106,8 +115,8 @@ def reason_for(*words: str) -> str:
 
     Examples
     --------
-    >>> reason_for("shared", "1 MiB", "SharedMemory by hand").split(":")[0]
-    'By hand, nothing but a name is sent'
+    >>> reason_for("shared", "1 MiB", "SharedMemory by hand").split(".")[0]
+    'By hand, only a name is sent'
     >>> reason_for("shared", "1 MiB", "torch")
     ''
     """
