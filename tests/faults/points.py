@@ -75,7 +75,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "heap": (
         f"{_MEMORY}.heap:Heap.allocate",
-        f"{_MEMORY}.heap:Heap._fill",
+        f"{_MEMORY}.heap:Heap._carve",
         f"{_MEMORY}.reservation:_write",
         f"{_MEMORY}.segment_creation:create_segment",
         f"{_MEMORY}.segment_creation:_create_file",
