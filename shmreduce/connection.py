@@ -167,7 +167,9 @@ class Connection(multiprocessing.connection.Connection):
         """
         if self._handle is None or not self._writable:
             self._refuse()
-        self.transmit(pack_last(held))
+        packet = pack_last(held)
+        self.transmit(packet)
+        packet.finish()
 
     def recv(self) -> Any:
         """Return the next object; wait for it.
@@ -238,12 +240,25 @@ class Connection(multiprocessing.connection.Connection):
             Without ``wait``, ``EAGAIN`` if it would have to wait. Without ``wait`` the
             packet is not discarded after any error, and may be sent again.
         """
-        if wait:
-            self._write_whole(packet, patient)
-        else:
+        if not wait:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
-        if packet.afterwards is not None:
-            packet.afterwards()
+            return
+        while True:
+            try:
+                if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
+                    # The reader is behind: leave room in the socket for more packets.
+                    packet = packet.in_block()
+                self._write(packet, _NO_SIGNAL)
+            except OSError as error:
+                if patient and error.errno in _NO_MEMORY:
+                    time.sleep(_LONGEST_PAUSE / 1000)
+                    continue
+                packet.discard()
+                if error.errno in _GONE:
+                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+                raise
+            else:
+                return
 
     # What the base class calls
 
@@ -299,25 +314,6 @@ class Connection(multiprocessing.connection.Connection):
                 # killed in between never reads it.
                 return
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _write_whole(self, packet: Packet, patient: bool) -> None:
-        """Write a packet, as :meth:`transmit` does where it may wait."""
-        while True:
-            try:
-                if len(packet.data) > SMALL_PACKET and not self.closed and self._fills_up():
-                    # The reader is behind: leave room in the socket for more packets.
-                    packet = packet.in_block()
-                self._write(packet, _NO_SIGNAL)
-            except OSError as error:
-                if patient and error.errno in _NO_MEMORY:
-                    time.sleep(_LONGEST_PAUSE / 1000)
-                    continue
-                packet.discard()
-                if error.errno in _GONE:
-                    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
-                raise
-            else:
-                return
 
     def _fills_up(self) -> bool:
         """Whether unread packets take more than their share of the socket's buffer."""

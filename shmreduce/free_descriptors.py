@@ -11,9 +11,10 @@ import os
 from shmreduce.errors import SegmentError
 from shmreduce.signals import is_from_system
 
-__all__ = ["need_descriptors"]
+__all__ = ["EXHAUSTED", "need_descriptors"]
 
-_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
+EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
+"""The system's errors when no descriptor is free."""
 
 
 def need_descriptors(count: int, purpose: str) -> None:
@@ -40,11 +41,11 @@ def need_descriptors(count: int, purpose: str) -> None:
     opened = []
     try:
         for _ in range(count):
-            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - kept one by one, to be closed if one fails
     except OSError as error:
         if not is_from_system(error):
             raise
-        if error.errno not in _EXHAUSTED:
+        if error.errno not in EXHAUSTED:
             # Not what was asked: there is no such file in this container, say.
             return
         raise SegmentError(

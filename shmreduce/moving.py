@@ -1,6 +1,6 @@
 """Arrays that travel without a copy, because the sender has no other reference to them.
 
-May import errors, settings, :mod:`shmreduce.memory` and ``born.moving``.
+May import errors, settings, :mod:`shmreduce.memory`, ``born.moving`` and ``born.heap``.
 
 Python cannot tell whether an array is referenced from anywhere else. So the message
 is pickled as if the array were moved, and then the sender drops the array. If that
@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmreduce.born import moving as born
+from shmreduce.born.heap import has_address
 from shmreduce.errors import ReducerError, SegmentError
 from shmreduce.memory.handle import padded
 from shmreduce.memory.message import Message
@@ -201,8 +202,10 @@ def give_born(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
 
 def is_born_elsewhere(view: memoryview) -> bool:
     """Return whether a buffer is certainly in memory of which nothing can be moved."""
-    address = _address_of(view) if born.started else None
-    return not born.started or (address is not None and not born.has_address(address))
+    if not born.started:
+        return True
+    address = _address_of(view)
+    return address is not None and not has_address(address)
 
 
 def _address_of(view: memoryview) -> int | None:

@@ -133,7 +133,7 @@ class Packet:
         self.is_under_way = False
         """Whether it may have been written, even if a signal handler interrupted the writer."""
         self.afterwards: Callable[[], object] | None = None
-        """Called once it was written: work that its reader need not wait for."""
+        """For :meth:`finish`."""
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to send along. They stay the segments'.
@@ -189,6 +189,15 @@ class Packet:
             for segment in self.segments
             if segment.token == what.token
         )
+
+    def finish(self) -> None:
+        """Do what the reader need not wait for, so it is best done after sending.
+
+        It is not a part of sending: an error of it must not be taken for one of that. It
+        may be left out, and is then done for a later message.
+        """
+        if self.afterwards is not None:
+            self.afterwards()
 
     def discard(self) -> None:
         """Give back the leases of a message that will not be sent.

@@ -1,7 +1,8 @@
 """One run of a pickler: it calls reducers by type, and commits or rolls back the message.
 
 May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
-``copying``, ``pickled_calls``, ``plain_objects`` and ``presized_pickle``.
+``copying``, ``free_descriptors``, ``pickled_calls``, ``plain_objects`` and
+``presized_pickle``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
 into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
 
@@ -40,7 +41,7 @@ from shmreduce.errors import (
     ShmreduceError,
     WrongHostError,
 )
-from shmreduce.memory.attachments import EXHAUSTED
+from shmreduce.free_descriptors import EXHAUSTED
 from shmreduce.memory.loading import (
     Loading,
     discard_message,

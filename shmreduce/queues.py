@@ -215,6 +215,9 @@ class _Unsendable:
         self.is_under_way = False
         """As for :class:`Packet`."""
 
+    def finish(self) -> None:
+        """Do nothing: nothing was packed."""
+
 
 class _Feeder(NamedTuple):
     """What the feeder thread needs of a queue; not the queue, which may be dropped meanwhile."""
@@ -369,7 +372,9 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
         self._reserve(block, timeout)
         held = [obj]
         del obj
-        self._add(self._pack(held))
+        item = self._pack(held)
+        self._add(item)
+        item.finish()
 
     def get(self, block: bool = True, timeout: float | None = None) -> _T:
         """Take the next object out.
@@ -565,6 +570,7 @@ class JoinableQueue(Queue[_T], _StandardJoinableQueue):
             # Counted before anybody can get the item and call task_done().
             self._unfinished_tasks.release()
             self._add(item)
+        item.finish()
 
     def _take_back(self, item: Packet | _Unsendable) -> None:
         self._unfinished_tasks.acquire(False)

@@ -109,10 +109,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.strategy is not None and not (isinstance(self.strategy, str) and self.strategy):
             _reject("strategy", self.strategy, "must be a strategy's name, or None")
-        for setting, minimum in (("inline_limit", 0), ("budget", 1), ("idle_keep", 0)):
-            value = getattr(self, setting)
-            if setting != "budget" or value is not None:
-                object.__setattr__(self, setting, _whole_bytes(setting, value, minimum))
+        self._make_whole("inline_limit", minimum=0)
+        if self.budget is not None:
+            self._make_whole("budget", minimum=1)
+        self._make_whole("idle_keep", minimum=0)
         _check_seconds("idle_seconds", self.idle_seconds, minimum_allowed=True)
         if self.message_timeout is not None:
             _check_seconds("message_timeout", self.message_timeout, minimum_allowed=False)
@@ -152,6 +152,10 @@ class Settings:
             if name not in known:
                 _reject(name, value, f"there is no such setting; there are {sorted(known)}")
         return replace(self, **changes)
+
+    def _make_whole(self, setting: str, *, minimum: int) -> None:
+        number = _whole_bytes(setting, getattr(self, setting), minimum)
+        object.__setattr__(self, setting, number)
 
 
 def _reject(setting: str, value: object, rule: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shmreduce.born.heap import BornHeap, has_address, heap_of
+from shmreduce.born.heap import BornHeap, heap_of
 from shmreduce.born.library import EXPOSED, FREED, PRIVATE, load
 from shmreduce.settings import get_settings
 from shmreduce.strategies import current_strategy
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.lease import Lease
     from shmreduce.memory.owned_segment import OwnedSegment
 
-__all__ = ["BornMove", "has_address", "name_array", "started"]
+__all__ = ["BornMove", "name_array", "started"]
 
 started = False
 """Whether arrays were ever born here: only then can any be moved."""

@@ -1,7 +1,8 @@
 """The segments that this process has open, by token.
 
-May import errors, signals, contracts, strategies, ``locks``, ``processes``, ``handle``,
-``layout``, ``segment_file``, ``lease_slots``, ``segment``, ``sweep`` and ``family``.
+May import errors, signals, ``free_descriptors``, contracts, strategies, ``locks``,
+``processes``, ``handle``, ``layout``, ``segment_file``, ``lease_slots``, ``segment``,
+``sweep`` and ``family``.
 
 A segment is opened and mapped once, and then kept, because opening it costs far more than
 claiming a lease. It is closed when nothing of it is in use and its owner is dead, or when
@@ -30,6 +31,7 @@ from shmreduce.errors import (
     SegmentGoneError,
     WrongHostError,
 )
+from shmreduce.free_descriptors import EXHAUSTED
 from shmreduce.memory import locks
 from shmreduce.memory.layout import HAD_AS_BYTES, LOCK_TRANSFER, Layout
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.family import Family, Letter
     from shmreduce.memory.handle import Handle
 
-__all__ = ["EXHAUSTED", "FEW", "Attachments", "boot_identity", "open_process_descriptor"]
+__all__ = ["FEW", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
 """This many segments of other processes stay open while nothing of them is in use."""
@@ -57,8 +59,6 @@ _MOST_HELD = 8192
 _ASTRAY_SECONDS = 10.0
 """Messages that nobody can receive are kept this long, for a process that lacked descriptors."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
-EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
-"""The system's errors when no descriptor is free."""
 
 
 def open_process_descriptor(pid: int, fd: int) -> int:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import shmreduce
 from shmreduce import moving, packets
 from shmreduce.born import moving as born_moving
-from shmreduce.born.heap import get_heap
+from shmreduce.born.heap import BornHeap, get_heap
 from shmreduce.compiled import BLOCKS
 from shmreduce.memory import one_buffer
 from shmreduce.memory.one_buffer import GivenBuffer
 from tests.born.allocator import filled, received_in_place
 from tests.compiler import needs_module
 from tests.interrupter import interrupted_everywhere
+from tests.long_ways import note_long_ways
 from tests.memory.waiting import wait_for_exit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("allocator", "shmreduce_no_leaks")
 
@@ -31,21 +29,12 @@ def _compiled() -> None:
 
 
 @pytest.fixture
-def long_ways(pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What was pickled, which is the long way; the first message of a segment is, before this."""
+def long_ways(pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """What was pickled the long way; the first message of a segment is, before this."""
     with shmreduce.shared_allocations():
         pipe[0].send(filled(0))
     assert received_in_place(pipe[1].recv())
-    seen: list[Any] = []
-    dumps: Any = vars(packets)["dumps"]
-
-    def note(obj: Any, *others: Any) -> Any:
-        seen.append(type(obj))
-        return dumps(obj, *others)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(packets, "dumps", note)
-        yield seen
+    return note_long_ways(monkeypatch)
 
 
 def test_it_is_moved(pipe: tuple[Any, Any], long_ways: list[Any]) -> None:
@@ -175,8 +164,7 @@ def test_a_child_that_is_forked_in_the_middle_leaves_the_message_to_its_parent(
             try:
                 packet = packets.pack_last(held)
                 if children == [0]:
-                    if packet.afterwards is not None:
-                        packet.afterwards()
+                    packet.finish()
                     packet.discard()
             finally:
                 if children == [0]:
@@ -197,3 +185,29 @@ def test_it_is_used_again_when_its_receiver_has_dropped_it(pipe: tuple[Any, Any]
             assert received_in_place(received)
             del received
         assert heap.block_bytes - before <= 4 * filled(0).nbytes
+
+
+@pytest.mark.parametrize("make", [shmreduce.Queue, shmreduce.JoinableQueue])
+def test_what_fails_when_it_was_sent_does_not_count_as_not_sent(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heap is tended then: an error of that is told, and the message arrives, once."""
+    queue: Any = make(2)
+    with shmreduce.shared_allocations():
+        queue.put(filled(0))
+        assert received_in_place(queue.get())
+        held = filled(1)
+
+        def fail(_heap: BornHeap) -> None:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BornHeap, "tend", fail)
+            with pytest.raises(ZeroDivisionError):
+                queue.put(held)
+    assert queue.qsize() == 1
+    assert (queue.get() == 1).all()
+    assert queue.empty()
+    assert queue.qsize() == 0
+    queue.close()
+    queue.join_thread()

@@ -29,6 +29,7 @@ from shmreduce_numpy.blocks import find_block_of
 from tests.channels.channels import within
 from tests.conftest import registered
 from tests.interrupter import interrupted_everywhere
+from tests.long_ways import note_long_ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,17 +119,9 @@ def ends(shmreduce_no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """What was pickled the long way."""
-    seen = []
-    dumps: Any = vars(packets)["dumps"]
-
-    def note(obj: Any, *others: Any) -> Any:
-        seen.append(type(obj))
-        return dumps(obj, *others)
-
-    monkeypatch.setattr(packets, "dumps", note)
-    return seen
+    return note_long_ways(monkeypatch)
 
 
 def facts(obj: Any) -> tuple[Any, ...]:
