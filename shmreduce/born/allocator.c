@@ -37,7 +37,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_ALLOCATOR_VERSION 2
+#define SHMREDUCE_ALLOCATOR_VERSION 3
 
 #define MOST_ENTRIES 16384
 #define MOST_RANGES 64
@@ -84,6 +84,7 @@ struct range {
     uint32_t used;
     int fd;
     int inherited;
+    int retired; /* no more arrays are to be born in it */
     dev_t device; /* with the inode: identifies the file of the descriptor */
     ino_t inode;
 };
@@ -428,7 +429,7 @@ EXPORT int32_t shmreduce_add_range(uint64_t address, uint64_t size, int fd, uint
     enter();
     for (int32_t number = 0; number < MOST_RANGES && found == -1; number++) {
         if (!ranges[number].size) {
-            struct range range = {address, size, offset, table, 0, fd, 0, file.st_dev, file.st_ino};
+            struct range range = {address, size, offset, table, 0, fd, 0, 0, file.st_dev, file.st_ino};
             ranges[number] = range;
             found = number;
         }
@@ -462,6 +463,14 @@ EXPORT int shmreduce_drop_range(uint32_t number)
     }
     leave();
     return done;
+}
+
+/* Let arrays that are freed in a range leave their blocks to Python, not to the next arrays. */
+EXPORT void shmreduce_retire(uint32_t number, int yes)
+{
+    enter();
+    ranges[number].retired = yes;
+    leave();
 }
 
 /* Lend a block with pages, for requests of its size; return 0 if there is no room for it. */
@@ -691,7 +700,7 @@ EXPORT void shmreduce_free(void *context, void *pointer, size_t size)
             drop_private_pages(entry);
             drop_entry(number);
         } else if (entry->state == LIVE && !(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&
-                 entry->birth == status.forks) {
+                   entry->birth == status.forks && !ranges[entry->range].retired) {
             push_idle(number);
         } else if (entry->state == LIVE) {
             push_freed(number);

@@ -218,6 +218,9 @@ class BornHeap(Heap):
         """Let no more arrays be born in the heap of another strategy."""
         for heap in _lenders:
             heap.lending = False
+        # Otherwise a block of theirs that comes free would be the next array's again and again.
+        for number, heap in list(_heaps.items()):
+            self._library.retire(number, heap is not self)
         self._take_idle()
         _lenders[:] = [self]
 

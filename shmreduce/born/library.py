@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 LIBRARY = ALLOCATOR.library
-VERSION = 2
+VERSION = 3
 """Version of the tables and functions; the C source has the same number."""
 LIVE, FREED = 2, 3
 PRIVATE, KNOWN, EXPOSED = 2, 8, 16
@@ -112,6 +112,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "allow": (None, (_u64, _u64)),
     "add_range": (ctypes.c_int32, (_u64, _u64, _int, _u64)),
     "drop_range": (_int, (_u32,)),
+    "retire": (None, (_u32, _int)),
     "lend": (_u32, (_u32, _u32, _u64, _u64)),
     "lend_region": (None, (_u32, _u64, _u64, _int, ctypes.POINTER(_u32), _u32)),
     "region_left": (_u64, ()),

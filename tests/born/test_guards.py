@@ -28,7 +28,7 @@ class Guard(NamedTuple):
 IN_C = {
     "a block that a child may see waits for Python": Guard(
         "!(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&\n"
-        "                 entry->birth == status.forks",
+        "                   entry->birth == status.forks",
         "1",
         "a_block_waits_for_the_children_that_may_see_it",
     ),

@@ -40,6 +40,23 @@ def test_an_array_that_nobody_has_any_more_is_moved(pipe: tuple[Any, Any]) -> No
     assert (received == 4).all()
 
 
+def test_a_block_of_another_strategy_is_no_new_arrays(pipe: tuple[Any, Any]) -> None:
+    """Nothing could be moved in it: it goes back to its heap when its array is freed."""
+    here, there = pipe
+    for strategy in ("file_system", "file_descriptor", "file_system", "file_descriptor"):
+        with shmreduce.install(strategy=strategy):
+            with shmreduce.shared_allocations():
+                older = filled(1)
+            other = {"file_system": "file_descriptor"}.get(strategy, "file_system")
+            with shmreduce.install(strategy=other), shmreduce.shared_allocations():
+                del older
+                for value in range(3):
+                    here.send(filled(value))
+                    received = there.recv()
+                    assert received_in_place(received)
+                    assert (received == value).all()
+
+
 @dataclass
 class Holder:
     array: np.ndarray[Any, Any]
