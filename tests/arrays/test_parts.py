@@ -99,6 +99,23 @@ def test_they_arrive_and_come_back(children: Children) -> None:
         np.testing.assert_array_equal(array, original)
 
 
+@pytest.mark.parametrize("nbytes", [LENGTH, 100_000])
+@WAYS
+def test_what_was_received_so_and_is_sent_on_shares_blocks_again(
+    way: Callable[[Any], Any], nbytes: int
+) -> None:
+    """Also if the arrays are large enough for blocks of their own; each is still independent."""
+    sent = [np.full(nbytes, each % 251, np.uint8) for each in range(COUNT)]
+    received = way(sent)
+    before = len(sizes_out())
+    again = way(received)
+    # The first 4 MiB of the larger ones are not put together.
+    assert len(sizes_out()) - before < COUNT // 4
+    for array in received:
+        array[:] = 255
+    assert [int(array[-1]) for array in again] == [each % 251 for each in range(COUNT)]
+
+
 class Labelled(np.ndarray[Any, Any]):
     """A subclass without attributes of its own."""
 
