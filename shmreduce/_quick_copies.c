@@ -15,7 +15,7 @@
 #include <emmintrin.h>
 #endif
 
-#define SHMREDUCE_VERSION 5
+#define SHMREDUCE_VERSION 6
 #define LINE ((size_t)64) /* bytes that move between a cache and memory at once */
 #define AHEAD ((size_t)1024) /* bytes between the address that is read and the one prefetched */
 

@@ -33,7 +33,7 @@ __all__ = [
     "reason_against",
 ]
 
-MODULE_VERSION = 5
+MODULE_VERSION = 6
 """Version of the modules' functions; the C sources have the same number."""
 FOLDER = Path(__file__).parent
 """The package's folder, below which all parts are."""

@@ -144,7 +144,8 @@ class Reducer(ABC):
         obj : object
             An instance of one of ``types``; it stays the caller's.
         at_least : int
-            If the buffer has fewer bytes than this, the answer is not used.
+            If the buffer has fewer bytes than this, the answer is used only if it is a
+            shared block.
 
         Returns
         -------

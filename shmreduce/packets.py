@@ -43,7 +43,7 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
 from shmreduce.memory.message import Message, keep_leases
-from shmreduce.memory.one_buffer import give_out
+from shmreduce.memory.one_buffer import give_out, give_out_shared
 from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves, give_born, is_born_elsewhere
 from shmreduce.packet_socket import MOST_DESCRIPTORS
@@ -268,8 +268,8 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     if found is None:
         return None
     view = memoryview(found[0])
-    if view.nbytes < (at_least or 1) or not view.c_contiguous:
-        # Small or empty ones are pickled. For one with gaps, Message.carry() raises the error.
+    if not view.nbytes or not view.c_contiguous:
+        # An empty one is pickled. For one with gaps, Message.carry() raises the error.
         return None
     around = around_handle(*found[1:])
     if around is None:
@@ -278,10 +278,14 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     leases: list[Lease] = []
     given: GivenBuffer | None = None
     try:
-        copies = is_born_elsewhere(view)
-        given = give_out(view, leases, copies)
-        if given is None and not copies:
-            given = give_born(view, leases)
+        if view.nbytes < at_least:
+            # It is pickled, unless it is shared.
+            given = give_out_shared(view, leases)
+        else:
+            copies = is_born_elsewhere(view)
+            given = give_out(view, leases, copies)
+            if given is None and not copies:
+                given = give_born(view, leases)
         if given is None:
             return None
         # The array is moved if no other reference is left: keep none in this frame.

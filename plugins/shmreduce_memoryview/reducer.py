@@ -56,7 +56,7 @@ class MemoryviewReducer(Reducer):
     def buffer_of(self, obj: memoryview, at_least: int) -> Any:
         """Return the view itself if it has no gaps, and its exporter owns the memory."""
         if (
-            obj.nbytes < at_least
+            (obj.nbytes < at_least and isinstance(obj.obj, bytes | bytearray))
             or not obj.c_contiguous
             or not is_castable(obj)
             or bottom_of(obj) is not obj.obj

@@ -101,7 +101,11 @@ def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
     That is so for a plain ``numpy.ndarray`` with a built-in dtype in C order, if NumPy
     allocated its memory or it fills a block.
     """
-    if type(array) is not np.ndarray or array.nbytes < at_least:
+    if type(array) is not np.ndarray:
+        return None
+    base: Any = array.base
+    if array.nbytes < at_least and (base is None or type(base) is bytes):
+        # Of small ones, only a shared block is of use.
         return None
     kind = _KINDS.get(id(array.dtype))
     flags = array.flags
@@ -109,7 +113,6 @@ def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
         return None
     memory: Any = array
     shape = array.shape
-    base = array.base
     if base is not None:
         memory = None if flags.owndata else _whole_memory(base, array)
         # Not with an axis of length 1: its stride may be any number, and would be lost.

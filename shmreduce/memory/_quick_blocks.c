@@ -29,7 +29,7 @@
  */
 #include "_quick_blocks.h"
 
-#define SHMREDUCE_VERSION 5
+#define SHMREDUCE_VERSION 6
 
 #define AS_TEXT(name) #name,
 static const char *const texts[] = {NAMES(AS_TEXT)};

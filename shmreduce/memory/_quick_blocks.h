@@ -15,7 +15,7 @@
     _(_birth) _(_block) _(_claims) _(_died) _(_heap) _(_known) _(_live) _(_nbytes) \
     _(_prune_at) _(_quick) _(_read_only) _(_record) _(_root) _(_roots) _(_segment) \
     _(_shared) _(add) _(address) _(birth) _(block) _(block_tables) _(boot) _(claim_alone) \
-    _(consume) _(current) _(cutting) _(data) _(death) _(directory) _(end) _(ended) \
+    _(claim_shared) _(consume) _(current) _(cutting) _(data) _(death) _(directory) _(end) _(ended) \
     _(filling) _(fillings) _(forks) _(generation) _(heap) _(identity) _(import_mapping) \
     _(in_place) _(keep) _(key) _(last_used) _(ledger) _(live) _(lock_fd) _(mapping) _(mode) \
     _(nbytes) _(nonce) _(offset) _(on_unused) _(owner) _(pages) _(pending) _(private) \

@@ -118,8 +118,9 @@ static int claim(State *state, const Handle *what, const Place *place, Tables *t
 
     if (quick == NULL || fd == NULL || word == NULL)
         return -1;
-    return is_true(PyObject_CallMethodObjArgs(quick, NAME(claim_alone), fd, place->number,
-        place->slot, word, place->generation, tables->importer, NULL));
+    return is_true(PyObject_CallMethodObjArgs(quick,
+        what->shared ? NAME(claim_shared) : NAME(claim_alone), fd, place->number, place->slot,
+        word, place->generation, tables->importer, NULL));
 }
 
 /* Undo a claim that could not be recorded. */

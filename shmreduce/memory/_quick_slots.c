@@ -33,7 +33,7 @@
 
 #include "_tables.h"
 
-#define SHMREDUCE_VERSION 5
+#define SHMREDUCE_VERSION 6
 
 #ifndef F_OFD_SETLK
 #define F_OFD_SETLK 37
@@ -145,6 +145,16 @@ static int claim_alone_step(QuickSlots *self, const uint64_t *of)
     return 1;
 }
 
+/* For a shared block, which may have other messages and holders. */
+static int claim_shared_step(QuickSlots *self, const uint64_t *of)
+{
+    if (LOAD(self->generations[of[BLOCK]]) != of[GENERATION]
+        || LOAD(self->words[of[SLOT]]) != of[WORD])
+        return 0;
+    STORE(self->words[of[SLOT]], of[HOLDER]);
+    return 1;
+}
+
 static int consume_step(QuickSlots *self, const uint64_t *of)
 {
     struct links links;
@@ -215,6 +225,7 @@ static PyObject *start(QuickSlots *self, PyObject *const *arguments, Py_ssize_t 
 
 TRANSITION(add, GENERATION + 1)
 TRANSITION(claim_alone, HOLDER + 1)
+TRANSITION(claim_shared, HOLDER + 1)
 TRANSITION(consume, HOLDER + 1)
 TRANSITION(release, WORD + 1)
 
@@ -281,6 +292,8 @@ static PyMethodDef methods[] = {
     METHOD("start", start, "start(block, slot, word): link a new block's first message."),
     METHOD("claim_alone", claim_alone,
         "claim_alone(fd, block, slot, word, generation, holder): make a hold of the one message."),
+    METHOD("claim_shared", claim_shared,
+        "claim_shared(fd, block, slot, word, generation, holder): make a hold of a message."),
     METHOD("consume", consume,
         "consume(fd, block, slot, word, generation, holder): end a message."),
     METHOD("release", release, "release(fd, block, slot, word): end a hold."),

@@ -39,6 +39,11 @@ class QuickSlots(Protocol):
     ) -> bool:
         """Turn a message into a hold, if the block's chain has no other slot."""
 
+    def claim_shared(
+        self, fd: int, block: int, slot: int, word: int, generation: int, holder: int
+    ) -> bool:
+        """Turn a message of a shared block into a hold."""
+
     def consume(
         self, fd: int, block: int, slot: int, word: int, generation: int, holder: int
     ) -> bool:
@@ -55,7 +60,7 @@ class LongWay:
         """See :meth:`QuickSlots.add`."""
         return False
 
-    start = claim_alone = consume = release = add
+    start = claim_alone = claim_shared = consume = release = add
 
 
 _module, _ = find_module(SLOTS)

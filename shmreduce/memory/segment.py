@@ -456,8 +456,9 @@ class Segment(LeaseSlots):
             that loader alone.
         """
         word = MESSAGE | nonce
-        if self._quick.claim_alone(self.lock_fd, block, slot, word, generation, self.importer):
-            return slot, True
+        quick = self._quick.claim_shared if shared else self._quick.claim_alone
+        if quick(self.lock_fd, block, slot, word, generation, self.importer):
+            return slot, not shared or self.is_alone(block, slot)
         if slot >= self.layout.slots:
             raise InvalidHandleError(
                 f"the handle names lease slot {slot}, segment {self.token.hex()} has "

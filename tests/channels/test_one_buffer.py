@@ -71,10 +71,13 @@ ALONE: dict[str, Callable[[], Any]] = {
     "shared, read-only here": lambda: read_only_view(shmreduce.share(numbers())),
     "shared, to be read": lambda: shmreduce.share(numbers(), mode="ro"),
     "shared, with private pages": lambda: shmreduce.share(numbers(), mode="cow"),
+    "few, shared": lambda: shmreduce.share(np.arange(10)),
+    "few, shared, as a table": lambda: shmreduce.share(np.arange(10)).reshape(2, 5),
     "a memoryview": lambda: memoryview(bytearray(8 * LENGTH)).cast("d", (8, LENGTH // 8)),
     "a memoryview of bytes": lambda: memoryview(bytes(8 * LENGTH)),
     "a memoryview of an array": lambda: memoryview(numbers().data),
     "a memoryview of a block": lambda: shmreduce.allocate(8 * LENGTH).buffer,
+    "a memoryview of a small block": lambda: shmreduce.allocate(80).buffer,
 }
 OTHERWISE: dict[str, Callable[[], Any]] = {
     "Fortran order": lambda: np.asfortranarray(numbers().reshape(256, -1)),
@@ -86,7 +89,10 @@ OTHERWISE: dict[str, Callable[[], Any]] = {
     "records": lambda: np.zeros(LENGTH, [("a", "f4"), ("b", "i4")]),
     "a subclass": lambda: numbers().view(np.recarray),
     "few": lambda: np.arange(10),
+    "few of many": lambda: numbers()[:10],
+    "few of a shared one": lambda: shmreduce.share(numbers())[:10],
     "none": lambda: np.zeros((0, 3)),
+    "none, shared": lambda: shmreduce.zeros((0, 3)),
     "no axis": lambda: np.array(3.0),
     "a part of a shared one": lambda: shmreduce.share(numbers())[5:-5],
     "a shared one in another order": lambda: shmreduce.share(numbers().reshape(256, -1)).T,
@@ -275,6 +281,19 @@ def test_an_array_that_is_written_back_later_travels_as_it_is_now(ends: tuple[An
             ends[0].send(sent)
             assert (within(ends[1].recv) == 7).all()
         del copy, sent
+
+
+def test_a_block_below_the_limit_that_was_received_by_value_is_copied(
+    ends: tuple[Any, Any],
+) -> None:
+    """Its sender may have had a lower limit; it stays by value."""
+    ends[0].send(numbers())
+    kept = within(ends[1].recv)
+    assert find_block_of(kept) is not None
+    with shmreduce.install(inline_limit=2 * kept.nbytes):
+        ends[0].send(kept)
+        kept[:] = 7
+        assert (within(ends[1].recv) == numbers()).all()
 
 
 def test_a_shared_array_stays_one_memory(ends: tuple[Any, Any]) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.conftest import Children
+
 pytestmark = pytest.mark.usefixtures("compiled", "installed")
 
 SIZE = 20_000
@@ -254,6 +256,23 @@ def test_the_usual_case_goes_the_short_way(calls: Calls) -> None:
     assert again._root is block._root
     assert calls.done == {"take_block": 1, "lend_block": 1, "import_block": 2}
     assert calls.declined == {}
+
+
+def is_imported_quickly(before: bytes, handle: bytes) -> bool:
+    kept = import_block(before)
+    state = runtime.current()
+    block = quick_blocks.import_block(handle, state.live, state.attachments, None)
+    del kept
+    return block is not None
+
+
+def test_a_shared_block_that_others_have_too_goes_the_short_way(children: Children) -> None:
+    """Its other messages and holders make no difference."""
+    first, block = allocate(SIZE), allocate(SIZE)
+    of_others = [referred(block) for _ in range(2)]
+    assert children.call(is_imported_quickly, referred(first), referred(block))
+    for handle in of_others:
+        import_block(handle)
 
 
 def test_nothing_is_taken_while_a_fork_is_prepared(calls: Calls) -> None:

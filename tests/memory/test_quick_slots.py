@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("compiled", "installed")
 
 NONCE = 12345
-COUNTS = {"add": 5, "claim_alone": 6, "consume": 6, "release": 4}
+COUNTS = {"add": 5, "claim_alone": 6, "claim_shared": 6, "consume": 6, "release": 4}
 """Transitions, and how many numbers they take."""
 TRANSITIONS = tuple(COUNTS)
 

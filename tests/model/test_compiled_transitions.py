@@ -140,6 +140,18 @@ CHANGES = {
         || !find_links""",
         "        || !find_links",
     ),
+    "shared, whatever it is": (
+        """\
+        || LOAD(self->words[of[SLOT]]) != of[WORD])
+        return 0;
+    STORE(self->words[of[SLOT]], of[HOLDER]);
+    return 1;""",
+        """\
+        )
+        return 0;
+    STORE(self->words[of[SLOT]], of[HOLDER]);
+    return 1;""",
+    ),
     "never alone": (
         "        || LOAD(self->heads[of[BLOCK]]) != of[SLOT] + 1 || LOAD(self->next[of[SLOT]]))",
         "        )",
