@@ -22,6 +22,7 @@ __all__ = [
     "CompilationError",
     "ConfigurationError",
     "ForeignSegmentError",
+    "InheritedPoolError",
     "InvalidHandleError",
     "LeaseTimeoutError",
     "MissingExtraError",
@@ -447,6 +448,16 @@ class WorkerDied(ShmreduceError):
         """Another name of ``index``."""
         index: int | None = self.index
         return index
+
+
+class InheritedPoolError(ShmreduceError, ValueError, RuntimeError):
+    """A pool or executor was used in a process that was forked by the one that made it.
+
+    The workers answer their parent only. It is a ValueError as from a pool that is not
+    running, and a RuntimeError as from an executor that was shut down.
+
+    Fields: ``parent`` (pid of the process that made it), ``pid``.
+    """
 
 
 class TaskAbandonedError(ShmreduceError):

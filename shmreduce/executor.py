@@ -391,6 +391,7 @@ class ProcessPoolExecutor(Executor):
             raise RuntimeError("cannot schedule new futures after shutdown")
         if is_shutting_down() or self._supervisor.closing:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        self._supervisor.check_made_here()
 
 
 def _make_process(context: Any, **arguments: Any) -> Any:

@@ -208,6 +208,7 @@ class Pool:
     def _check_running(self) -> None:
         if self._state != RUN:
             raise ValueError("Pool not running")
+        self._supervisor.check_made_here()
 
     # One call
 

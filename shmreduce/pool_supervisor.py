@@ -49,7 +49,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.errors import ProducerDied, TaskAbandonedError
+from shmreduce.errors import InheritedPoolError, ProducerDied, TaskAbandonedError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.interrupts import Interrupts
 from shmreduce.memory.lending import Lender
@@ -240,6 +240,17 @@ class Supervisor:
     def is_inherited(self) -> bool:
         """Whether this process was forked by the one that started the workers."""
         return os.getpid() != self._options.parent
+
+    def check_made_here(self) -> None:
+        """Raise InheritedPoolError in a forked child: no worker would ever answer it."""
+        if self.is_inherited:
+            raise InheritedPoolError(
+                f"process {os.getpid()} was forked by process {self._options.parent}, which made "
+                "this pool and alone gets the answers of its workers: make a pool in this "
+                "process",
+                parent=self._options.parent,
+                pid=os.getpid(),
+            )
 
     @property
     def broken_by(self) -> BaseException | None:

@@ -20,7 +20,7 @@ from shmreduce.extras import import_extra
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from shmreduce.bench.measurements import Measurement, Report
     from shmreduce.bench.plan import Plan
@@ -79,10 +79,10 @@ def _run(options: argparse.Namespace) -> int:
     plan = quick_plan() if options.quick else Plan()
     if options.systems is not None:
         plan = replace(plan, systems=_known_systems(options.systems))
-    if options.list:
-        _list(plan, as_json=options.json)
-        return 0
     chosen = selection(options.only)
+    if options.list:
+        _list(chosen, plan, as_json=options.json)
+        return 0
     _check_files(options)
     path: Path | None = options.results
     report = Report(machine=machine()) if path is None else load_report(path)
@@ -160,31 +160,36 @@ def _known_systems(text: str) -> tuple[str, ...]:
     return chosen
 
 
-def _list(plan: Plan, *, as_json: bool) -> None:
+def _list(chosen: Mapping[str, set[str] | None], plan: Plan, *, as_json: bool) -> None:
     from shmreduce.bench.suite import TITLES, rows_of
     from shmreduce.bench.systems.catalog import SYSTEMS
 
+    rows = {
+        name: [row for row in rows_of(name, plan) if wanted is None or row in wanted]
+        for name, wanted in chosen.items()
+    }
+    listed = [each for each in SYSTEMS if plan.systems is None or each.name in plan.systems]
     if as_json:
         print_json(
             {
                 "workloads": [
-                    {"name": name, "measures": title, "rows": rows_of(name, plan)}
-                    for name, title in TITLES.items()
+                    {"name": name, "measures": TITLES[name], "rows": found}
+                    for name, found in rows.items()
                 ],
                 "systems": [
                     {"name": system.name, "unusable": system.unusable_reason()}
-                    for system in SYSTEMS
+                    for system in listed
                 ],
             }
         )
         return
     workloads = Table("Workloads", ("name", "measures", "rows"))
-    for name, title in TITLES.items():
-        workloads.add(name, title, ", ".join(rows_of(name, plan)))
+    for name, found in rows.items():
+        workloads.add(name, TITLES[name], ", ".join(found))
     workloads.print()
     print()
     systems = Table("Systems", ("name", "here"))
-    for system in SYSTEMS:
+    for system in listed:
         systems.add(system.name, system.unusable_reason() or "usable")
     systems.print()
 

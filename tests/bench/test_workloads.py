@@ -446,6 +446,12 @@ def test_the_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     fresh = next(each for each in found["workloads"] if each["name"] == "fresh")
     assert fresh["rows"] == ["10 B", "1 MiB"]
     assert {"name": "multiprocessing", "unusable": None} in found["systems"]
+    only = ["--only", "stream,fresh:1 MiB", "--systems", "multiprocessing"]
+    assert main(["bench", "--quick", "--list", "--json", *only]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in found["workloads"]] == ["stream", "fresh"]
+    assert found["workloads"][1]["rows"] == ["1 MiB"]
+    assert found["systems"] == [{"name": "multiprocessing", "unusable": None}]
 
 
 @pytest.mark.parametrize(

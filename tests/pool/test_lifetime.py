@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ import psutil
 import pytest
 
 import shmreduce
-from shmreduce import pool_supervisor
+from shmreduce import InheritedPoolError, pool_supervisor
 from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import Pool
 from tests.conftest import PATIENCE, START_METHODS
+from tests.memory.waiting import in_forked_child, wait_for_exit
 from tests.pool.work import filled, leave_a_child, square, sum_of_squares_by_a_pool
 
 if TYPE_CHECKING:
@@ -156,6 +158,28 @@ def test_a_forked_child_shuts_an_inherited_executor_down_for_itself_alone() -> N
         exitcode = child.exitcode
         child.kill()
         assert exitcode == 0
+        assert executor.submit(square, 4).result(PATIENCE) == 16
+
+
+def test_a_forked_child_is_told_that_an_inherited_pool_does_not_answer_it() -> None:
+    """Instead of waiting for ever; the pool's own process goes on."""
+
+    def is_told(call: Callable[[], object]) -> bool:
+        with pytest.raises(InheritedPoolError, match="make a pool in this process") as caught:
+            call()
+        return (caught.value.parent, caught.value.pid) == (os.getppid(), os.getpid())
+
+    with Pool(1, context=FORK) as pool, ProcessPoolExecutor(1, FORK) as executor:
+        calls: list[Callable[[], object]] = [
+            lambda: pool.apply(square, (3,)),
+            lambda: pool.map(square, range(3)),
+            lambda: pool.imap(square, range(3)),
+            lambda: executor.submit(square, 3),
+            lambda: executor.map(square, range(3)),
+        ]
+        for call in calls:
+            assert wait_for_exit(in_forked_child(partial(is_told, call))) == 0
+        assert pool.apply(square, (3,)) == 9
         assert executor.submit(square, 4).result(PATIENCE) == 16
 
 
