@@ -140,6 +140,10 @@ def ask_reducer(
     message = state[_MESSAGE]
     if message is None:
         message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], in_pipe=in_pipe)
+    return _reduce(claim, obj, message)
+
+
+def _reduce(claim: ReducerClaim, obj: Any, message: Message) -> Any:
     result = claim.reducer.reduce(obj, message)
     if not isinstance(result, _REDUCED) and result is not NotImplemented:
         _reject_result(claim, obj, result)
@@ -399,6 +403,9 @@ class Pickler(ForkingPickler):
         super().__init__(file, _PROTOCOL, True, keep_buffer)
         self._find = get_registry().find
         self._begun = begun
+        # By the class's identity, as in the registry: a metaclass may define __eq__.
+        self._asked: dict[int, tuple[type, ReducerClaim]] = {}
+        """Claims that nobody outranks: a list of many arrays need not find that out for each."""
         self._message = message
         self._mover = mover
         self._in_pipe = in_pipe
@@ -407,17 +414,11 @@ class Pickler(ForkingPickler):
         """Return how to pickle an object, or NotImplemented for the ordinary way."""
         if self._begun is not None and obj is self._begun.obj:
             return self._begun.reduced
-        claim = self._find(type(obj))
-        result = NotImplemented
-        if claim is not None:
-            result = ask_reducer(
-                self,
-                obj,
-                claim,
-                outranked=_NOBODY,
-                shared_memory=_always,
-                in_pipe=self._in_pipe,
-            )
+        asked = self._asked.get(id(type(obj)))
+        if asked is not None:
+            result = _reduce(asked[1], obj, self.__dict__[_MESSAGE])
+        else:
+            result = self._ask(obj)
         if result is NotImplemented:
             if self._mover is not None and not isinstance(obj, _NAMED):
                 # The object's own methods are called now, and they may write to arrays.
@@ -427,8 +428,26 @@ class Pickler(ForkingPickler):
                 return others(self, obj)
         return result
 
+    def _ask(self, obj: Any) -> Any:
+        cls = type(obj)
+        claim = self._find(cls)
+        if claim is None:
+            return NotImplemented
+        result = ask_reducer(
+            self,
+            obj,
+            claim,
+            outranked=_NOBODY,
+            shared_memory=_always,
+            in_pipe=self._in_pipe,
+        )
+        if result is not NotImplemented:
+            self._asked[id(cls)] = cls, claim
+        return result
+
     def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
         """Pickle an object; return the message, not committed yet, if there is one."""
+        self._asked.clear()
         return dump_message(self, obj, pickle.Pickler.dump, self._message, self._mover)
 
 

@@ -242,13 +242,16 @@ def _reduce_to_part(array: np.ndarray[Any, Any], nbytes: int, flags: Any, messag
     if part is None:
         return None
     memory, block, start = part
+    if type(array) is np.ndarray and flags.c_contiguous:
+        kind = _KINDS.get(id(array.dtype))
+        if kind in _CAST:
+            # Takes half as long as NumPy, which would have to make an array of the target.
+            memory[:] = array.data.cast("B")
+            shape, writeable = array.shape, flags.writeable
+            return rebuild.rebuild_part, (block, start, nbytes, shape, "C", kind, writeable)
     order = _order(flags)
+    _copy(array, memory, order)
     dtype = describe_dtype(dtype_of(array))
-    if dtype in _CAST and flags.c_contiguous and type(array) is np.ndarray:
-        # Takes half as long as NumPy, which would have to make an array of the target.
-        memory[:] = array.data.cast("B")
-    else:
-        _copy(array, memory, order)
     arguments = (block, start, nbytes, shape_of(array), order, dtype, flags.writeable)
     if type(array) is np.ndarray:
         return rebuild.rebuild_part, arguments
