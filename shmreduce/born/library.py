@@ -1,7 +1,7 @@
 """Loads the compiled allocator, and declares its tables and functions.
 
-May import errors, contracts, ``compiled``, ``fork_hooks``, ``interpreter``, ``thread_locks`` and
-:mod:`shmreduce.memory`.
+May import errors, contracts, ``compiled``, ``fork_hooks``, ``free_descriptors``,
+``interpreter``, ``thread_locks`` and :mod:`shmreduce.memory`.
 
 Its functions are called with the interpreter lock held (``PyDLL``). None of them waits for
 anything but memory, and no other thread, signal handler or finalizer can run Python code
@@ -21,6 +21,7 @@ from shmreduce.compiled import ALLOCATOR
 from shmreduce.contracts import AllocatorFunctions
 from shmreduce.errors import AllocatorUnavailableError
 from shmreduce.fork_hooks import renew_in_children
+from shmreduce.free_descriptors import need_descriptors
 from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.thread_locks import interrupt_safe
@@ -194,10 +195,13 @@ def load() -> Library:
     ------
     AllocatorUnavailableError
         If it was not built, or was built for another version of shmreduce.
+    SegmentError
+        If no descriptor is free, which says nothing about the library.
     """
     global _library
     if _library is not None:
         return _library
+    need_descriptors(1, "load the allocator")
     if is_free_threaded():
         raise _unavailable("this Python is a free-threaded build")
     try:

@@ -16,7 +16,7 @@ import shmreduce
 from shmreduce.born import library, moving
 from shmreduce.building import build, compile_command
 from shmreduce.compiled import ALLOCATOR
-from tests.born.allocator import LARGE, needs_allocator
+from tests.born.allocator import LARGE, in_fresh_interpreter, needs_allocator
 from tests.compiler import needs_compiler
 
 if TYPE_CHECKING:
@@ -89,6 +89,39 @@ def test_what_is_not_to_be_trusted_is_not_loaded(
     make(elsewhere)
     with pytest.raises(shmreduce.AllocatorUnavailableError, match=reason):
         library.load()
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource
+import numpy, shmreduce, shmreduce_numpy.handler
+from shmreduce.born.allocations import shared_allocations
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+taken = []
+try:
+    while True:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+try:
+    shared_allocations()
+except shmreduce.SegmentError as error:
+    print(error)
+for each in taken:
+    os.close(each)
+with shared_allocations():
+    print(numpy.ones(1_000_000).sum())
+"""
+
+
+def test_without_a_free_descriptor_it_is_not_said_to_be_missing() -> None:
+    """The error names what is missing, and the next try succeeds."""
+    needs_allocator()
+    done = in_fresh_interpreter(WITHOUT_DESCRIPTORS)
+    assert done.returncode == 0, done.stderr
+    told, found = done.stdout.splitlines()
+    assert "no descriptor is free to load the allocator" in told
+    assert found == "1000000.0"
 
 
 def test_it_has_nothing_of_python_in_it() -> None:
