@@ -17,7 +17,7 @@ from shmreduce.memory.one_buffer import GivenBuffer
 from tests.born.allocator import filled, received_in_place
 from tests.compiler import needs_module
 from tests.interrupter import interrupted_everywhere
-from tests.long_ways import note_long_ways
+from tests.long_ways import list_slots, note_long_ways
 from tests.memory.waiting import wait_for_exit
 
 pytestmark = pytest.mark.usefixtures("allocator", "shmreduce_no_leaks")
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("allocator", "shmreduce_no_leaks")
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
     needs_module(BLOCKS)
+    list_slots()
 
 
 @pytest.fixture

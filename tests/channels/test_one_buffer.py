@@ -29,7 +29,7 @@ from shmreduce_numpy.blocks import find_block_of
 from tests.channels.channels import within
 from tests.conftest import registered
 from tests.interrupter import interrupted_everywhere
-from tests.long_ways import note_long_ways
+from tests.long_ways import list_slots, note_long_ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,6 +118,7 @@ def read_only_view(array: Any) -> Any:
 def ends(shmreduce_no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     # Where arrays were ever born in shared memory, read-only ones are sent the long way.
     monkeypatch.setattr(born, "started", False)
+    list_slots()
     here, there = shmreduce.Pipe()
     yield here, there
     here.close()

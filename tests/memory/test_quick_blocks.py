@@ -22,6 +22,7 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.loading import Loading, here
 from tests.compiler import changed_module, needs_module
+from tests.long_ways import list_slots
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Calls:
     """Counts the calls of the steps in C: those that did it, and those that declined."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        list_slots()
         self.done: dict[str, int] = {}
         self.declined: dict[str, int] = {}
         for name in ("take_block", "lend_block", "import_block"):
