@@ -145,7 +145,8 @@ class Reducer(ABC):
             An instance of one of ``types``; it stays the caller's.
         at_least : int
             If the buffer has fewer bytes than this, the answer is used only if it is a
-            shared block.
+            shared block. So :meth:`reduce`, too, must not pickle a small object before
+            it has called :meth:`Message.carry`, which says whether it can be sent so.
 
         Returns
         -------

@@ -447,8 +447,10 @@ class Pickler(ForkingPickler):
 
     def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
         """Pickle an object; return the message, not committed yet, if there is one."""
-        self._asked.clear()
-        return dump_message(self, obj, pickle.Pickler.dump, self._message, self._mover)
+        try:
+            return dump_message(self, obj, pickle.Pickler.dump, self._message, self._mover)
+        finally:
+            self._asked.clear()
 
 
 _NOBODY: Mapping[type, object] = {}

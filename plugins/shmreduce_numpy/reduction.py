@@ -38,8 +38,6 @@ __all__ = ["buffer_of_array", "reduce_array"]
 
 _KINDS = {id(dtype): kind for kind, dtype in rebuild.DTYPES.items()}
 """The characters of NumPy's built-in dtype objects, by ``id(dtype)``."""
-_CAST = frozenset("?bhilqBHILQfd")
-"""Those of them from which memoryview.cast() can make bytes."""
 
 
 def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
@@ -117,6 +115,8 @@ def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
         memory = None if flags.owndata else _whole_memory(base, array)
         # Not with an axis of length 1: its stride may be any number, and would be lost.
         if memory is None or (memory is not array and 1 in shape):
+            return None
+        if memory is array and array.nbytes < at_least:
             return None
     return memory, rebuild.rebuild_copy, (shape, "C", kind, flags.writeable)
 
@@ -242,9 +242,10 @@ def _reduce_to_part(array: np.ndarray[Any, Any], nbytes: int, flags: Any, messag
     if part is None:
         return None
     memory, block, start = part
-    if type(array) is np.ndarray and flags.c_contiguous:
+    # Without bytes, memoryview.cast() refuses the shape.
+    if nbytes and type(array) is np.ndarray and flags.c_contiguous:
         kind = _KINDS.get(id(array.dtype))
-        if kind in _CAST:
+        if kind is not None:
             # Takes half as long as NumPy, which would have to make an array of the target.
             memory[:] = array.data.cast("B")
             shape, writeable = array.shape, flags.writeable

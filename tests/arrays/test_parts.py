@@ -99,6 +99,22 @@ def test_they_arrive_and_come_back(children: Children) -> None:
         np.testing.assert_array_equal(array, original)
 
 
+@WAYS
+@pytest.mark.parametrize("kind", "?bhilqBHILQefdgFDG")
+def test_any_number_and_none_at_all_can_be_among_them(
+    way: Callable[[Any], Any], kind: str
+) -> None:
+    """Each kind of number, aligned or not, and an array without elements."""
+    # Without a limit, the empty one is not pickled either.
+    with shmreduce.install(inline_limit=0):
+        misaligned = np.zeros(9000 * np.dtype(kind).itemsize + 1, np.uint8)[1:].view(kind)
+        last = [np.ones((90, 100), kind), misaligned, np.zeros((0, 3), kind)]
+        *_, ones, zeros, nothing = way([*many(), *last])
+    assert (ones == 1).all()
+    assert not zeros.any()
+    assert (nothing.shape, nothing.dtype) == ((0, 3), np.dtype(kind))
+
+
 @pytest.mark.parametrize("nbytes", [LENGTH, 100_000])
 @WAYS
 def test_what_was_received_so_and_is_sent_on_shares_blocks_again(
