@@ -251,6 +251,7 @@ class Connection(multiprocessing.connection.Connection):
                 self._write(packet, _NO_SIGNAL)
             except OSError as error:
                 if patient and error.errno in _NO_MEMORY:
+                    # Nothing tells when the kernel has memory for packets again.
                     time.sleep(_LONGEST_PAUSE / 1000)
                     continue
                 packet.discard()

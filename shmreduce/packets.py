@@ -39,11 +39,12 @@ from shmreduce.handle_calls import (
     place_among_atoms,
 )
 from shmreduce.memory import quick_blocks
+from shmreduce.memory.allocation import find_block
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
 from shmreduce.memory.message import Message, keep_leases
-from shmreduce.memory.one_buffer import give_out, give_out_shared
+from shmreduce.memory.one_buffer import give_out
 from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves, give_born, is_born_elsewhere
 from shmreduce.packet_socket import MOST_DESCRIPTORS
@@ -271,6 +272,9 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     if not view.nbytes or not view.c_contiguous:
         # An empty one is pickled. For one with gaps, Message.carry() raises the error.
         return None
+    small = view.nbytes < at_least
+    if small and not _is_shared(view):
+        return None
     around = around_handle(*found[1:])
     if around is None:
         return None
@@ -278,14 +282,11 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     leases: list[Lease] = []
     given: GivenBuffer | None = None
     try:
-        if view.nbytes < at_least:
-            # It is pickled, unless it is shared.
-            given = give_out_shared(view, leases)
-        else:
-            copies = is_born_elsewhere(view)
-            given = give_out(view, leases, copies)
-            if given is None and not copies:
-                given = give_born(view, leases)
+        # A small one is pickled if its block cannot be sent: it is neither copied nor moved.
+        copies = not small and is_born_elsewhere(view)
+        given = give_out(view, leases, copies)
+        if given is None and not (copies or small):
+            given = give_born(view, leases)
         if given is None:
             return None
         # The array is moved if no other reference is left: keep none in this frame.
@@ -298,6 +299,11 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
         if given is not None:
             given.give_up()
         raise
+
+
+def _is_shared(view: memoryview) -> bool:
+    block = find_block(view)
+    return block is not None and block.shared
 
 
 def _of_one_call(

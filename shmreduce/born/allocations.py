@@ -129,6 +129,8 @@ def shared_allocations() -> SharedAllocations:
         If the compiled allocator is missing; ``shmreduce build-helper`` builds it.
     PluginError
         If no plugin has the memory handlers of an array library.
+    SegmentError
+        If no descriptor is free to load the allocator.
 
     Notes
     -----

@@ -36,15 +36,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.runtime import Runtime
     from shmreduce.memory.segment import Segment
 
-__all__ = [
-    "GivenBuffer",
-    "Received",
-    "Trial",
-    "copy_memory",
-    "give_out",
-    "give_out_shared",
-    "lend_by_value",
-]
+__all__ = ["GivenBuffer", "Received", "Trial", "copy_memory", "give_out", "lend_by_value"]
 
 
 class Trial(Protocol):
@@ -233,21 +225,6 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
         # The buffer may have to be copied later, when it is too late to pickle it.
         return None
     return _give_out_block(runtime, record, leases, Received(record, reference))
-
-
-def give_out_shared(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
-    """Give out a buffer's own block, as :func:`give_out` does, but only if it is shared."""
-    runtime = current()
-    exporter: Any = view.obj
-    reference = runtime.live._roots.get(id(exporter))
-    if reference is None or reference() is not exporter or runtime.has_left:
-        return None
-    record = reference.record
-    if not (
-        record.shared and record.nbytes == view.nbytes and can_travel(record, view.nbytes, False)
-    ):
-        return None
-    return _give_out_block(runtime, record, leases)
 
 
 def _give_out_block(
