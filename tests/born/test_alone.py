@@ -24,17 +24,18 @@ pytestmark = pytest.mark.usefixtures("allocator", "shmreduce_no_leaks")
 
 
 @pytest.fixture(autouse=True)
-def _compiled() -> None:
+def _ready(pipe: tuple[Any, Any]) -> None:
+    """Send the first message of the segment, which takes the long way."""
     needs_module(BLOCKS)
+    with shmreduce.shared_allocations():
+        pipe[0].send(filled(0))
+    assert received_in_place(pipe[1].recv())
     list_slots()
 
 
 @pytest.fixture
-def long_ways(pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> list[type]:
-    """What was pickled the long way; the first message of a segment is, before this."""
-    with shmreduce.shared_allocations():
-        pipe[0].send(filled(0))
-    assert received_in_place(pipe[1].recv())
+def long_ways(_ready: None, monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """What was pickled the long way."""
     return note_long_ways(monkeypatch)
 
 
