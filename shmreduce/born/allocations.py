@@ -12,7 +12,7 @@ so even if an interrupt prevented a context from getting its handler back.
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedAllocations", "check_allocator", "shared_allocations"]
 
-_open: weakref.WeakSet[SharedAllocations] = weakref.WeakSet()
-"""The blocks that are open in this process."""
-_here: ContextVar[tuple[weakref.ref[SharedAllocations], ...]] = ContextVar(
-    "shmreduce_shared_allocations", default=()
-)
-"""The blocks that were entered in this context."""
+_numbers = itertools.count()
+_open: dict[int, BornHeap] = {}
+"""The blocks that are open in this process, by number, as they were entered; and their heaps."""
+_here: ContextVar[tuple[int, ...]] = ContextVar("shmreduce_shared_allocations", default=())
+"""The numbers of the blocks that were entered in this context."""
 _before: ContextVar[Any] = ContextVar("shmreduce_allocation_before", default=None)
 """The memory handler of this context before the first of them."""
 
@@ -59,22 +58,24 @@ class SharedAllocations:
 
     # On the class: if __init__ is interrupted, __del__ is called nevertheless.
     _entered = _closed = False
+    _number = -1
     _heap: BornHeap | None = None
 
     def __init__(self, handlers: MemoryHandlers, handler: Any) -> None:
+        self._number = next(_numbers)
         self._handlers = handlers
         self._handler = handler
 
     def __enter__(self) -> Self:
-        if self in _open:
+        if self._number in _open:
             raise RuntimeError("this block has been entered; make another by shared_allocations()")
         self._heap = get_heap()
         moving.started = True
         try:
             self._entered, self._closed = True, False
-            _open.add(self)
-            _lend_from(self._heap)
-            _here.set((*_still_open(), weakref.ref(self)))
+            _open[self._number] = self._heap
+            self._heap.start_lending()
+            _here.set((*_still_open(), self._number))
             previous = self._handlers.get()
             if previous is not self._handler:
                 _before.set(previous)
@@ -96,16 +97,16 @@ class SharedAllocations:
         # An interrupt came at the beginning of __exit__, or in it. The context in which the
         # block was entered cannot be restored here, since this may run in another one.
         if self._entered and not self._closed:
-            _open.discard(self)
-            _lend_from(self._heap)
+            _open.pop(self._number, None)
+            _lend_from_last(self._heap)
 
     def _close(self) -> None:
-        _open.discard(self)
+        _open.pop(self._number, None)
         still = _still_open()
         _here.set(still)
         if not still and self._handlers.get() is self._handler and _before.get() is not None:
             self._handlers.set(_before.get())
-        _lend_from(self._heap)
+        _lend_from_last(self._heap)
         self._closed = True
 
 
@@ -168,15 +169,18 @@ def check_allocator() -> None:
     shared_allocations()
 
 
-def _still_open() -> tuple[weakref.ref[SharedAllocations], ...]:
-    return tuple(each for each in _here.get() if each() in _open)
+def _still_open() -> tuple[int, ...]:
+    return tuple(number for number in _here.get() if number in _open)
 
 
-def _lend_from(heap: BornHeap | None) -> None:
-    if heap is None or not heap.is_own:
-        # In a child that was forked inside the block, the heap belongs to the parent.
-        return
-    if len(_open):
-        heap.start_lending()
-    else:
-        heap.stop_lending()
+def _lend_from_last(closed: BornHeap | None) -> None:
+    """Let arrays be born in the heap of the last block still open; in none if there is none.
+
+    A block may have been open in the process that this one was forked from: then its heap
+    belongs to that process.
+    """
+    heaps = [heap for heap in list(_open.values()) if heap.is_own]
+    if heaps:
+        heaps[-1].start_lending()
+    elif closed is not None and closed.is_own:
+        closed.stop_lending()

@@ -57,6 +57,20 @@ def test_a_block_of_another_strategy_is_no_new_arrays(pipe: tuple[Any, Any]) -> 
                     assert (received == value).all()
 
 
+def test_after_a_block_of_another_strategy_arrays_are_moved_as_before(
+    pipe: tuple[Any, Any],
+) -> None:
+    """They are born in the heap of the block that is still open."""
+    here, there = pipe
+    with shmreduce.install(strategy="file_descriptor"), shmreduce.shared_allocations():
+        with shmreduce.install(strategy="file_system"), shmreduce.shared_allocations():
+            filled(1)
+        here.send(filled(2))
+        received = there.recv()
+        assert received_in_place(received)
+        assert (received == 2).all()
+
+
 @dataclass
 class Holder:
     array: np.ndarray[Any, Any]
