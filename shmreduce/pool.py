@@ -208,6 +208,9 @@ class Pool:
     def _check_running(self) -> None:
         if self._state != RUN:
             raise ValueError("Pool not running")
+        self._check_made_here()
+
+    def _check_made_here(self) -> None:
         self._supervisor.check_made_here()
 
     # One call

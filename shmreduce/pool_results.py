@@ -45,6 +45,13 @@ class Receiver(Protocol):
         """Fail with this error: no more answers will come."""
 
 
+class MakerOfResults(Protocol):
+    """The pool of a result."""
+
+    def _check_made_here(self) -> None:
+        """Raise InheritedPoolError in a child that was forked from the pool's process."""
+
+
 def call(callback: Callable[[Any], object] | None, value: Any) -> None:
     """Call a user's callback; report what it raises, and go on."""
     if callback is None:
@@ -91,7 +98,7 @@ class ApplyResult(Generic[_T]):
 
     Parameters
     ----------
-    pool : object
+    pool : MakerOfResults, optional
         Kept alive until the result has arrived.
     callback, error_callback : callable, optional
         Called in the pool's thread with the value, or the exception.
@@ -99,11 +106,11 @@ class ApplyResult(Generic[_T]):
 
     def __init__(
         self,
-        pool: object,
+        pool: MakerOfResults | None,
         callback: Callable[[_T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> None:
-        self._pool: object = pool
+        self._pool = pool
         self._event = _Event()
         self._callback = callback
         self._error_callback = error_callback
@@ -121,7 +128,17 @@ class ApplyResult(Generic[_T]):
         return self._success
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the result, for ``timeout`` seconds at most."""
+        """Wait for the result, for ``timeout`` seconds at most.
+
+        Raises
+        ------
+        InheritedPoolError
+            If it had not arrived when this process was forked from the pool's.
+        """
+        pool = self._pool
+        # Before the event's lock is taken, which may have been held at the fork.
+        if pool is not None and not self.ready():
+            pool._check_made_here()
         self._event.wait(timeout)
 
     def get(self, timeout: float | None = None) -> _T:
@@ -131,6 +148,8 @@ class ApplyResult(Generic[_T]):
         ------
         multiprocessing.TimeoutError
             If it has not arrived after ``timeout`` seconds.
+        InheritedPoolError
+            If it had not arrived when this process was forked from the pool's.
         """
         self.wait(timeout)
         if not self.ready():
@@ -184,7 +203,7 @@ class MapResult(ApplyResult[list[_T]]):
 
     def __init__(
         self,
-        pool: object,
+        pool: MakerOfResults | None,
         chunksize: int,
         length: int,
         callback: Callable[[list[_T]], object] | None = None,
@@ -245,7 +264,7 @@ class IMapIterator(Generic[_T]):
 
     Parameters
     ----------
-    pool : object
+    pool : MakerOfResults, optional
         Kept alive until the last result has arrived.
     in_chunks : bool
         Whether an answer is a list of results. Then the iterator ends after the error of a
@@ -254,8 +273,10 @@ class IMapIterator(Generic[_T]):
         Advanced by each result that is taken, closed at the end.
     """
 
-    def __init__(self, pool: object, *, in_chunks: bool = False, bar: Any = None) -> None:
-        self._pool: object = pool
+    def __init__(
+        self, pool: MakerOfResults | None, *, in_chunks: bool = False, bar: Any = None
+    ) -> None:
+        self._pool = pool
         self._in_chunks = in_chunks
         self._bar = bar
         # Never ``with self._condition``, see interrupt_safe().
@@ -281,6 +302,8 @@ class IMapIterator(Generic[_T]):
             If it has not arrived after ``timeout`` seconds.
         StopIteration
             If there are no more.
+        InheritedPoolError
+            If not all had arrived when this process was forked from the pool's.
         """
         succeeded, value = self._take(timeout)
         if self._bar is not None:
@@ -297,6 +320,10 @@ class IMapIterator(Generic[_T]):
         return self.next()
 
     def _take(self, timeout: float | None) -> tuple[bool, Any]:
+        pool = self._pool
+        # Before the lock is taken, which may have been held at the fork.
+        if pool is not None:
+            pool._check_made_here()
         with self._locked:
             if not self._items and not self._ended():
                 self._condition.wait_for(lambda: self._items or self._ended(), timeout)

@@ -169,18 +169,32 @@ def test_a_forked_child_is_told_that_an_inherited_pool_does_not_answer_it() -> N
             call()
         return (caught.value.parent, caught.value.pid) == (os.getppid(), os.getpid())
 
+    reader, writer = os.pipe()
     with Pool(1, context=FORK) as pool, ProcessPoolExecutor(1, FORK) as executor:
+        arrived = pool.apply_async(square, (2,))
+        arrived.wait(PATIENCE)
+        waited_for = pool.apply_async(os.read, (reader, 1))
+        of_a_map, in_turn = pool.map_async(square, range(3)), pool.imap(square, range(3))
         calls: list[Callable[[], object]] = [
             lambda: pool.apply(square, (3,)),
             lambda: pool.map(square, range(3)),
             lambda: pool.imap(square, range(3)),
+            waited_for.get,
+            lambda: of_a_map.wait(PATIENCE),
+            lambda: in_turn.next(PATIENCE),
             lambda: executor.submit(square, 3),
             lambda: executor.map(square, range(3)),
         ]
         for call in calls:
             assert wait_for_exit(in_forked_child(partial(is_told, call))) == 0
+        assert wait_for_exit(in_forked_child(lambda: arrived.get() == 4)) == 0
+        os.write(writer, b"!")
+        assert waited_for.get(PATIENCE) == b"!"
+        assert of_a_map.get(PATIENCE) == list(in_turn) == [0, 1, 4]
         assert pool.apply(square, (3,)) == 9
         assert executor.submit(square, 4).result(PATIENCE) == 16
+    os.close(reader)
+    os.close(writer)
 
 
 def test_several_pools_at_once(children: Children) -> None:
