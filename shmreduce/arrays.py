@@ -47,8 +47,10 @@ def share(obj: Any, mode: Mode = "rw") -> Any:
         If the type has no reducer, or no shared form.
     ConfigurationError
         If there is no such mode.
-    OutOfSharedMemoryError
-        If there is no room.
+    OutOfSharedMemoryError, BudgetExceededError, SegmentError
+        If there is no room, or the system refuses a segment.
+    UnknownStrategyError, StrategyUnusableError
+        If the sharing strategy does not exist or does not work here.
 
     Examples
     --------
@@ -140,8 +142,10 @@ def empty(shape: Any, dtype: Any = None, order: str = "C", *, mode: Mode = "rw")
         If no plugin makes arrays.
     ConfigurationError
         If there is no such mode.
-    OutOfSharedMemoryError
-        If there is no room.
+    OutOfSharedMemoryError, BudgetExceededError, SegmentError
+        If there is no room, or the system refuses a segment.
+    UnknownStrategyError, StrategyUnusableError
+        If the sharing strategy does not exist or does not work here.
 
     Examples
     --------
@@ -220,8 +224,8 @@ def array(obj: Any, dtype: Any = None, order: str = "K", *, mode: Mode = "rw") -
 
     Raises
     ------
-    NotShareableError, PluginError, ConfigurationError, OutOfSharedMemoryError
-        As for :func:`empty`.
+    NotShareableError, PluginError, ConfigurationError, SegmentError
+        As for :func:`empty`, and the errors of strategies.
 
     Examples
     --------

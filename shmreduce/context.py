@@ -183,7 +183,8 @@ class _Channels(_Base):
         Parameters
         ----------
         processes : int, optional
-            The number of workers; by default the number of processors.
+            The number of workers; by default the number of processors, from Python
+            3.13 on of those that this process may use.
         initializer : callable, optional
             Each worker calls ``initializer(*initargs)`` when it starts.
         initargs : iterable

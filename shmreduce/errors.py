@@ -122,8 +122,9 @@ class ShmreduceWarning(UserWarning):
     """A problem that does not stop the work.
 
     The causes are broken plugins, unread messages that are lost because their sender
-    ends, names of shared memory that a process could not remove at its end, and
-    received arrays that stay shared with a forked child.
+    ends, names of shared memory that a process could not remove at its end, received
+    arrays that stay shared with a forked child, CUDA arrays that are in use elsewhere
+    when their sender ends, and a strategy that cannot list its segments.
     """
 
 

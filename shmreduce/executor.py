@@ -102,7 +102,8 @@ class ProcessPoolExecutor(Executor):
     Parameters
     ----------
     max_workers : int, optional
-        The number of workers; by default the number of processors.
+        The number of workers; by default the number of processors, from Python 3.13
+        on of those that this process may use.
     mp_context : multiprocessing context, optional
         Starts the workers; by default :func:`shmreduce.get_context` gives it. Arrays travel
         by shared memory with a context of shmreduce, and with any other context after

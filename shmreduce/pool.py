@@ -71,7 +71,8 @@ class Pool:
     Parameters
     ----------
     processes : int, optional
-        The number of workers; by default the number of processors.
+        The number of workers; by default the number of processors, from Python 3.13
+        on of those that this process may use.
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts.
     initargs : iterable
@@ -317,7 +318,8 @@ class Pool:
         Parameters
         ----------
         func, iterable
-            The function, and the items to call it with.
+            The function, and the items to call it with. Items of an iterable without a
+            length, such as a generator, are all taken first; :meth:`imap` does not do so.
         chunksize : int, optional
             The number of items that make one task; by default there are about four
             tasks for each worker.

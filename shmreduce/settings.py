@@ -52,9 +52,10 @@ class Settings:
         Seconds after which the memory of a message that nobody has read is freed. None
         means never. ``SHMREDUCE_MESSAGE_TIMEOUT``.
     short_wait : float
-        Seconds for which a reader of a channel of shmreduce polls for a message before
-        it sleeps. After 0.3 ms it goes on polling only while no process waits for a
-        processor. 0 means that it never polls. ``SHMREDUCE_SHORT_WAIT``.
+        Seconds for which a reader polls for a message before it sleeps: in channels of
+        shmreduce and, after :func:`shmreduce.install`, in those of multiprocessing. After
+        0.3 ms it goes on polling only while no process waits for a processor. 0 means
+        that it never polls. ``SHMREDUCE_SHORT_WAIT``.
     on_exhausted : {"raise", "pickle"}
         What happens to an array for which no shared memory is left: an error is raised,
         or the array is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.

@@ -38,8 +38,10 @@ def allocate(nbytes: int, mode: Mode = "rw") -> Block:
 
     Raises
     ------
-    OutOfSharedMemoryError, BudgetExceededError
-        If there is no room.
+    OutOfSharedMemoryError, BudgetExceededError, SegmentError
+        If there is no room, or the system refuses a segment.
+    UnknownStrategyError, StrategyUnusableError
+        If the sharing strategy does not exist or does not work here.
     ConfigurationError
         If ``nbytes`` or ``mode`` is impossible.
 

@@ -112,6 +112,15 @@ class Message:
         Whether the pickle goes through a pipe, whatever its size, as in the channels of
         :mod:`multiprocessing`; see :meth:`allocate_part`. For the core only.
 
+    Attributes
+    ----------
+    shared_memory : bool
+        As above. A message to another host may also lack plugins at its receiver.
+    inline_limit : int
+        Bytes: a by-value buffer of fewer should be pickled in the ordinary way.
+    smallest_part : int
+        Bytes: for a by-value buffer of fewer, :meth:`allocate_part` is not worth a call.
+
     Examples
     --------
     You must commit or roll back a message that you make by hand:
