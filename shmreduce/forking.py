@@ -47,6 +47,7 @@ from shmreduce.errors import ReducerConflictError, ShmreduceError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
+from shmreduce.memory.parts import IN_PIPE
 from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickling import ask_reducer, dump_message, load_message
 from shmreduce.plain_objects import PASSES_ON
@@ -406,7 +407,7 @@ class _Patch:
                 claim,
                 outranked=self.outranked,
                 shared_memory=remote.shared_memory_allowed,
-                in_pipe=True,
+                limits=IN_PIPE,
             )
         if result is NotImplemented and self._next_override is not None:
             return self._next_override(pickler, obj)

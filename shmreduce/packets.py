@@ -58,7 +58,7 @@ from shmreduce.pickling import (
     unloaded,
 )
 from shmreduce.plain_objects import UNASKED
-from shmreduce.settings import get_settings
+from shmreduce.settings import inline_limit
 from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     claim = None if type(obj) in UNASKED else reducer_claim(type(obj))
     if claim is None or get_spawning_popen() is not None:
         return None
-    at_least = get_settings().inline_limit
+    at_least = inline_limit()
     found = claim.reducer.buffer_of(obj, at_least)
     if found is None:
         return None

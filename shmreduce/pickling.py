@@ -52,18 +52,20 @@ from shmreduce.memory.loading import (
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
+from shmreduce.memory.parts import IN_BLOCK, KEPT
 from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
 from shmreduce.plain_objects import is_plain, override_of_others, says_all
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
-from shmreduce.settings import get_settings
+from shmreduce.settings import inline_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shmreduce.memory.lending import Lender
     from shmreduce.memory.mover import Mover
+    from shmreduce.memory.parts import Limits
     from shmreduce.registry import ReducerClaim
 
 __all__ = [
@@ -104,7 +106,7 @@ def ask_reducer(
     *,
     outranked: Mapping[type, object],
     shared_memory: Callable[[], bool],
-    in_pipe: bool,
+    limits: Limits,
 ) -> Any:
     """Return what a reducer returns for an object, for use in ``reducer_override``.
 
@@ -121,7 +123,7 @@ def ask_reducer(
         entry for the object's class overrides the registry.
     shared_memory : callable
         Returns whether a new message may use shared memory.
-    in_pipe : bool
+    limits : Limits
         As for :class:`Message`.
 
     Returns
@@ -139,7 +141,7 @@ def ask_reducer(
         return NotImplemented
     message = state[_MESSAGE]
     if message is None:
-        message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], in_pipe=in_pipe)
+        message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], limits=limits)
     return _reduce(claim, obj, message)
 
 
@@ -386,7 +388,7 @@ class Pickler(ForkingPickler):
         The message to add to; if ``begun`` is given, that of ``begun``.
     mover : Mover, optional
         Moves the arrays of the object.
-    in_pipe : bool
+    limits : Limits
         As for :class:`Message`; used if no message is given.
     """
 
@@ -398,7 +400,7 @@ class Pickler(ForkingPickler):
         message: Message | None = None,
         mover: Mover | None = None,
         *,
-        in_pipe: bool = False,
+        limits: Limits = IN_BLOCK,
     ) -> None:
         super().__init__(file, _PROTOCOL, True, keep_buffer)
         self._find = get_registry().find
@@ -408,7 +410,7 @@ class Pickler(ForkingPickler):
         """Claims that nobody outranks: a list of many arrays need not find that out for each."""
         self._message = message
         self._mover = mover
-        self._in_pipe = in_pipe
+        self._limits = limits
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle an object, or NotImplemented for the ordinary way."""
@@ -439,7 +441,7 @@ class Pickler(ForkingPickler):
             claim,
             outranked=_NOBODY,
             shared_memory=_always,
-            in_pipe=self._in_pipe,
+            limits=self._limits,
         )
         if result is not NotImplemented:
             self._asked[id(cls)] = cls, claim
@@ -477,7 +479,7 @@ class _Buffers:
         except BufferError:
             # Not contiguous: pickle raises the error.
             return True
-        if raw.nbytes < get_settings().inline_limit:
+        if raw.nbytes < inline_limit():
             return True
         self.kept.append(raw)
         return False
@@ -511,8 +513,7 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
         The object to pickle.
     block_from : int, optional
         A pickle of at least this many bytes may be in a block of the message, see
-        :meth:`Message.handle_of`. By default it never is, and it is kept short, as for
-        a pipe.
+        :meth:`Message.handle_of`. By default it never is, and it is kept short.
     mover : Mover, optional
         Moves the arrays of the object; by default the result of :func:`take_mover`.
 
@@ -542,7 +543,7 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     claim = reducer_claim(kind)
     if claim is None:
         return _dump_whole(obj, mover, block_from=block_from)
-    message = Message(mover=mover, in_pipe=block_from is None)
+    message = Message(mover=mover, limits=_limits(block_from))
     try:
         reduced = claim.reducer.reduce(obj, message)
         if type(reduced) is tuple and len(reduced) == 2 and says_all(reduced[1]):
@@ -556,6 +557,10 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     # NotImplemented; or an invalid result, for which the pickler below raises.
     message.rollback()
     return _dump_whole(obj, mover, block_from=block_from)
+
+
+def _limits(block_from: int | None) -> Limits:
+    return KEPT if block_from is None else IN_BLOCK
 
 
 def reducer_claim(cls: type) -> ReducerClaim | None:
@@ -576,8 +581,8 @@ def _dump_whole(
         message = message or Message(mover=mover)
         file = PresizedBuffer(message, expected, block_from)
     buffers = _Buffers()
-    in_pipe = block_from is None
-    message = Pickler(file, buffers.keep, begun, message, mover, in_pipe=in_pipe).dump(obj)
+    limits = _limits(block_from)
+    message = Pickler(file, buffers.keep, begun, message, mover, limits=limits).dump(obj)
     try:
         if buffers.kept:
             message = message or Message(mover=mover)

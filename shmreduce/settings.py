@@ -16,10 +16,28 @@ from shmreduce.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Settings", "get_settings", "set_settings", "settings_from_environment"]
+__all__ = [
+    "Settings",
+    "get_settings",
+    "inline_limit",
+    "set_settings",
+    "settings_from_environment",
+]
 
 KIBIBYTE = 1024
 MEBIBYTE = 1024 * KIBIBYTE
+
+# Up to this size, pickling is at least as fast as a block. From 85 KiB on it takes four times
+# as long: the pickler allocates half as much again for its buffer, and from 128 KiB on
+# (M_MMAP_THRESHOLD) malloc(3) gets the buffer from mmap(2) each time, and gives the memory
+# beside it back to the kernel. With warm memory a block would be faster from 48 KiB on, but
+# not much, and the first block of a process takes as long as some 25 such messages.
+_INLINE_LIMIT = 80 * KIBIBYTE
+# A pipe of the standard library holds 64 KiB (pipe(7)). A message that does not fit stops the
+# writer until the reader has made room. By a block, tasks with arrays of 64 KiB take a sixth of
+# the time or less, messages of a queue a third. From 48 KiB on, many tasks take less time by
+# blocks as well, but a single one takes half as long again.
+_INLINE_LIMIT_IN_PIPE = 60 * KIBIBYTE
 
 _SIZE_SUFFIXES = {"K": KIBIBYTE, "M": MEBIBYTE, "G": 1024 * MEBIBYTE, "T": 1024 * 1024 * MEBIBYTE}
 
@@ -36,9 +54,10 @@ class Settings:
     strategy : str or None
         Name of the sharing strategy. None means the first usable one of
         ``file_descriptor`` and ``file_system``. ``SHMREDUCE_STRATEGY``.
-    inline_limit : int
+    inline_limit : int or None
         By-value buffers of fewer bytes are pickled in the ordinary way, unless a message
-        has many buffers of at least 4 KiB. ``SHMREDUCE_INLINE_LIMIT``.
+        has many buffers of at least 4 KiB. None means 80 KiB in a channel of shmreduce,
+        and 60 KiB in the standard library's. ``SHMREDUCE_INLINE_LIMIT``.
     budget : int or None
         Bytes of shared memory that the whole family of processes may use. None means
         80 % of what is available when the family begins. ``SHMREDUCE_BUDGET``.
@@ -89,14 +108,7 @@ class Settings:
     """
 
     strategy: str | None = None
-    # Up to this size, pickling is at least as fast as a block. From 85 KiB on it takes four
-    # times as long: the pickler allocates half as much again for its buffer, and from 128 KiB
-    # on (M_MMAP_THRESHOLD) malloc(3) gets the buffer from mmap(2) each time, and gives the
-    # memory beside it back to the kernel. With warm memory a block would be faster from 48 KiB
-    # on; with a pipe of the standard library, which holds 64 KiB (pipe(7)), it would take a
-    # third of the time from there on. But the first block of a process takes as long as some
-    # 25 such messages.
-    inline_limit: int = 80 * KIBIBYTE
+    inline_limit: int | None = None
     budget: int | None = None
     idle_seconds: float = 5.0
     idle_keep: int = 128 * MEBIBYTE
@@ -110,7 +122,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.strategy is not None and not (isinstance(self.strategy, str) and self.strategy):
             _reject("strategy", self.strategy, "must be a strategy's name, or None")
-        self._make_whole("inline_limit", minimum=0)
+        if self.inline_limit is not None:
+            self._make_whole("inline_limit", minimum=0)
         if self.budget is not None:
             self._make_whole("budget", minimum=1)
         self._make_whole("idle_keep", minimum=0)
@@ -304,6 +317,25 @@ def get_settings() -> Settings:
     if _current is None:
         _current = settings_from_environment()
     return _current
+
+
+def inline_limit(in_pipe: bool = False) -> int:
+    """Return the inline limit in force, in bytes.
+
+    Parameters
+    ----------
+    in_pipe : bool
+        Whether it is that of a message of the standard library's channels.
+
+    Examples
+    --------
+    >>> inline_limit(), inline_limit(in_pipe=True)
+    (81920, 61440)
+    """
+    limit = get_settings().inline_limit
+    if limit is None:
+        return _INLINE_LIMIT_IN_PIPE if in_pipe else _INLINE_LIMIT
+    return limit
 
 
 def set_settings(settings: Settings) -> None:

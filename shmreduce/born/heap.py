@@ -33,7 +33,7 @@ from shmreduce.memory.headroom import headroom
 from shmreduce.memory.heap import Heap, HeapBusyError, HeapHost
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.runtime import current
-from shmreduce.settings import get_settings
+from shmreduce.settings import inline_limit
 from shmreduce.thread_locks import taken_at_once
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class BornHeap(Heap):
     def _provide(self) -> None:
         """Give the allocator a region, and set how many bytes of it it may carve."""
         counters = self._library.counters
-        threshold = max(get_settings().inline_limit, _SMALLEST)
+        threshold = max(inline_limit(), _SMALLEST)
         if (
             not counters.carved_bytes
             and not counters.missed

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shmreduce.demo.filters import apply_filter
 from shmreduce.demo.images import load_file, load_images
 from shmreduce.errors import ShmreduceError
-from shmreduce.settings import get_settings
+from shmreduce.settings import inline_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -233,7 +233,7 @@ class _System:
         outcome.travelled += sum(image.nbytes for image in (*self._images, *returned))
         if outcome.system != "plain":
             by_value = returned if outcome.system == "shared" else (*self._images, *returned)
-            limit = get_settings().inline_limit
+            limit = inline_limit(in_pipe=True)
             outcome.copied += sum(image.nbytes for image in by_value if image.nbytes >= limit)
         if before is None or after is None or outcome.piped is None:
             outcome.piped = None

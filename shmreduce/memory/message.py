@@ -39,9 +39,9 @@ from shmreduce.memory.lease_slots import NONCE_MASK
 from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.parts import (
     IN_BLOCK,
-    IN_PIPE,
     LARGEST_PART,
     PARTS_FROM,
+    Limits,
     PartedBlock,
     block_size,
 )
@@ -50,7 +50,7 @@ from shmreduce.memory.reservation import Contents
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.memory.segment import Segment, Sent
 from shmreduce.memory.size_classes import size_class
-from shmreduce.settings import get_settings
+from shmreduce.settings import get_settings, inline_limit
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class Message:
         False for a message to another host: then nothing is given out.
     mover : Mover, optional
         Lets arrays travel in the message without a copy. For the core only.
-    in_pipe : bool
-        Whether the pickle goes through a pipe, whatever its size, as in the channels of
-        :mod:`multiprocessing`; see :meth:`allocate_part`. For the core only.
+    limits : Limits
+        Up to which sizes buffers stay in the pickle: where it goes makes a difference. For
+        the core only.
 
     Attributes
     ----------
@@ -149,14 +149,17 @@ class Message:
     )
 
     def __init__(
-        self, shared_memory: bool = True, mover: Mover | None = None, *, in_pipe: bool = False
+        self,
+        shared_memory: bool = True,
+        mover: Mover | None = None,
+        *,
+        limits: Limits = IN_BLOCK,
     ) -> None:
-        settings = get_settings()
         self.shared_memory = shared_memory
         """False if nothing can be given out: for another host, which may lack plugins, too."""
-        self.inline_limit = settings.inline_limit
+        self.inline_limit = inline_limit(limits.in_pipe)
         """Bytes below which a by-value buffer should be pickled in the ordinary way."""
-        self.smallest_part, self._most_small = IN_PIPE if in_pipe else IN_BLOCK
+        self.smallest_part, self._most_small = limits.smallest_part, limits.most_small
         """Bytes: :meth:`allocate_part` may be worth a call for buffers of this size and more."""
         self._mover = mover
         self._runtime: Runtime | None = None
@@ -401,8 +404,9 @@ class Message:
         # Called first: in a forked child the current block belongs to the parent.
         self._current()
         self._in_parts += nbytes
-        # Larger buffers have blocks of their own, and do not make the pickle longer.
-        small = nbytes < self.inline_limit
+        # Larger buffers have blocks of their own, and do not make the pickle longer. In a pipe
+        # those between the two limits have, too; but many of them take less time as parts.
+        small = nbytes < self.inline_limit or nbytes < inline_limit()
         if small:
             self._small += nbytes
         if self._in_parts <= PARTS_FROM and not (small and self._small > self._most_small):

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from shmreduce.memory.loading import import_block
 
-__all__ = ["IN_BLOCK", "IN_PIPE", "LARGEST_PART", "PARTS_FROM", "PartedBlock", "block_size"]
+__all__ = [
+    "IN_BLOCK",
+    "IN_PIPE",
+    "KEPT",
+    "LARGEST_PART",
+    "PARTS_FROM",
+    "Limits",
+    "PartedBlock",
+    "block_size",
+]
 
 PARTS_FROM = 4 << 20
 """Bytes: a message's buffers are put together if it has more of them; fewer stay in caches."""
@@ -31,16 +40,19 @@ class Limits(NamedTuple):
 
     Buffers of ``smallest_part`` bytes or more take less time as parts. Of buffers below the
     inline limit, a message keeps at most ``most_small`` bytes in its pickle, even if it has
-    fewer than :data:`PARTS_FROM` bytes of buffers.
+    fewer than :data:`PARTS_FROM` bytes of buffers. ``in_pipe`` says which inline limit.
     """
 
     smallest_part: int
     most_small: int
+    in_pipe: bool
 
 
-IN_BLOCK = Limits(8 << 10, sys.maxsize)
+IN_BLOCK = Limits(8 << 10, sys.maxsize, in_pipe=False)
 """For a pickle that is put into a block itself if it is large."""
-IN_PIPE = Limits(4 << 10, 128 << 10)
+KEPT = Limits(4 << 10, 128 << 10, in_pipe=False)
+"""For a pickle that is kept, as that of a pool's task until there is an answer."""
+IN_PIPE = Limits(4 << 10, 128 << 10, in_pipe=True)
 """For a pickle that goes through a pipe, which takes some 4 ms per MiB, there and back."""
 
 

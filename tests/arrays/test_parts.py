@@ -355,3 +355,14 @@ def test_what_is_large_or_goes_to_another_host_gets_no_part() -> None:
     message = Message()
     assert all(message.allocate_part(parts.LARGEST_PART + 1) is None for _ in range(COUNT))
     assert message.is_empty
+
+
+def test_arrays_between_the_limits_share_blocks_in_a_pipe_as_smaller_ones_do() -> None:
+    """A single one of 64 KiB has a block of its own there; of many, only the first two."""
+    sent = [np.full(64 << 10, each, np.uint8) for each in range(12)]
+    received = pickling.loads(standard_pickle(sent))
+    # Twice 64 KiB in the message, and then it shares: a block of 256 KiB, a larger one.
+    sizes = Counter(sizes_out())
+    assert sizes[64 << 10] == 2
+    assert sizes.total() <= 5
+    assert [int(array[-1]) for array in received] == list(range(12))

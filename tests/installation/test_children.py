@@ -62,15 +62,15 @@ def reducer() -> Iterator[SignalReducer]:
         yield reducer
 
 
-def what_holds_here() -> tuple[str, int, bool]:
+def what_holds_here() -> tuple[str, int | None, bool]:
     """Return strategy, a setting, and whether shmreduce is installed."""
     return get_sharing_strategy(), get_settings().inline_limit, _state.patch is not None
 
 
-def in_grandchild(method: str, strategy: str) -> tuple[str, int, bool]:
+def in_grandchild(method: str, strategy: str) -> tuple[str, int | None, bool]:
     """Return what holds in a child of this child."""
     helper = Children(method, strategy)
-    answer: tuple[str, int, bool] = helper.call(what_holds_here)
+    answer: tuple[str, int | None, bool] = helper.call(what_holds_here)
     return answer
 
 

@@ -317,9 +317,9 @@ class Recorder:
     made: ClassVar[list[Recorder]] = []
 
     def __init__(
-        self, shared_memory: bool = True, mover: object = None, *, in_pipe: bool = False
+        self, shared_memory: bool = True, mover: object = None, *, limits: object = None
     ) -> None:
-        del mover, in_pipe
+        del mover, limits
         self.shared_memory = shared_memory
         self.fate: list[str] = []
         self.made.append(self)

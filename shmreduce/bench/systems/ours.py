@@ -1,7 +1,7 @@
 """shmreduce, in the different ways in which it can be used.
 
-May import ``payloads``, ``base``, ``channels``, the public names of shmreduce, errors
-and strategies.
+May import ``payloads``, ``base``, ``channels``, the public names of shmreduce, errors,
+settings and strategies.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Shmreduce(ChannelSystem):
 
     abilities: ClassVar[frozenset[Ability]] = ChannelSystem.abilities | {"collect"}
     kinds: ClassVar[frozenset[Kind]] = frozenset({"fresh", "shared"})
+    in_pipe: ClassVar[bool] = False
+    """Whether its channels are those of the standard library."""
 
     @property
     def ours(self) -> bool:
@@ -78,10 +80,9 @@ class Shmreduce(ChannelSystem):
 
     def spread(self, array: Any) -> Any:
         """Copy the array once, and not for each receiver; but a small one is pickled."""
-        import shmreduce
+        from shmreduce.settings import inline_limit
 
-        small = array.nbytes < shmreduce.get_settings().inline_limit
-        return array if small else self.shared(array)
+        return array if array.nbytes < inline_limit(self.in_pipe) else self.shared(array)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Installed(Shmreduce):
     """Plain multiprocessing after ``shmreduce.install()``."""
 
     name: str = "shmreduce install"
+
+    in_pipe: ClassVar[bool] = True
 
     def prepare(self) -> None:
         """Install; children inherit it."""
