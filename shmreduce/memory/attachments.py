@@ -52,7 +52,7 @@ __all__ = ["FEW", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
 """This many segments of other processes stay open while nothing of them is in use."""
-FEW = 16
+FEW = 8
 """With at most this many open segments, those in use need not be counted."""
 _MOST_HELD = 8192
 """The most segments of others; each has two mappings of the 65,530 (vm.max_map_count)."""
@@ -359,12 +359,19 @@ class Attachments:
 
         All blocks of one process's segment share its descriptors. But if this process holds
         blocks of hundreds of processes, each needs a segment, and the limit of open files
-        may be reached.
+        may be reached; sooner if other descriptors, such as those of a pool's workers, have
+        used most of it.
         """
         if len(self.directory) <= FEW or segment.owner or segment.needed > 1:
             return False
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _MOST_HELD if soft == resource.RLIM_INFINITY else min(soft // 8, _MOST_HELD)
+        if soft == resource.RLIM_INFINITY:
+            most = _MOST_HELD
+        elif segment.fd >= soft - soft // 4:
+            # The kernel gives the lowest free number (open(2)), so all below are taken.
+            return True
+        else:
+            most = min(soft // 8, _MOST_HELD)
         if len(self.directory) <= most:
             return False
         others = [each for each in list(self.directory.values()) if not each.owner]

@@ -100,6 +100,56 @@ def test_a_program_can_keep_arrays_of_more_processes_than_it_may_open_files(
     check(PROGRAM, tmp_path, strategy, kind)
 
 
+CROWDED_PROGRAM = """
+import multiprocessing
+import os
+import resource
+import sys
+
+import numpy as np
+import shmreduce
+from shmreduce.memory import runtime
+
+SENDERS, FILES, OTHERS = 40, 1000, 900
+
+
+def send(connection, number):
+    connection.send(np.full(50_000, number))
+    assert connection.poll(60) and connection.recv()
+
+
+if __name__ == "__main__":
+    strategy, kind = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    shmreduce.install(strategy=strategy)
+    context = (shmreduce if kind == "ours" else multiprocessing).get_context("fork")
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(OTHERS)]
+    kept = []
+    for number in range(SENDERS):
+        here, there = context.Pipe()
+        child = context.Process(target=send, args=(there, number))
+        child.start()
+        there.close()
+        kept.append(here.recv())
+        here.send("read")
+        child.join()
+        here.close()
+    segments = runtime.current().directory.values()
+    assert sum(bool(segment.holds) for segment in segments if not segment.owner) <= 10
+    for number, array in enumerate(kept):
+        assert (array == number).all(), number
+    print("right")
+"""
+
+
+@pytest.mark.parametrize("kind", ["ours", "standard"])
+def test_fewer_if_most_descriptors_are_used_by_others(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
+    """900 of 1,000 are taken: arrays of 40 senders arrive, and nearly all are copied."""
+    check(CROWDED_PROGRAM, tmp_path, strategy, kind)
+
+
 BYTES_PROGRAM = """
 import multiprocessing
 import os
