@@ -39,7 +39,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shmreduce import remote
 from shmreduce.children import PreparedProcess
@@ -309,7 +309,7 @@ def _check_rivals(registry: Registry, *, override: bool) -> dict[type, object]:
     return outranked
 
 
-def _raise_conflict(type_name: str, rival: Any, role: str) -> None:
+def _raise_conflict(type_name: str, rival: Any, role: str) -> NoReturn:
     module = getattr(rival, "__module__", None) or "unknown module"
     function = getattr(rival, "__qualname__", None) or repr(rival)
     raise ReducerConflictError(

@@ -552,7 +552,7 @@ class Arrival:
         # The descriptors will be closed by the time the bytes are unpickled.
         return with_arrived(self._arrived, _hold, data)
 
-    def _import_body(self, again: Any) -> Block:
+    def _import_body(self, again: Callable[[bytes], Any]) -> Block:
         handle = bytes(self._body)
         try:
             return with_arrived(self._arrived, import_block, handle)

@@ -25,7 +25,7 @@ from contextlib import suppress
 from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
 from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
@@ -336,7 +336,7 @@ def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
     )
 
 
-def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
+def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> NoReturn:
     type_name = qualified_name(type(obj))
     raise ReducerError(
         f"reducer {describe(claim.reducer)} ({claim.origin}) returned "

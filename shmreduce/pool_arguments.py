@@ -8,6 +8,7 @@ shmreduce has it, ``ConfigurationError``.
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
 from shmreduce.born.allocations import check_allocator
 from shmreduce.errors import ConfigurationError
@@ -97,5 +98,5 @@ def check_shared_allocations(shared_allocations: object) -> None:
         check_allocator()
 
 
-def _refuse(setting: str, value: object, remedy: str) -> None:
+def _refuse(setting: str, value: object, remedy: str) -> NoReturn:
     raise ConfigurationError(f"{setting}={value!r}: {remedy}", setting=setting, value=value)
