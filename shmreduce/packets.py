@@ -76,6 +76,7 @@ __all__ = [
     "LARGEST_PACKET",
     "SMALL_PACKET",
     "Arrival",
+    "CallArrival",
     "Packet",
     "PlainArrival",
     "Received",
@@ -83,6 +84,7 @@ __all__ = [
     "open_packet",
     "pack_bytes",
     "pack_last",
+    "pack_lent",
 ]
 
 INLINE_BODY = 144 << 10

@@ -19,11 +19,13 @@ from typing import Any
 from shmreduce_cuda.errors import CudaDriverError, CudaForkError, CudaUnavailableError
 
 __all__ = [
+    "LIBRARY",
     "AccessDescription",
     "AllocationProperties",
     "Bytes16",
     "Bytes64",
     "Driver",
+    "Location",
     "get_driver",
     "unusable_reason",
 ]

@@ -14,7 +14,15 @@ from shmreduce_cuda.errors import CudaMemoryError
 if TYPE_CHECKING:
     from shmreduce_cuda.driver import Driver
 
-__all__ = ["Memory", "check_extent", "find_memory", "ordinal_at", "pieces_of", "refuse"]
+__all__ = [
+    "POSIX_FD",
+    "Memory",
+    "check_extent",
+    "find_memory",
+    "ordinal_at",
+    "pieces_of",
+    "refuse",
+]
 
 _CONTEXT = 1
 _MEMORY_TYPE = 2
