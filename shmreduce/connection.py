@@ -335,7 +335,7 @@ class Connection(multiprocessing.connection.Connection):
         descriptors = packet.descriptors() if packet.segments else None
         packet.is_under_way = True
         if len(packet.segments) != (0 if descriptors is None else len(descriptors)):
-            packet.goes_alone()
+            packet.note_missing_descriptors()
         if descriptors:
             try:
                 self._socket.write(packet.data, descriptors, flags)
@@ -344,7 +344,7 @@ class Connection(multiprocessing.connection.Connection):
                 # dropped. Send without them: the receiver opens the segments by name.
                 if error.errno not in (errno.ETOOMANYREFS, errno.EBADF) or self.closed:
                     raise
-                packet.goes_alone()
+                packet.note_missing_descriptors()
             else:
                 return
         self._socket.write(packet.data, (), flags)

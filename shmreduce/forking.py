@@ -49,7 +49,7 @@ from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
 from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickling import ask_reducer, dump_message, load_message
-from shmreduce.plain_objects import PASSES_ON
+from shmreduce.plain_objects import REPLACED_OVERRIDE
 from shmreduce.process_registry import get_registry, import_plugins
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
@@ -394,7 +394,7 @@ class _Patch:
                 return NotImplemented
             return self._reduce(pickler, obj, claim)
 
-        setattr(reducer_override, PASSES_ON, self._next_override)
+        setattr(reducer_override, REPLACED_OVERRIDE, self._next_override)
         return reducer_override
 
     def _reduce(self, pickler: Any, obj: Any, claim: ReducerClaim | None) -> Any:

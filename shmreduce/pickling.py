@@ -53,7 +53,7 @@ from shmreduce.memory.mapping import make_root
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
 from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
-from shmreduce.plain_objects import is_plain, override_of_others, says_all
+from shmreduce.plain_objects import is_plain, only_atoms, override_of_others
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
@@ -545,7 +545,7 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     message = Message(mover=mover, in_pipe=block_from is None)
     try:
         reduced = claim.reducer.reduce(obj, message)
-        if type(reduced) is tuple and len(reduced) == 2 and says_all(reduced[1]):
+        if type(reduced) is tuple and len(reduced) == 2 and only_atoms(reduced[1]):
             # No reducer claims any part of it, so the fast path can pickle it.
             return Pickled(memoryview(pickle_of_call(*reduced)), message)
     except BaseException:

@@ -20,11 +20,11 @@ __all__ = [
     "check_progress",
     "check_shared_allocations",
     "checked_retries",
-    "processors",
+    "default_worker_count",
 ]
 
 
-def processors() -> int:
+def default_worker_count() -> int:
     """Return the number of processors; from Python 3.13 on, of those this process may use."""
     count = getattr(os, "process_cpu_count", os.cpu_count)
     return count() or 1

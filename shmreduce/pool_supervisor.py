@@ -68,7 +68,7 @@ from shmreduce.pool_dispatch import Dispatcher
 from shmreduce.pool_errors import expect_answer, explained
 from shmreduce.pool_self_pipe import SelfPipe
 from shmreduce.pool_worker import WorkerOptions, work
-from shmreduce.pool_worker_handle import WorkerHandle, describe_death
+from shmreduce.pool_worker_handle import WorkerHandle, death_error
 from shmreduce.pool_worker_progress import ProgressTable, WorkerProgress
 
 if TYPE_CHECKING:
@@ -438,7 +438,7 @@ class Supervisor:
         exitcode = worker.exit_code()
         self._remove(worker)
         if not worker.ready and not worker.initializer_failed:
-            self._failed_to_start(describe_death(self._died, worker, exitcode, None, None))
+            self._failed_to_start(death_error(self._died, worker, exitcode, None, None))
         self._dispatcher.recover(worker, exitcode)
 
     def _failed_to_start(self, error: BaseException, patience: int = _FAILED_STARTS) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shmreduce.pool_tasks import Task
     from shmreduce.pool_worker_progress import WorkerProgress
 
-__all__ = ["WorkerHandle", "describe_death"]
+__all__ = ["WorkerHandle", "death_error"]
 
 _REAP = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
@@ -114,7 +114,7 @@ def _was_read(process: BaseProcess) -> bool:
     return False
 
 
-def describe_death(
+def death_error(
     died: Callable[..., BaseException],
     worker: WorkerHandle,
     exitcode: int | None,

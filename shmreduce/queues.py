@@ -97,7 +97,7 @@ class _Maker(NamedTuple):
     context: Any
 
 
-class _LocksOnDemand:
+class _QueueLocks:
     """Replaces the locks of the standard library's queues; see :class:`_LockOnDemand`."""
 
     _maker: _Maker | None = None
@@ -123,7 +123,7 @@ class _LocksOnDemand:
                 setattr(self, name, lock)
 
 
-class SimpleQueue(_LocksOnDemand, _StandardSimpleQueue, Generic[_T]):
+class SimpleQueue(_QueueLocks, _StandardSimpleQueue, Generic[_T]):
     """A queue that is only a pipe; see :class:`multiprocessing.SimpleQueue`.
 
     ``put`` waits when the pipe is full: after thousands of small messages, or after some
@@ -274,7 +274,7 @@ class _Feeder(NamedTuple):
         return True
 
 
-class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
+class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
     """A queue of any length or a bounded one; see :class:`multiprocessing.Queue`.
 
     ``put`` pickles the object, and writes it to the pipe if that is possible without

@@ -36,7 +36,7 @@ _VARIABLE = "SHMREDUCE_STRATEGY"
 DEFAULT_ORDER: Final = ("file_descriptor", "file_system")
 """If the settings name no strategy, the first of these that works is used."""
 
-_FOR_A_TRIAL = 2
+_DESCRIPTORS_FOR_A_TRIAL = 2
 """Descriptors that a trial of one of these has open at the same time."""
 
 _chosen: tuple[str | None, int, SharingStrategy] | None = None
@@ -117,7 +117,7 @@ def choose_strategy(name: str | None) -> SharingStrategy:
         strategies = get_registry().strategies()
         # A strategy that has none to try says that it does not work, and the next would be
         # taken as long as this process lives.
-        need_descriptors(_FOR_A_TRIAL, "try the sharing strategies")
+        need_descriptors(_DESCRIPTORS_FOR_A_TRIAL, "try the sharing strategies")
         for default in DEFAULT_ORDER:
             if default in strategies:
                 strategy = strategies[default].strategy

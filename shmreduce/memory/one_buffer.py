@@ -20,9 +20,9 @@ from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.message import (
     Message,
     can_travel,
+    constant_of_block,
+    constant_of_record,
     next_nonce,
-    what_names,
-    what_names_block,
 )
 from shmreduce.memory.runtime import current
 from shmreduce.settings import get_settings
@@ -239,7 +239,7 @@ def _give_out_block(
         record.block,
         record.generation,
         next_nonce(),
-        what_names(record, segment),
+        constant_of_record(record, segment),
         leases,
     )
     return None if quickly is None else GivenBuffer(runtime, *quickly, trial)
@@ -262,7 +262,7 @@ def lend_by_value(
 ) -> tuple[bytes, Lease] | None:
     """Add a lease on a by-value block, which the caller keeps from reuse; None if not done."""
     generation = segment.generations[block]
-    constant = what_names_block(segment, block, generation, nbytes, shared=False, mode="rw")
+    constant = constant_of_block(segment, block, generation, nbytes, shared=False, mode="rw")
     lent: tuple[bytes, Lease] | None = quick_blocks.lend_block(
         segment, block, generation, next_nonce(), constant, leases
     )
