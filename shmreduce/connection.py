@@ -356,9 +356,10 @@ class Connection(multiprocessing.connection.Connection):
             return None
         read = self._socket.read
         try:
+            # A packet that is there already says nothing on whether polling is worth while.
             return read(buffer, _DO_NOT_WAIT)
         except BlockingIOError:
-            pass
+            pass  # there is none yet, so poll for it
         try:
             found = read(buffer, _DO_NOT_WAIT, *limits)
         except BlockingIOError:
@@ -422,9 +423,10 @@ def Pipe(duplex: bool = True) -> tuple[Connection, Connection]:  # noqa: N802
 
 
 def _ask_for_room(end: socket.socket) -> None:
-    # Never an error: above net.core.wmem_max the kernel gives that much.
+    # Never an error: of a size above net.core.wmem_max the kernel gives only that much.
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     if end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * _BUFFER:
+        # Only a process with CAP_NET_ADMIN may pass that limit. Others keep the smaller buffer.
         with contextlib.suppress(PermissionError):
             end.setsockopt(socket.SOL_SOCKET, _BUFFER_WITHOUT_LIMIT, _BUFFER)
 

@@ -191,6 +191,7 @@ class FreshProcess:
             self._kill()
 
     def _kill(self) -> None:
+        # Nobody is left in the group, or only processes of another user (kill(2)).
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._process.is_alive():

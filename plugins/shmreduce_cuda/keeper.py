@@ -151,6 +151,7 @@ class Keeper:
             if listener is not None and (listener.fileno(), select.POLLIN) in ready:
                 serve(listener, self._token, self._offers)
             if (self._bell, select.POLLIN) in ready:
+                # The thread before this one may have read it: stop() waits only so long.
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
                 if deadline is None or self._ending:

@@ -173,7 +173,9 @@ class Mapping:
                     if int(start, 16) <= address < int(end, 16):
                         return permissions[3] == "p"
         except OSError:
-            pass
+            # There is no /proc, or no descriptor is free. Private pages that were taken for
+            # shared ones would never be made to show the file again.
+            return True
         return True
 
     def populate(self, offset: int, size: int) -> None:

@@ -86,6 +86,7 @@ def check_opened(strategy: SharingStrategy, said: Any) -> SegmentFile:
     try:
         _check_access(strategy, "open()", file.fd)
     except BaseException:
+        # It may be no open descriptor: that may be just what the check has found.
         with suppress(OSError):
             os.close(file.fd)
         raise
