@@ -202,6 +202,17 @@ def load_message(
     **options
         Passed on to ``load``.
 
+    Returns
+    -------
+    object
+
+    Raises
+    ------
+    AttachError
+        If no descriptor is free, whoever needed one: a block, or the import of a module.
+    Exception
+        What ``load`` raises.
+
     Notes
     -----
     If unpickling fails, the memory of the message is given back. But if the error is
@@ -302,7 +313,7 @@ def unloaded(error: OSError, data: Any) -> AttachError:
 
 
 def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
-    """Whether somebody has registered a reducer for exactly this class with the pickler."""
+    """Return whether somebody has registered a reducer for exactly this class with the pickler."""
     reduce = pickler.dispatch_table.get(cls)
     return (
         reduce is not None
@@ -329,7 +340,7 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
-    """Whether the error is temporary: nothing was claimed, and the message may load later."""
+    """Return whether an error is temporary: the message may load later, and all of it is left."""
     passing = AttachError | SegmentError | LeaseTimeoutError | OutOfLeasesError
     return isinstance(error, passing) and not isinstance(
         error, ProducerDied | SegmentGoneError | WrongHostError | ForeignSegmentError

@@ -133,18 +133,23 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
                 options.initializer(*options.initargs)
         except Exception as error:
             # Reported here too: perhaps nobody ever asks for a result.
-            if options.plain_errors:
-                # As concurrent.futures does. Without a handler logging writes to stderr.
-                import logging
-
-                logger = logging.getLogger("concurrent.futures")
-                logger.critical("Exception in initializer:", exc_info=True)
-            else:
-                # Writing fails if standard error is closed.
-                with contextlib.suppress(Exception):
-                    sys.stderr.write(formatted(error, error.__traceback__))
+            _report(error, plain=options.plain_errors)
             return not _tell(channel, FAILED, WithTraceback(error))
     return _tell(channel, READY, None)
+
+
+def _report(error: Exception, *, plain: bool) -> None:
+    """Write an initializer's error to standard error; ``plain`` as concurrent.futures does."""
+    if plain:
+        # Without a handler logging writes to standard error.
+        import logging
+
+        logger = logging.getLogger("concurrent.futures")
+        logger.critical("Exception in initializer:", exc_info=error)
+    else:
+        # Writing fails if standard error is closed.
+        with contextlib.suppress(Exception):
+            sys.stderr.write(formatted(error, error.__traceback__))
 
 
 def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions) -> None:
