@@ -87,7 +87,7 @@ _LACKING = frozenset(
         errno.EACCES,
     )
 )
-"""What socketpair(2) says where there are no such sockets."""
+"""Errors of socketpair(2) on systems that have no sockets of this type."""
 _SPARE_BUFFERS = 4
 _UNREAD_SHARE = 4
 """Unread packets may take up to 1/4 of the socket's buffer; beyond it, large ones go into blocks.
@@ -95,7 +95,10 @@ _UNREAD_SHARE = 4
 A block costs one more copy, so it is not used if the reader is only a little late.
 """
 _WAITS_FROM = 16 << 20
-"""``send_bytes`` waits for the reader of so many bytes, lest a stream of them fill the memory."""
+"""Bytes. After sending this many, ``send_bytes`` waits for their reader.
+
+A stream of such messages would fill the memory otherwise.
+"""
 _LONGEST_PAUSE = 20
 """Milliseconds."""
 
@@ -317,7 +320,7 @@ class Connection(multiprocessing.connection.Connection):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _fills_up(self) -> bool:
-        """Whether unread packets take more than their share of the socket's buffer."""
+        """Return whether unread packets take more than their share of the socket's buffer."""
         unread = self._unread_bytes()
         if not unread:
             return False
@@ -445,8 +448,8 @@ def supported() -> bool:
     try:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
-        # Anything else is so at this moment: too many open files, say, or a signal's
-        # handler raised. This answer holds as long as the process lives.
+        # Other errors tell only of this moment: no descriptor is free, say, or a signal's
+        # handler raised. But the answer is cached for as long as the process lives.
         if error.errno not in _LACKING:
             raise
         return False

@@ -90,7 +90,11 @@ def copy_bytes(target: Any, source: Any) -> None:
 
 
 def copy_run(target: memoryview, source: memoryview) -> None:
-    """Do what :func:`copy_bytes` does, without checking the buffers."""
+    """Do what :func:`copy_bytes` does, but faster for small buffers, which are not checked.
+
+    For callers that know that both are C-contiguous and of the same length, and that the target
+    is writable.
+    """
     if _COMPILED is not None and target.nbytes < _LEAST_CACHE // _SHARE_OF_CACHE:
         # Many small buffers are sent, and checking one takes longer than copying it.
         _copy(target, source, False)
@@ -113,8 +117,12 @@ def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) 
         Of the same length.
     copy : callable
         Called as ``copy(target, source)`` with a slice of each, which it copies. Several
-        threads help only if it releases the interpreter's lock. If it raises an error,
-        this function raises it.
+        threads help only if it releases the interpreter's lock.
+
+    Raises
+    ------
+    Exception
+        What ``copy`` raises. The target may then be partly written.
 
     Examples
     --------

@@ -373,7 +373,7 @@ class Supervisor:
             try:
                 self._add_worker()
             except Exception as error:
-                # For want of a descriptor, a process or memory: try again later.
+                # There may be no descriptor, process or memory for it now: try again later.
                 self._failed_to_start(error)
                 return
 

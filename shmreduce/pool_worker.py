@@ -185,13 +185,13 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
 
 
 def _receive(channel: Channel, received: collections.deque[bytes | Exception]) -> bool:
-    """Wait for tasks; False if the parent is gone."""
+    """Wait for tasks and add them to ``received``; return False if the parent is gone."""
     try:
         received.extend(channel.receive_tasks())
     except (EOFError, OSError):
         return False
     except (ShmreduceError, MemoryError) as error:
-        # The memory of a large task cannot be opened, for example for want of a descriptor.
+        # The memory of a large task cannot be opened, for example because no descriptor is free.
         # Any other exception comes from a signal handler and ends the worker: part of a
         # message may have been read.
         received.append(error)

@@ -77,7 +77,7 @@ class WorkerHandle:
         self._end.close()
 
     def await_end(self, seconds: float) -> None:
-        """Wait until the process has ended, for so many seconds at most.
+        """Wait until the process has ended, for ``seconds`` at most.
 
         Not by ``Process.join``: that would also wait for processes that the worker has
         forked, if they live on.
@@ -104,7 +104,7 @@ class WorkerHandle:
 
 
 def _was_read(process: BaseProcess) -> bool:
-    """Whether somebody has got the exit code of a child from the kernel already."""
+    """Return whether somebody has got the exit code of a child from the kernel already."""
     if process.pid is None:
         return False
     try:

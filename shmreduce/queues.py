@@ -224,12 +224,16 @@ class _Feeder(NamedTuple):
 
     buffer: collections.deque[Any]
     not_empty: threading.Condition
+    """Guards ``buffer`` and ``busy``; notified when an item comes in."""
     busy: list[bool]
+    """One element: whether the thread is sending an item, which ``put`` must not overtake."""
     writer: Connection
     close_reader: Callable[[], None]
     ignores_broken_pipe: bool
     on_error: Callable[[Exception, Any], None]
+    """Reports an error, and the object that could not be sent."""
     free: Any
+    """The semaphore that counts the free places of the queue."""
 
     def run(self) -> None:
         """Send the items of the buffer until ``_END`` comes."""
@@ -355,7 +359,7 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
         block : bool
             Whether to wait for room in a bounded queue.
         timeout : float, optional
-            Wait for so many seconds at most.
+            The most seconds to wait; None to wait without a limit.
 
         Raises
         ------
@@ -384,7 +388,7 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
         block : bool
             Whether to wait for one.
         timeout : float, optional
-            Wait for so many seconds at most.
+            The most seconds to wait; None to wait without a limit.
 
         Raises
         ------

@@ -32,9 +32,11 @@ __all__ = ["Keeper"]
 _PAUSE = 0.2
 """Seconds between two checks."""
 _SHARE = 4
-"""A pause is at least so many times as long as the check before, up to the longest pause."""
+"""A pause is at least this many times as long as the check before, up to the longest pause."""
 _LONGEST_PAUSE = 0.5
+"""Seconds."""
 _PATIENCE = 0.5
+"""Seconds to wait for the thread to end."""
 
 
 class Keeper:

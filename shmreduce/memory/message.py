@@ -650,7 +650,7 @@ class Message:
             segment.unpin(mark)
 
     def _is_ours(self) -> bool:
-        """Whether this process gave out anything here that is still open."""
+        """Return whether this process gave out anything here that is still open."""
         if self._taken:
             self._current()
         return bool(self._taken)
