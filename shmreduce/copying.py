@@ -35,16 +35,19 @@ _MOST_THREADS = 4
 _SHARE_OF_CACHE = 4
 """A target of 1/4 of the cache fills half of it together with the source."""
 _USUAL_CACHE = 32 << 20
+"""Bytes. Assumed if the kernel does not report the size of the cache."""
 _LEAST_CACHE, _MOST_CACHE = 16 << 20, 128 << 20
 """Limits of the assumed cache size: other programs, and on a virtual machine other machines,
 use the cache too."""
 _TRIAL = 2 << 20
 """Bytes of a piece that is copied to measure the speed."""
 _TRIALS = 3
+"""How many copies begin with such pieces."""
 _GAIN = 1.1
 """Bypassing the caches must be faster by this factor, since its reader will not find the
 data in them."""
 _WAIT_SECONDS = 1.0
+"""How long to wait for a thread before looking whether this is a forked child, which lacks it."""
 
 _rates: dict[bool, list[float]] = {False: [], True: []}
 """Bytes per second of the trials; True for those that bypassed the caches."""

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _MOST = 256
+"""How many calls are remembered. With more, all are forgotten."""
 LENGTH_PREFIX = 4
 """Bytes of BINBYTES's length prefix, which is between the first part and the handle."""
 _CALLED = pickle.TUPLE + pickle.REDUCE + pickle.STOP

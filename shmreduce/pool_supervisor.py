@@ -87,6 +87,7 @@ _GRACE = 5.0
 _RETRY_DELAY = 0.02
 """Seconds to wait after the first worker that could not be started; the pause grows."""
 _LONGEST_RETRY_DELAY = 1.0
+"""Seconds."""
 _FAILED_STARTS = 10
 """This many workers more than the pool's size may fail to start in a row."""
 _LOCK_POLL = 0.1

@@ -29,6 +29,7 @@ __all__ = ["WorkerHandle", "death_error"]
 _REAP = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 _PAUSE = 0.02
+"""Seconds between two tries to get it."""
 
 _others_read_exit_codes = False
 """Whether other code in this process has reaped a worker, as a server's SIGCHLD handler does."""

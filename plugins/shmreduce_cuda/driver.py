@@ -33,7 +33,9 @@ __all__ = [
 LIBRARY = "libcuda.so.1"
 
 NOT_INITIALIZED = 3
+"""``CUDA_ERROR_NOT_INITIALIZED``"""
 NO_DEVICE = 100
+"""``CUDA_ERROR_NO_DEVICE``"""
 
 
 class Bytes16(ctypes.Structure):

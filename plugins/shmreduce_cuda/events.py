@@ -29,10 +29,13 @@ __all__ = ["Events", "stream_handle"]
 _FLAGS = 2 | 4
 """``CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS``"""
 _NOT_READY = 600
+"""``CUDA_ERROR_NOT_READY``"""
 _NOT_SUPPORTED = 801
+"""``CUDA_ERROR_NOT_SUPPORTED``"""
 _PER_THREAD = 2
 """``CU_STREAM_PER_THREAD``"""
 _MOST_FOREIGN = 64
+"""How many events of other processes are kept open."""
 _PAUSE = 0.1
 """Seconds between two checks whether the process whose event is waited for is alive."""
 

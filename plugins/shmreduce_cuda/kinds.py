@@ -31,7 +31,9 @@ _DEVICE_ORDINAL = 9
 _IS_LEGACY_CAPABLE = 10
 _HANDLE_TYPES = 14
 _POOL = 17
+"""Attributes of a pointer (``CUpointer_attribute``)."""
 _HOST = 1
+"""``CU_MEMORYTYPE_HOST``"""
 POSIX_FD = 1
 """``CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR``"""
 

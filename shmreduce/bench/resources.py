@@ -32,7 +32,9 @@ __all__ = [
 _PROC = Path("/proc")
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 _PAUSE = 0.02
+"""Seconds between two looks at the memory."""
 _RARELY = 10
+"""One look in this many is also at which processes there are and what they have open."""
 
 
 @dataclass(frozen=True)

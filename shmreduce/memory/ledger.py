@@ -35,6 +35,7 @@ from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 
 __all__ = ["UNNOTED", "Fork", "ForkLedger", "count_fork", "mark_fork"]
 
+# Byte locks: the locked bytes lie far beyond the end of the file.
 _LOCK_FORK = 1 << 44
 _LONGEST_HOOK = 1.0
 """Seconds. If a fork was not noted for so long, it never will be."""
