@@ -224,6 +224,13 @@ class Connection(multiprocessing.connection.Connection):
             if a signal handler raises then.
         wait : bool
             Whether to wait for a message.
+
+        Raises
+        ------
+        EOFError
+            If the other end was closed, and all messages have been received.
+        OSError
+            If this connection is closed or can only send.
         """
         if self._handle is None or not self._readable:
             self._refuse()
@@ -242,6 +249,8 @@ class Connection(multiprocessing.connection.Connection):
         OSError
             Without ``wait``, ``EAGAIN`` if it would have to wait. Without ``wait`` the
             packet is not discarded after any error, and may be sent again.
+        BrokenPipeError
+            With ``wait``, if the other end was closed.
         """
         if not wait:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)

@@ -118,7 +118,13 @@ class FreshProcess:
         return pid
 
     def send(self, message: Any) -> None:
-        """Send a message to the process's end of the pipe."""
+        """Send a message to the process's end of the pipe.
+
+        Raises
+        ------
+        RunFailedError
+            If the process has ended.
+        """
         try:
             self._connection.send(message)
         except BrokenPipeError as error:

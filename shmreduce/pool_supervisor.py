@@ -2,8 +2,9 @@
 
 May import errors, ``fork_hooks``, ``interrupts``, ``parent_death``, ``pool_backpressure``,
 ``pool_channel``, ``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``,
-``pool_worker_handle``, ``pool_worker_progress``, and for types alone ``pool_results`` and
-``pool_tasks``. Which worker gets which task is decided in :mod:`shmreduce.pool_dispatch`.
+``pool_worker_handle``, ``pool_worker_progress``, ``lending`` of the memory, and for types alone
+``pool_results`` and ``pool_tasks``. :mod:`shmreduce.pool_dispatch` decides which worker gets
+which task.
 
 The protocol
 ------------

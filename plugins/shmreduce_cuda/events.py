@@ -49,6 +49,11 @@ def stream_handle(stream: Any) -> int:
         A handle; an object with ``__cuda_stream__``; or a stream of CuPy
         (``ptr``), torch (``cuda_stream``) or numba (``handle`` and ``int``).
 
+    Raises
+    ------
+    CudaMemoryError
+        If it is none of these.
+
     Examples
     --------
     >>> stream_handle(2)
@@ -117,7 +122,15 @@ class Events:
     def wait(
         self, ordinal: int, token: bytes, handle: bytes, is_alive: Callable[[], bool]
     ) -> bool:
-        """Wait for an event of another process; return False if that dies first."""
+        """Wait for an event of another process; return False if that dies first.
+
+        Raises
+        ------
+        CudaDriverError
+            If the event cannot be opened or waited for.
+        RuntimeError
+            If no thread can be started to wait in.
+        """
         with current_context(ordinal) as driver, self._lock:
             event = self._open(driver, ordinal, (token, handle))
             code = driver.attempt("cuEventQuery", event.event)

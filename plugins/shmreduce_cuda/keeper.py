@@ -1,6 +1,7 @@
 """The thread that frees arrays that were sent, while the program does something else.
 
-May import ``descriptors``, ``exports`` and ``offers`` of this plugin.
+May import public names of :mod:`shmreduce`, and ``descriptors``, ``exports`` and ``offers`` of
+this plugin.
 
 A process that waits for its next message cannot notice that its receivers have dropped
 an array, or were killed. So while there are exports, a thread checks several times a

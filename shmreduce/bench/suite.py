@@ -132,6 +132,11 @@ def selection(text: str | None) -> dict[str, set[str] | None]:
     dict
         From the name of a workload to its wanted rows; None for all.
 
+    Raises
+    ------
+    ConfigurationError
+        If there is no workload of that name.
+
     Examples
     --------
     >>> selection("stream, fresh:1 MiB")

@@ -168,7 +168,14 @@ class GivenBuffer:
 
 
 def copy_memory(message: Message, address: int, size: int) -> bytes:
-    """Copy memory that has no view into a block of a message; return its handle."""
+    """Copy memory that has no view into a block of a message; return its handle.
+
+    Raises
+    ------
+    OutOfSharedMemoryError
+        If there is no room for it, or if this call has interrupted the thread while that was
+        taking memory for another message.
+    """
     given = message.allocate(size)
     if given is None:
         raise OutOfSharedMemoryError(

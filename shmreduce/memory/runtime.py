@@ -94,7 +94,10 @@ class Runtime:
 
     @property
     def family(self) -> Family:
-        """The process's membership in its family; without one it founds a family."""
+        """The process's membership in its family; without one it founds a family.
+
+        Raises SegmentError if the process cannot join or found one, for lack of descriptors.
+        """
         if self._family is None:
             parents = self._parent_family
             try:
