@@ -23,7 +23,7 @@ from shmreduce.bench.turns import take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
 from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
-from shmreduce.compiled import reason_against
+from shmreduce.compiled import reason_unused
 from shmreduce.errors import ConfigurationError, ShmreduceError
 from shmreduce.processors import usable_processors
 
@@ -321,7 +321,7 @@ def machine() -> dict[str, str]:
         # The part after a dash names a build of the kernel.
         "system": " ".join((platform.system(), platform.release().partition("-")[0])),
         "Python": platform.python_version(),
-        "compiled modules": reason_against() or "used",
+        "compiled modules": reason_unused() or "used",
         **{name: _version(name) for name in _DISTRIBUTIONS},
     }
 
