@@ -154,6 +154,8 @@ class Message:
         self._taken: list[Lease] = []
         self._borrowed: list[tuple[Lease, Borrowed]] = []
         self._in_parts = self._small = 0
+        """Bytes that :meth:`allocate_part` was asked for; of these, in buffers that are pickled
+        in the ordinary way otherwise."""
         self._parted: PartedBlock | None = None
 
     def carry(self, memory: Any) -> bytes | None:

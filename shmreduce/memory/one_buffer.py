@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.runtime import Runtime
     from shmreduce.memory.segment import Segment
 
-__all__ = ["GivenBuffer", "Received", "Trial", "copy_memory", "give_out", "lend_by_value"]
+__all__ = ["GivenBuffer", "ReceivedBlock", "Trial", "copy_memory", "give_out", "lend_by_value"]
 
 
 class Trial(Protocol):
@@ -58,7 +58,7 @@ class Trial(Protocol):
         """Finish it: the message is complete. Return what can be done after it was sent."""
 
 
-class Received:
+class ReceivedBlock:
     """A by-value block that this process received and now sends on.
 
     Parameters
@@ -231,7 +231,7 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     if get_settings().on_exhausted == "pickle":
         # The buffer may have to be copied later, when it is too late to pickle it.
         return None
-    return _give_out_block(runtime, record, leases, Received(record, reference))
+    return _give_out_block(runtime, record, leases, ReceivedBlock(record, reference))
 
 
 def _give_out_block(
