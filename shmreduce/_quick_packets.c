@@ -25,7 +25,7 @@
 
 #define SHMREDUCE_VERSION 6
 #define MOST_DESCRIPTORS 64 /* as in packet_socket.py */
-#define BRIEF 4096 /* bytes of a packet that is copied in no time */
+#define BRIEF 4096 /* bytes of a packet that is sent with the interpreter lock held */
 #define LONGEST_LOOK 1e-3 /* seconds between two checks for signals */
 #define STEP 2e-4 /* seconds between two checks whether other threads need the processor */
 

@@ -91,6 +91,11 @@ def is_shared(obj: Any) -> bool:
     -------
     bool
 
+    Raises
+    ------
+    ReducerError
+        If ``find_block()`` of the type's reducer returns neither a Block nor None.
+
     Examples
     --------
     >>> import shmreduce

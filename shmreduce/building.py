@@ -26,6 +26,7 @@ __all__ = ["build", "compile_command"]
 
 _OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
 _PATIENCE = 120
+"""Seconds to wait for the compiler."""
 
 
 def build(part: Part, target: Path | None = None) -> Path:

@@ -30,7 +30,7 @@ __all__ = [
     "SLOTS",
     "Part",
     "find_module",
-    "reason_against",
+    "reason_unused",
 ]
 
 MODULE_VERSION = 6
@@ -113,6 +113,6 @@ def find_module(part: Part) -> tuple[ModuleType | None, str]:
     return module, ""
 
 
-def reason_against() -> str:
+def reason_unused() -> str:
     """Return why one of the modules is not used; an empty string if all are used."""
     return next(filter(None, (find_module(part)[1] for part in MODULES)), "")

@@ -87,7 +87,7 @@ _LACKING = frozenset(
         errno.EACCES,
     )
 )
-"""What socketpair(2) says where there are no such sockets."""
+"""Errors of socketpair(2) on systems that have no sockets of this type."""
 _SPARE_BUFFERS = 4
 _UNREAD_SHARE = 4
 """Unread packets may take up to 1/4 of the socket's buffer; beyond it, large ones go into blocks.
@@ -95,7 +95,10 @@ _UNREAD_SHARE = 4
 A block costs one more copy, so it is not used if the reader is only a little late.
 """
 _WAITS_FROM = 16 << 20
-"""``send_bytes`` waits for the reader of so many bytes, lest a stream of them fill the memory."""
+"""Bytes. After sending this many, ``send_bytes`` waits for their reader.
+
+A stream of such messages would fill the memory otherwise.
+"""
 _LONGEST_PAUSE = 20
 """Milliseconds."""
 
@@ -221,6 +224,13 @@ class Connection(multiprocessing.connection.Connection):
             if a signal handler raises then.
         wait : bool
             Whether to wait for a message.
+
+        Raises
+        ------
+        EOFError
+            If the other end was closed, and all messages have been received.
+        OSError
+            If this connection is closed or can only send.
         """
         if self._handle is None or not self._readable:
             self._refuse()
@@ -239,6 +249,8 @@ class Connection(multiprocessing.connection.Connection):
         OSError
             Without ``wait``, ``EAGAIN`` if it would have to wait. Without ``wait`` the
             packet is not discarded after any error, and may be sent again.
+        BrokenPipeError
+            With ``wait``, if the other end was closed.
         """
         if not wait:
             self._write(packet, _NO_SIGNAL | _DO_NOT_WAIT)
@@ -317,7 +329,7 @@ class Connection(multiprocessing.connection.Connection):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _fills_up(self) -> bool:
-        """Whether unread packets take more than their share of the socket's buffer."""
+        """Return whether unread packets take more than their share of the socket's buffer."""
         unread = self._unread_bytes()
         if not unread:
             return False
@@ -335,7 +347,7 @@ class Connection(multiprocessing.connection.Connection):
         descriptors = packet.descriptors() if packet.segments else None
         packet.is_under_way = True
         if len(packet.segments) != (0 if descriptors is None else len(descriptors)):
-            packet.goes_alone()
+            packet.note_missing_descriptors()
         if descriptors:
             try:
                 self._socket.write(packet.data, descriptors, flags)
@@ -344,7 +356,7 @@ class Connection(multiprocessing.connection.Connection):
                 # dropped. Send without them: the receiver opens the segments by name.
                 if error.errno not in (errno.ETOOMANYREFS, errno.EBADF) or self.closed:
                     raise
-                packet.goes_alone()
+                packet.note_missing_descriptors()
             else:
                 return
         self._socket.write(packet.data, (), flags)
@@ -356,9 +368,10 @@ class Connection(multiprocessing.connection.Connection):
             return None
         read = self._socket.read
         try:
+            # A packet that is there already says nothing on whether polling is worth while.
             return read(buffer, _DO_NOT_WAIT)
         except BlockingIOError:
-            pass
+            pass  # there is none yet, so poll for it
         try:
             found = read(buffer, _DO_NOT_WAIT, *limits)
         except BlockingIOError:
@@ -422,9 +435,10 @@ def Pipe(duplex: bool = True) -> tuple[Connection, Connection]:  # noqa: N802
 
 
 def _ask_for_room(end: socket.socket) -> None:
-    # Never an error: above net.core.wmem_max the kernel gives that much.
+    # Never an error: of a size above net.core.wmem_max the kernel gives only that much.
     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     if end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * _BUFFER:
+        # Only a process with CAP_NET_ADMIN may pass that limit. Others keep the smaller buffer.
         with contextlib.suppress(PermissionError):
             end.setsockopt(socket.SOL_SOCKET, _BUFFER_WITHOUT_LIMIT, _BUFFER)
 
@@ -443,8 +457,8 @@ def supported() -> bool:
     try:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
-        # Anything else is so at this moment: too many open files, say, or a signal's
-        # handler raised. This answer holds as long as the process lives.
+        # Other errors tell only of this moment: no descriptor is free, say, or a signal's
+        # handler raised. But the answer is cached for as long as the process lives.
         if error.errno not in _LACKING:
             raise
         return False

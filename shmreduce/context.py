@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from shmreduce import pool, queues
 
     _Base = context.BaseContext
-    _DefaultProcess = context.Process
 else:
     # A mixin: super() finds the standard context, which comes next in the MRO.
     _Base = object
-    _DefaultProcess = context.Process
 
 
 class _Channels(_Base):
@@ -324,7 +322,7 @@ def _get_ready() -> None:
         runtime.prepare_for_children()
 
 
-class Process(_DefaultProcess):
+class Process(context.Process):
     """A process with the current start method, like :class:`multiprocessing.Process`.
 
     Its arguments travel by shared memory. The child gets the settings of this process

@@ -35,16 +35,19 @@ _MOST_THREADS = 4
 _SHARE_OF_CACHE = 4
 """A target of 1/4 of the cache fills half of it together with the source."""
 _USUAL_CACHE = 32 << 20
+"""Bytes. Assumed if the kernel does not report the size of the cache."""
 _LEAST_CACHE, _MOST_CACHE = 16 << 20, 128 << 20
 """Limits of the assumed cache size: other programs, and on a virtual machine other machines,
 use the cache too."""
 _TRIAL = 2 << 20
 """Bytes of a piece that is copied to measure the speed."""
 _TRIALS = 3
+"""How many copies begin with such pieces."""
 _GAIN = 1.1
 """Bypassing the caches must be faster by this factor, since its reader will not find the
 data in them."""
 _WAIT_SECONDS = 1.0
+"""How long to wait for a thread before looking whether this is a forked child, which lacks it."""
 
 _rates: dict[bool, list[float]] = {False: [], True: []}
 """Bytes per second of the trials; True for those that bypassed the caches."""
@@ -90,7 +93,11 @@ def copy_bytes(target: Any, source: Any) -> None:
 
 
 def copy_run(target: memoryview, source: memoryview) -> None:
-    """Do what :func:`copy_bytes` does, without checking the buffers."""
+    """Do what :func:`copy_bytes` does, but faster for small buffers, which are not checked.
+
+    For callers that know that both are C-contiguous and of the same length, and that the target
+    is writable.
+    """
     if _COMPILED is not None and target.nbytes < _LEAST_CACHE // _SHARE_OF_CACHE:
         # Many small buffers are sent, and checking one takes longer than copying it.
         _copy(target, source, False)
@@ -113,8 +120,12 @@ def copy_in_parts(target: Any, source: Any, copy: Callable[[Any, Any], object]) 
         Of the same length.
     copy : callable
         Called as ``copy(target, source)`` with a slice of each, which it copies. Several
-        threads help only if it releases the interpreter's lock. If it raises an error,
-        this function raises it.
+        threads help only if it releases the interpreter's lock.
+
+    Raises
+    ------
+    Exception
+        What ``copy`` raises. The target may then be partly written.
 
     Examples
     --------

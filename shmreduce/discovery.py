@@ -577,7 +577,7 @@ def _wanted(settings: Settings) -> _Wanted:
 
 
 def _is_deadlock(error: BaseException) -> bool:
-    """Whether two threads wait for modules of each other, and importlib told this one to stop."""
+    """Return whether importlib stopped this thread, since two wait for each other's modules."""
     return type(error).__name__ == "_DeadlockError"
 
 

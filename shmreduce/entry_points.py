@@ -171,8 +171,8 @@ def installed_entry_points(told: Told | None = None) -> list[Found]:
     # Imported late: it takes longer to import than everything else in this module.
     from importlib.metadata import entry_points
 
-    # It takes a folder that it cannot list, also for want of a descriptor, for an empty one,
-    # and remembers that: there would be no plugins as long as this process lives.
+    # entry_points() takes a folder that it cannot list for an empty one, even if only no
+    # descriptor is free, and remembers that. This process would never have any plugins.
     need_descriptors(1, "look for plugins")
     try:
         return [*entry_points(group=hookspecs.PROJECT)]

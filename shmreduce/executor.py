@@ -23,7 +23,7 @@ from shmreduce.pool_arguments import (
     check_max_tasks_per_child,
     check_shared_allocations,
     checked_retries,
-    processors,
+    default_worker_count,
 )
 from shmreduce.pool_feeding import chunks_of
 from shmreduce.pool_results import call
@@ -155,7 +155,7 @@ class ProcessPoolExecutor(Executor):
         shared_allocations: bool = False,
     ) -> None:
         if max_workers is None:
-            max_workers = processors()
+            max_workers = default_worker_count()
         if max_workers <= 0:
             raise ValueError("max_workers must be greater than 0")
         if mp_context is None:

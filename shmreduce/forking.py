@@ -39,7 +39,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shmreduce import remote
 from shmreduce.children import PreparedProcess
@@ -50,7 +50,7 @@ from shmreduce.memory.loading import discard_message
 from shmreduce.memory.parts import IN_PIPE
 from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickling import ask_reducer, dump_message, load_message
-from shmreduce.plain_objects import PASSES_ON
+from shmreduce.plain_objects import REPLACED_OVERRIDE
 from shmreduce.process_registry import get_registry, import_plugins
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import Settings, get_settings, set_settings
@@ -310,7 +310,7 @@ def _check_rivals(registry: Registry, *, override: bool) -> dict[type, object]:
     return outranked
 
 
-def _raise_conflict(type_name: str, rival: Any, role: str) -> None:
+def _raise_conflict(type_name: str, rival: Any, role: str) -> NoReturn:
     module = getattr(rival, "__module__", None) or "unknown module"
     function = getattr(rival, "__qualname__", None) or repr(rival)
     raise ReducerConflictError(
@@ -395,7 +395,7 @@ class _Patch:
                 return NotImplemented
             return self._reduce(pickler, obj, claim)
 
-        setattr(reducer_override, PASSES_ON, self._next_override)
+        setattr(reducer_override, REPLACED_OVERRIDE, self._next_override)
         return reducer_override
 
     def _reduce(self, pickler: Any, obj: Any, claim: ReducerClaim | None) -> Any:

@@ -1,4 +1,4 @@
-"""Looks whether descriptors are free, before something that would not tell.
+"""Finds out whether descriptors are free, before calls that would not say that none are.
 
 May import :mod:`shmreduce.errors` and :mod:`shmreduce.signals`.
 """
@@ -18,9 +18,9 @@ EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 
 
 def need_descriptors(count: int, purpose: str) -> None:
-    """Raise an error unless so many descriptors are free.
+    """Raise an error unless ``count`` descriptors are free.
 
-    What follows takes their want for something else, which is then remembered.
+    For use before a call that, without a descriptor, comes to a wrong result and remembers it.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def need_descriptors(count: int, purpose: str) -> None:
         if not is_from_system(error):
             raise
         if error.errno not in EXHAUSTED:
-            # Not what was asked: there is no such file in this container, say.
+            # This says nothing of free descriptors: the container may have no /dev/null.
             return
         raise SegmentError(
             f"no descriptor is free to {purpose}: {error.strerror}. Close files, or raise the "

@@ -118,7 +118,13 @@ class FreshProcess:
         return pid
 
     def send(self, message: Any) -> None:
-        """Send a message to the process's end of the pipe."""
+        """Send a message to the process's end of the pipe.
+
+        Raises
+        ------
+        RunFailedError
+            If the process has ended.
+        """
         try:
             self._connection.send(message)
         except BrokenPipeError as error:
@@ -191,6 +197,7 @@ class FreshProcess:
             self._kill()
 
     def _kill(self) -> None:
+        # Nobody is left in the group, or only processes of another user (kill(2)).
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._process.is_alive():

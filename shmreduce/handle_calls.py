@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.pickled_calls import BEFORE_NAME, BEGINNING, start_of_call
-from shmreduce.plain_objects import ATOMS, says_all
+from shmreduce.plain_objects import ATOMS, only_atoms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _MOST = 256
+"""How many calls are remembered. With more, all are forgotten."""
 LENGTH_PREFIX = 4
 """Bytes of BINBYTES's length prefix, which is between the first part and the handle."""
 _CALLED = pickle.TUPLE + pickle.REDUCE + pickle.STOP
@@ -101,7 +102,7 @@ def _make_around(
 ) -> tuple[bytes, bytes] | None:
     # Not for bytes: marshal writes any object with a buffer, such as a bytearray or a NumPy
     # scalar, as bytes, so the key would be ambiguous.
-    unmistakable = says_all(arguments) and not _has_bytes(arguments)
+    unmistakable = only_atoms(arguments) and not _has_bytes(arguments)
     start = start_of_call(function) if unmistakable else None
     if start is None:
         return None
@@ -207,7 +208,7 @@ def _read_call(start: bytes, end: bytes) -> _Named | None:
         b"".join((start, bytes(LENGTH_PREFIX), end[: -len(_CALLED)], _NOT_CALLED))
     )
     arguments = tuple(others)
-    if not says_all(arguments):
+    if not only_atoms(arguments):
         return None
     module, name, _ = (each.decode() for each in names)
     named = _Named(module, name, (function, arguments))

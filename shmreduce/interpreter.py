@@ -11,8 +11,8 @@ __all__ = ["is_free_threaded"]
 
 
 def is_free_threaded() -> bool:
-    """Whether this Python is built without the global interpreter lock (PEP 703).
+    """Return whether this Python is built without the global interpreter lock (PEP 703).
 
-    True even with ``-X gil=1``: with 3.13, forked children hang there too.
+    True even if ``-X gil=1`` has switched the lock on: forked children of 3.13 hang all the same.
     """
     return "t" in getattr(sys, "abiflags", "")

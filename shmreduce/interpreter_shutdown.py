@@ -50,7 +50,7 @@ renew_in_children(_shutdown.begin_anew)
 
 
 def is_shutting_down() -> bool:
-    """Whether the main thread has ended, after which no calls can be submitted."""
+    """Return whether the main thread has ended, after which no calls can be submitted."""
     return _shutdown.has_begun
 
 

@@ -100,6 +100,7 @@ class Interrupts:
     def pass_on(self) -> None:
         """Pass on a signal if one has arrived, which usually raises KeyboardInterrupt."""
         if self._pipe is not None:
+            # The pipe is empty if no signal has arrived.
             with contextlib.suppress(BlockingIOError):
                 os.read(self._pipe[0].fileno(), 16)
         kept, self._kept = self._kept, None

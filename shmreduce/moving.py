@@ -27,7 +27,7 @@ from shmreduce.memory.message import Message
 from shmreduce.memory.mover import sending
 from shmreduce.memory.one_buffer import (
     GivenBuffer,
-    Received,
+    ReceivedBlock,
     Trial,
     copy_memory,
     lend_by_value,
@@ -56,7 +56,7 @@ class _Move(Trial, Protocol):
         """Its handle in the pickle, padded so that a longer one can replace it."""
 
 
-class _PassedOn(Received):
+class _PassedOn(ReceivedBlock):
     """A by-value block that this process received, and now passes on in a pickle.
 
     It must arrive as it is now. Until it is dropped or cut off, only two things could

@@ -28,6 +28,7 @@ __all__ = ["MOST_DESCRIPTORS", "PacketSocket", "PlainPacketSocket", "QuickPacket
 MOST_DESCRIPTORS = 64
 """In one packet. The kernel's limit is 253 (unix(7), SCM_RIGHTS)."""
 _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
+"""Bytes of the control message that brings that many descriptors, of 4 bytes each."""
 # Plain integers: combining members of an enumeration would take longer than sending.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))

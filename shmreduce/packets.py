@@ -76,6 +76,7 @@ __all__ = [
     "LARGEST_PACKET",
     "SMALL_PACKET",
     "Arrival",
+    "CallArrival",
     "Packet",
     "PlainArrival",
     "Received",
@@ -83,23 +84,25 @@ __all__ = [
     "open_packet",
     "pack_bytes",
     "pack_last",
+    "pack_lent",
 ]
 
 INLINE_BODY = 144 << 10
-"""A body of up to so many bytes goes into its packet; for more, a block is faster."""
+"""Bytes. A body of up to this size goes into its packet; for a larger one, a block is faster."""
 SMALL_PACKET = 32 << 10
 """Bytes. Only a few larger packets fit into a socket's buffer."""
 LARGEST_PACKET = 192 << 10
 """Bytes. Even the smallest usual socket buffer takes a packet of this size."""
 _HEAD = struct.Struct("<BB")
-"""Kind, number of segments."""
+"""Kind of the packet, number of segments."""
 _KINDS = _IN_PACKET, _IN_BLOCK = 1, 2
 _ONE_CALL = 3
 _CALL_HEAD = struct.Struct("<BB16sHH")
-"""Of one call: kind, 1, token, number of bytes before the handle, size of the handle."""
+"""Of a packet with one call: kind, 1, token, bytes before the handle, bytes of the handle."""
 _TOKEN_SIZE = 16
-_PLAIN = _HEAD.pack(_IN_PACKET, 0)
-_OF_ONE = _HEAD.pack(_IN_PACKET, 1)
+_HEAD_WITHOUT_SEGMENT = _HEAD.pack(_IN_PACKET, 0)
+_HEAD_OF_ONE_SEGMENT = _HEAD.pack(_IN_PACKET, 1)
+"""The segment's token follows it."""
 _PROTOCOL = 5
 
 
@@ -152,7 +155,7 @@ class Packet:
                 break
         return found
 
-    def goes_alone(self) -> None:
+    def note_missing_descriptors(self) -> None:
         """Note in the segments that some descriptors were not sent with the packet."""
         for lease in self._leases:
             lease.segment.sent_alone(lease.nonce)
@@ -172,7 +175,7 @@ class Packet:
             if handle is None:
                 return self
             segments = list(dict.fromkeys([*self.segments, *message.segments()]))
-            return _in_packet(_IN_BLOCK, handle, segments, message, self._leases)
+            return _commit_to_packet(_IN_BLOCK, handle, segments, message, self._leases)
         except ShmreduceError:
             message.rollback()
             return self
@@ -320,7 +323,9 @@ def _of_one_call(
         data = head + pickled
     else:
         # Without the PROTO opcode in front and the STOP opcode at the end.
-        data = b"".join((_OF_ONE, segment.token, beside[0], memoryview(pickled)[2:-1], beside[1]))
+        data = b"".join(
+            (_HEAD_OF_ONE_SEGMENT, segment.token, beside[0], memoryview(pickled)[2:-1], beside[1])
+        )
     packet = Packet(data, (segment,), leases)
     packet.afterwards = given.afterwards
     if given.is_ours:
@@ -370,7 +375,7 @@ def pack_bytes(data: memoryview) -> Packet:
 
 def _make(body: memoryview, message: Message | None) -> Packet:
     if body.nbytes <= INLINE_BODY and (message is None or message.is_empty):
-        return Packet(_PLAIN + body, ())
+        return Packet(_HEAD_WITHOUT_SEGMENT + body, ())
     if message is None:
         message = Message()
     try:
@@ -379,20 +384,23 @@ def _make(body: memoryview, message: Message | None) -> Packet:
             handle = message.handle_of(body) or _move_to_block(body, message)
             if handle is not None:
                 kind, written = _IN_BLOCK, memoryview(handle)
-        return _in_packet(kind, written, message.segments(), message)
+        return _commit_to_packet(kind, written, message.segments(), message)
     except BaseException:
         message.rollback()
         raise
 
 
-def _in_packet(
+def _commit_to_packet(
     kind: int,
     written: bytes | memoryview,
     segments: list[Segment],
     message: Message,
     leases: Sequence[Lease] = (),
 ) -> Packet:
-    """Commit a message and return its packet, which gets the given leases in addition."""
+    """Commit a message and return its packet, of either kind.
+
+    The packet gets the given leases in addition to the message's.
+    """
     body = bytes(written) if kind == _IN_BLOCK else None
     if body is not None:
         # The body's segment first: the last descriptors may be missing at the receiver, and
@@ -406,7 +414,7 @@ def _in_packet(
     packet = Packet(data, segments, [*leases, *message.leases()], body)
     message.commit(carried=True)
     if not carried:
-        packet.goes_alone()
+        packet.note_missing_descriptors()
     return packet
 
 
@@ -458,7 +466,7 @@ def open_packet(buffer: ReceiveBuffer, size: int) -> Received:
         # If stdout is closed, a segment may have got number 1. While the message is
         # unpickled, somebody may print.
         all_clear_of_streams(buffer.descriptors)
-    elif size >= _HEAD.size and buffer.startswith(_PLAIN):
+    elif size >= _HEAD.size and buffer.startswith(_HEAD_WITHOUT_SEGMENT):
         return PlainArrival(buffer, size)
     return (CallArrival if buffer[0] == _ONE_CALL else Arrival)(buffer, size)
 
@@ -552,7 +560,7 @@ class Arrival:
         # The descriptors will be closed by the time the bytes are unpickled.
         return with_arrived(self._arrived, _hold, data)
 
-    def _import_body(self, again: Any) -> Block:
+    def _import_body(self, again: Callable[[bytes], Any]) -> Block:
         handle = bytes(self._body)
         try:
             return with_arrived(self._arrived, import_block, handle)

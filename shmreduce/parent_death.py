@@ -188,7 +188,7 @@ _PAUSE = 0.05
 
 
 def parent_is_gone() -> bool:
-    """Whether this process has a lifeline and it has been cut."""
+    """Return whether this process has a lifeline and it has been cut."""
     poll = select.poll()
     for reader in _held:
         poll.register(reader, 0)

@@ -21,6 +21,7 @@ BEFORE_NAME = BEGINNING + pickle.GLOBAL
 """The beginning of the pickle of a call whose function has a simple name."""
 _CALLED = pickle.REDUCE + pickle.STOP
 _MOST_CALLS = 64
+"""How many functions are remembered. With more, all are forgotten."""
 _calls: dict[Callable[..., Any], bytes] = {}
 """The beginning of the pickle of a call, by function."""
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
 from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
@@ -54,7 +54,7 @@ from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
 from shmreduce.memory.parts import IN_BLOCK, KEPT
 from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
-from shmreduce.plain_objects import is_plain, override_of_others, says_all
+from shmreduce.plain_objects import is_plain, only_atoms, override_of_others
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, qualified_name
@@ -204,6 +204,17 @@ def load_message(
     **options
         Passed on to ``load``.
 
+    Returns
+    -------
+    object
+
+    Raises
+    ------
+    AttachError
+        If no descriptor is free, whoever needed one: a block, or the import of a module.
+    Exception
+        What ``load`` raises.
+
     Notes
     -----
     If unpickling fails, the memory of the message is given back. But if the error is
@@ -304,7 +315,7 @@ def unloaded(error: OSError, data: Any) -> AttachError:
 
 
 def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
-    """Whether somebody has registered a reducer for exactly this class with the pickler."""
+    """Return whether somebody has registered a reducer for exactly this class with the pickler."""
     reduce = pickler.dispatch_table.get(cls)
     return (
         reduce is not None
@@ -331,14 +342,14 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
-    """Whether the error is temporary: nothing was claimed, and the message may load later."""
+    """Return whether an error is temporary: the message may load later, and all of it is left."""
     passing = AttachError | SegmentError | LeaseTimeoutError | OutOfLeasesError
     return isinstance(error, passing) and not isinstance(
         error, ProducerDied | SegmentGoneError | WrongHostError | ForeignSegmentError
     )
 
 
-def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
+def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> NoReturn:
     type_name = qualified_name(type(obj))
     raise ReducerError(
         f"reducer {describe(claim.reducer)} ({claim.origin}) returned "
@@ -546,7 +557,7 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     message = Message(mover=mover, limits=_limits(block_from))
     try:
         reduced = claim.reducer.reduce(obj, message)
-        if type(reduced) is tuple and len(reduced) == 2 and says_all(reduced[1]):
+        if type(reduced) is tuple and len(reduced) == 2 and only_atoms(reduced[1]):
             # No reducer claims any part of it, so the fast path can pickle it.
             return Pickled(memoryview(pickle_of_call(*reduced)), message)
     except BaseException:

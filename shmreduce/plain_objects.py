@@ -1,4 +1,4 @@
-"""Recognises small objects for which no reducer would be called, neither for their parts.
+"""Recognises small objects for which, and for whose parts, no reducer would be called.
 
 May import :mod:`shmreduce.process_registry`.
 
@@ -18,16 +18,16 @@ from shmreduce.process_registry import get_registry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ATOMS", "PASSES_ON", "UNASKED", "is_plain", "override_of_others", "says_all"]
+__all__ = ["ATOMS", "REPLACED_OVERRIDE", "UNASKED", "is_plain", "only_atoms", "override_of_others"]
 
 ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 """Types for which a pickler never calls ``reducer_override``."""
 UNASKED = ATOMS | {tuple, list, dict, set, frozenset, FunctionType}
 """Types for whose objects no reducer's ``buffer_of`` is called."""
-PASSES_ON = "_shmreduce_passes_on"
-"""The attribute of our own ``reducer_override`` that has the one which was there before it."""
+REPLACED_OVERRIDE = "_shmreduce_replaced_override"
+"""The attribute of our own ``reducer_override`` that has the one which it replaced, or None."""
 _FEW_ITEMS, _FEW_LEVELS = 16, 3
-"""Limits of what is looked at: looking at more would take as long as pickling it."""
+"""Limits of what :func:`is_plain` looks at: for more, it would take as long as pickling."""
 
 
 def override_of_others() -> Callable[..., Any] | None:
@@ -35,12 +35,12 @@ def override_of_others() -> Callable[..., Any] | None:
     override: Callable[..., Any] | None = getattr(ForkingPickler, "reducer_override", None)
     if override is None:
         return None
-    found: Callable[..., Any] | None = getattr(override, PASSES_ON, override)
+    found: Callable[..., Any] | None = getattr(override, REPLACED_OVERRIDE, override)
     return found
 
 
 def is_plain(obj: Any, depth: int = _FEW_LEVELS) -> bool:
-    """Whether ``pickle.dumps`` pickles an object as our picklers would.
+    """Return whether ``pickle.dumps`` pickles an object as our picklers would.
 
     Examples
     --------
@@ -72,8 +72,8 @@ def _functions_are_plain() -> bool:
     return override_of_others() is None and get_registry().find(FunctionType) is None
 
 
-def says_all(arguments: Any) -> bool:
-    """Return whether arguments are atoms, and tuples of atoms."""
+def only_atoms(arguments: Any) -> bool:
+    """Return whether arguments are a tuple of nothing but atoms, and tuples of atoms."""
     if type(arguments) is not tuple:
         return False
     for each in arguments:

@@ -21,7 +21,7 @@ from shmreduce.pool_arguments import (
     check_progress,
     check_shared_allocations,
     checked_retries,
-    processors,
+    default_worker_count,
 )
 from shmreduce.pool_feeding import Feeder, sized_chunks
 from shmreduce.pool_progress_bar import length_of, make_bar
@@ -130,7 +130,7 @@ class Pool:
     ) -> None:
         self._pid = os.getpid()
         if processes is None:
-            processes = processors()
+            processes = default_worker_count()
         processes = operator.index(processes)
         if processes < 1:
             raise ValueError("Number of processes must be at least 1")

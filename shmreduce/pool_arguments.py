@@ -8,6 +8,7 @@ shmreduce has it, ``ConfigurationError``.
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
 from shmreduce.born.allocations import check_allocator
 from shmreduce.errors import ConfigurationError
@@ -19,11 +20,11 @@ __all__ = [
     "check_progress",
     "check_shared_allocations",
     "checked_retries",
-    "processors",
+    "default_worker_count",
 ]
 
 
-def processors() -> int:
+def default_worker_count() -> int:
     """Return the number of processors; from Python 3.13 on, of those this process may use."""
     count = getattr(os, "process_cpu_count", os.cpu_count)
     return count() or 1
@@ -97,5 +98,5 @@ def check_shared_allocations(shared_allocations: object) -> None:
         check_allocator()
 
 
-def _refuse(setting: str, value: object, remedy: str) -> None:
+def _refuse(setting: str, value: object, remedy: str) -> NoReturn:
     raise ConfigurationError(f"{setting}={value!r}: {remedy}", setting=setting, value=value)

@@ -56,7 +56,7 @@ _SEVERAL = b"\1"
 _LENT = b"\2"
 """To a worker: blocks that it may use for its answer, and the task."""
 _LARGEST_WITH_LENT = 32 << 10
-"""Memory is lent only with tasks of up to so many bytes, since it costs a copy of the task.
+"""Bytes. Memory is lent only with tasks up to this size, since it costs a copy of the task.
 
 The task's arrays do not count.
 """
@@ -169,7 +169,7 @@ class Channel:
         return functools.partial(self.loads, self.receive_bytes())
 
     def poll(self) -> bool:
-        """Whether a message can be read, or the connection has ended."""
+        """Return whether a message can be read, or the connection has ended."""
         return self._connection.poll(0)
 
 
@@ -206,8 +206,8 @@ class _OwnChannel(Channel):
         if self._lender is None or not self._lender.has_some or len(task) > _LARGEST_WITH_LENT:
             self.send_bytes(task)
             return
-        # If they cannot be lent, for want of leases for example, pack_lent() has given them
-        # back, and the task is sent without.
+        # If they cannot be lent, for example because no lease is free, pack_lent() has given
+        # them back, and the task is sent without them.
         with contextlib.suppress(ShmreduceError):
             self._lent = packets.pack_lent(
                 self._lender, borrower, lambda lent: _with_lent(lent, task)
@@ -234,7 +234,7 @@ class _OwnChannel(Channel):
         if not data.startswith(_LENT):
             return data
         lent, task = _without_lent(data)
-        # If the blocks cannot be opened, for want of a descriptor for example, the worker
+        # If the blocks cannot be opened, for example because no descriptor is free, the worker
         # uses memory of its own, and the lender takes the blocks back.
         with contextlib.suppress(ShmreduceError):
             self._borrowed = pickling.loads(lent)

@@ -40,7 +40,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ShmreduceError
-from shmreduce.pool_worker_handle import describe_death
+from shmreduce.pool_worker_handle import death_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -261,7 +261,7 @@ class Dispatcher:
             if task.next_try():
                 again.append(task)
             else:
-                self._fail(task, describe_death(self._died, worker, exitcode, task.first, task))
+                self._fail(task, death_error(self._died, worker, exitcode, task.first, task))
         for place, task in enumerate(worker.tasks, 1):
             task.deaths += begun == 0 and place == 1
             charged = place <= begun or task.deaths > 1
@@ -271,7 +271,7 @@ class Dispatcher:
             index = task.first
             if index is not None and place == begun:
                 index += worker.progress.position
-            self._fail(task, describe_death(self._died, worker, exitcode, index, task))
+            self._fail(task, death_error(self._died, worker, exitcode, index, task))
         self._waiting.extendleft(reversed(again))
         worker.tasks.clear()
         worker.lost_answers.clear()

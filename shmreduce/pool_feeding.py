@@ -145,6 +145,11 @@ def sized_chunks(iterable: Any, chunksize: int | None, workers: int) -> tuple[An
         What the user asked for; None for about four tasks for each worker.
     workers : int
         The number of workers.
+
+    Raises
+    ------
+    ValueError
+        If ``chunksize`` is less than 1 and there are items.
     """
     items = iterable if hasattr(iterable, "__len__") else list(iterable)
     if chunksize is None:

@@ -118,11 +118,11 @@ class ApplyResult(Generic[_T]):
         self._value: Any = None
 
     def ready(self) -> bool:
-        """Whether the result has arrived."""
+        """Return whether the result has arrived."""
         return self._event.is_set()
 
     def successful(self) -> bool:
-        """Whether the call raised no exception; ValueError if it is not ready."""
+        """Return whether the call raised no exception; ValueError if it is not ready."""
         if not self.ready():
             raise ValueError(f"{self!r} not ready")
         return self._success
@@ -162,7 +162,7 @@ class ApplyResult(Generic[_T]):
     # For the pool
 
     def begin(self) -> bool:
-        """Whether a task is still wanted: it always is."""
+        """Return whether a task is still wanted: it always is."""
         return True
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
@@ -245,7 +245,7 @@ class MapResult(ApplyResult[list[_T]]):
             self._finish()
 
     def trim(self, length: int) -> None:
-        """Expect so many items: the iterable had no more, whatever its length said."""
+        """Expect ``length`` items: the iterable had no more, whatever ``len()`` had returned."""
         with self._locked:
             if self._success:
                 del self._value[length:]
@@ -346,7 +346,7 @@ class IMapIterator(Generic[_T]):
     # For the pool
 
     def begin(self) -> bool:
-        """Whether a task is still wanted: it always is."""
+        """Return whether a task is still wanted: it always is."""
         return True
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
@@ -363,7 +363,7 @@ class IMapIterator(Generic[_T]):
             self._news()
 
     def end_with(self, length: int, error: BaseException) -> None:
-        """Take what the iterable raised after so many tasks: it comes behind their results."""
+        """Take what the iterable raised after ``length`` tasks: it comes after their results."""
         with self._locked:
             self._early[length] = (False, error)
             self._length = length + 1

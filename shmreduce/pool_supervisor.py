@@ -2,8 +2,9 @@
 
 May import errors, ``fork_hooks``, ``interrupts``, ``parent_death``, ``pool_backpressure``,
 ``pool_channel``, ``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``,
-``pool_worker_handle``, ``pool_worker_progress``, and for types alone ``pool_results`` and
-``pool_tasks``. Which worker gets which task is decided in :mod:`shmreduce.pool_dispatch`.
+``pool_worker_handle``, ``pool_worker_progress``, ``lending`` of the memory, and for types alone
+``pool_results`` and ``pool_tasks``. :mod:`shmreduce.pool_dispatch` decides which worker gets
+which task.
 
 The protocol
 ------------
@@ -68,7 +69,7 @@ from shmreduce.pool_dispatch import Dispatcher
 from shmreduce.pool_errors import expect_answer, explained
 from shmreduce.pool_self_pipe import SelfPipe
 from shmreduce.pool_worker import WorkerOptions, work
-from shmreduce.pool_worker_handle import WorkerHandle, describe_death
+from shmreduce.pool_worker_handle import WorkerHandle, death_error
 from shmreduce.pool_worker_progress import ProgressTable, WorkerProgress
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ _GRACE = 5.0
 _RETRY_DELAY = 0.02
 """Seconds to wait after the first worker that could not be started; the pause grows."""
 _LONGEST_RETRY_DELAY = 1.0
+"""Seconds."""
 _FAILED_STARTS = 10
 """This many workers more than the pool's size may fail to start in a row."""
 _LOCK_POLL = 0.1
@@ -373,7 +375,7 @@ class Supervisor:
             try:
                 self._add_worker()
             except Exception as error:
-                # For want of a descriptor, a process or memory: try again later.
+                # There may be no descriptor, process or memory for it now: try again later.
                 self._failed_to_start(error)
                 return
 
@@ -438,7 +440,7 @@ class Supervisor:
         exitcode = worker.exit_code()
         self._remove(worker)
         if not worker.ready and not worker.initializer_failed:
-            self._failed_to_start(describe_death(self._died, worker, exitcode, None, None))
+            self._failed_to_start(death_error(self._died, worker, exitcode, None, None))
         self._dispatcher.recover(worker, exitcode)
 
     def _failed_to_start(self, error: BaseException, patience: int = _FAILED_STARTS) -> None:

@@ -133,18 +133,23 @@ def _initialize(channel: Channel, options: WorkerOptions) -> bool:
                 options.initializer(*options.initargs)
         except Exception as error:
             # Reported here too: perhaps nobody ever asks for a result.
-            if options.plain_errors:
-                # As concurrent.futures does. Without a handler logging writes to stderr.
-                import logging
-
-                logger = logging.getLogger("concurrent.futures")
-                logger.critical("Exception in initializer:", exc_info=True)
-            else:
-                # Writing fails if standard error is closed.
-                with contextlib.suppress(Exception):
-                    sys.stderr.write(formatted(error, error.__traceback__))
+            _report(error, plain=options.plain_errors)
             return not _tell(channel, FAILED, WithTraceback(error))
     return _tell(channel, READY, None)
+
+
+def _report(error: Exception, *, plain: bool) -> None:
+    """Write an initializer's error to standard error; ``plain`` as concurrent.futures does."""
+    if plain:
+        # Without a handler logging writes to standard error.
+        import logging
+
+        logger = logging.getLogger("concurrent.futures")
+        logger.critical("Exception in initializer:", exc_info=error)
+    else:
+        # Writing fails if standard error is closed.
+        with contextlib.suppress(Exception):
+            sys.stderr.write(formatted(error, error.__traceback__))
 
 
 def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions) -> None:
@@ -180,13 +185,13 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
 
 
 def _receive(channel: Channel, received: collections.deque[bytes | Exception]) -> bool:
-    """Wait for tasks; False if the parent is gone."""
+    """Wait for tasks and add them to ``received``; return False if the parent is gone."""
     try:
         received.extend(channel.receive_tasks())
     except (EOFError, OSError):
         return False
     except (ShmreduceError, MemoryError) as error:
-        # The memory of a large task cannot be opened, for example for want of a descriptor.
+        # The memory of a large task cannot be opened, for example because no descriptor is free.
         # Any other exception comes from a signal handler and ends the worker: part of a
         # message may have been read.
         received.append(error)

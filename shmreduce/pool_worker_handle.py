@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from shmreduce.pool_tasks import Task
     from shmreduce.pool_worker_progress import WorkerProgress
 
-__all__ = ["WorkerHandle", "describe_death"]
+__all__ = ["WorkerHandle", "death_error"]
 
 _REAP = 1.0
 """Seconds to wait for the exit code of a process that has ended."""
 _PAUSE = 0.02
+"""Seconds between two tries to get it."""
 
 _others_read_exit_codes = False
 """Whether other code in this process has reaped a worker, as a server's SIGCHLD handler does."""
@@ -77,7 +78,7 @@ class WorkerHandle:
         self._end.close()
 
     def await_end(self, seconds: float) -> None:
-        """Wait until the process has ended, for so many seconds at most.
+        """Wait until the process has ended, for ``seconds`` at most.
 
         Not by ``Process.join``: that would also wait for processes that the worker has
         forked, if they live on.
@@ -104,7 +105,7 @@ class WorkerHandle:
 
 
 def _was_read(process: BaseProcess) -> bool:
-    """Whether somebody has got the exit code of a child from the kernel already."""
+    """Return whether somebody has got the exit code of a child from the kernel already."""
     if process.pid is None:
         return False
     try:
@@ -114,7 +115,7 @@ def _was_read(process: BaseProcess) -> bool:
     return False
 
 
-def describe_death(
+def death_error(
     died: Callable[..., BaseException],
     worker: WorkerHandle,
     exitcode: int | None,

@@ -15,7 +15,9 @@ from shmreduce.memory.anonymous import anonymous_file
 __all__ = ["ProgressTable", "WorkerProgress"]
 
 _WORD = 8
+"""Bytes of a word of the table."""
 _PER_WORKER = 2
+"""Words of each worker: the tasks that it has begun, and the item that it is working on."""
 
 
 class ProgressTable:

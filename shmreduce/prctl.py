@@ -12,12 +12,14 @@ import sys
 
 from shmreduce.errors import PlatformError
 
-__all__ = ["get_thread_name", "set_parent_death_signal", "set_thread_name"]
+__all__ = ["LONGEST_NAME", "get_thread_name", "set_parent_death_signal", "set_thread_name"]
 
+LONGEST_NAME = 15
+"""Bytes that the kernel keeps of a thread's name."""
 _SET_PARENT_DEATH_SIGNAL = 1
 _SET_NAME = 15
 _GET_NAME = 16
-_NAME_SIZE = 16
+_NAME_SIZE = LONGEST_NAME + 1
 """Bytes of a name with its terminating zero."""
 
 
@@ -30,8 +32,8 @@ def set_thread_name(name: str) -> None:
     Parameters
     ----------
     name : str
-        The kernel keeps 15 bytes of it, and of the last character all bytes or none
-        (prctl(2), ``PR_SET_NAME``).
+        The kernel keeps 15 bytes of it (prctl(2), ``PR_SET_NAME``). A character of which it
+        would keep only some bytes is left out.
 
     Raises
     ------
@@ -47,7 +49,7 @@ def set_thread_name(name: str) -> None:
     'loader of image'
     >>> shmreduce.set_thread_name(before)
     """
-    kept = os.fsencode(name)[: _NAME_SIZE - 1].decode("utf-8", "ignore")
+    kept = os.fsencode(name)[:LONGEST_NAME].decode("utf-8", "ignore")
     buffer = ctypes.create_string_buffer(os.fsencode(kept), _NAME_SIZE)
     _prctl(_SET_NAME, ctypes.addressof(buffer))
 

@@ -28,9 +28,11 @@ __all__ = ["PresizedBuffer", "expected_size", "remember_size"]
 _SPARE = 16
 """The block is larger than the expected size by 1/16."""
 _MOST_KINDS = 64
+"""How many kinds of objects are remembered. With more, all are forgotten."""
 _CONTAINERS = frozenset((list, tuple, dict, set, frozenset))
 
 _sizes: dict[object, int] = {}
+"""Bytes of the last pickle in a block, by kind of object."""
 
 
 def _kind_of(obj: object) -> object:

@@ -394,6 +394,7 @@ def _terminate(process: BaseProcess) -> None:
 
 
 def _kill(process: BaseProcess) -> None:
+    # As in _terminate.
     with contextlib.suppress(ProcessLookupError):
         process.kill()
 

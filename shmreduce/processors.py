@@ -52,8 +52,9 @@ def all_taken() -> bool:
 def cache_size() -> int | None:
     """Return the size in bytes of a processor's largest cache; None if it is not known.
 
-    The kernel says it (https://docs.kernel.org/admin-guide/abi-stable.html). On a virtual
-    machine the C library sometimes returns the sum of all caches of the host.
+    It is what the kernel reports (https://docs.kernel.org/admin-guide/abi-stable.html). The C
+    library (sysconf(3)) is not asked: on a virtual machine it sometimes returns the sum of all
+    caches of the host.
 
     Examples
     --------
@@ -64,7 +65,7 @@ def cache_size() -> int | None:
     try:
         paths = list(Path(_CACHES).glob("index*/size"))
     except OSError:
-        # No descriptor is free: no reason why a copy should fail.
+        # No descriptor is free. A copy need not fail for that.
         return None
     found = []
     for path in paths:
@@ -73,5 +74,6 @@ def cache_size() -> int | None:
             unit = _UNITS.get(text[-1:], 0)
             found.append(int(text[:-1]) * unit if unit else int(text))
         except (OSError, ValueError):
+            # The size of this cache is not known; that of another may be.
             continue
     return max(found, default=0) or None

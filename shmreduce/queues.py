@@ -97,7 +97,7 @@ class _Maker(NamedTuple):
     context: Any
 
 
-class _LocksOnDemand:
+class _QueueLocks:
     """Replaces the locks of the standard library's queues; see :class:`_LockOnDemand`."""
 
     _maker: _Maker | None = None
@@ -123,7 +123,7 @@ class _LocksOnDemand:
                 setattr(self, name, lock)
 
 
-class SimpleQueue(_LocksOnDemand, _StandardSimpleQueue, Generic[_T]):
+class SimpleQueue(_QueueLocks, _StandardSimpleQueue, Generic[_T]):
     """A queue that is only a pipe; see :class:`multiprocessing.SimpleQueue`.
 
     ``put`` waits when the pipe is full: after thousands of small messages, or after some
@@ -224,12 +224,16 @@ class _Feeder(NamedTuple):
 
     buffer: collections.deque[Any]
     not_empty: threading.Condition
+    """Guards ``buffer`` and ``busy``; notified when an item comes in."""
     busy: list[bool]
+    """One element: whether the thread is sending an item, which ``put`` must not overtake."""
     writer: Connection
     close_reader: Callable[[], None]
     ignores_broken_pipe: bool
     on_error: Callable[[Exception, Any], None]
+    """Reports an error, and the object that could not be sent."""
     free: Any
+    """The semaphore that counts the free places of the queue."""
 
     def run(self) -> None:
         """Send the items of the buffer until ``_END`` comes."""
@@ -274,7 +278,7 @@ class _Feeder(NamedTuple):
         return True
 
 
-class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
+class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
     """A queue of any length or a bounded one; see :class:`multiprocessing.Queue`.
 
     ``put`` pickles the object, and writes it to the pipe if that is possible without
@@ -355,7 +359,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
         block : bool
             Whether to wait for room in a bounded queue.
         timeout : float, optional
-            Wait for so many seconds at most.
+            The most seconds to wait; None to wait without a limit.
 
         Raises
         ------
@@ -384,7 +388,7 @@ class Queue(_LocksOnDemand, _StandardQueue, Generic[_T]):
         block : bool
             Whether to wait for one.
         timeout : float, optional
-            Wait for so many seconds at most.
+            The most seconds to wait; None to wait without a limit.
 
         Raises
         ------

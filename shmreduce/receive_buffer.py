@@ -62,5 +62,6 @@ class ReceiveBuffer(bytearray):
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # During interpreter shutdown the module's globals may be gone.
         if self.descriptors and not is_ending():
+            # Other code has closed one. An error in a destructor would only be printed.
             with contextlib.suppress(OSError):
                 self.close_descriptors()

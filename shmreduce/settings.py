@@ -9,7 +9,7 @@ import operator
 import os
 import sys
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from shmreduce.errors import ConfigurationError
 
@@ -172,12 +172,12 @@ class Settings:
         object.__setattr__(self, setting, number)
 
 
-def _reject(setting: str, value: object, rule: str) -> None:
+def _reject(setting: str, value: object, rule: str) -> NoReturn:
     raise ConfigurationError(f"{setting}={value!r}: {rule}", setting=setting, value=value)
 
 
 def _whole_bytes(setting: str, value: Any, minimum: int) -> int:
-    """Return a plain int: what is reckoned from an array's shape is often NumPy's."""
+    """Return a size as a plain int; one computed from an array's shape may be a NumPy integer."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -204,7 +204,6 @@ def _name_tuple(setting: str, value: object) -> tuple[str, ...]:
     ):
         return tuple(sorted(set(value)))
     _reject(setting, value, "must be a tuple of plugin names")
-    return ()
 
 
 def _parse_bytes(text: str) -> int:
@@ -219,10 +218,15 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 def _parse_switch_off(text: str) -> bool:
-    """Return the value of ``autoload`` that ``SHMREDUCE_DISABLE_AUTOLOAD`` asks for."""
-    answers = {"": True, "0": True, "false": True, "no": True}
-    answers |= {"1": False, "true": False, "yes": False}
-    return answers[text.lower()]
+    """Return the value of ``autoload`` that ``SHMREDUCE_DISABLE_AUTOLOAD`` asks for.
+
+    Raises
+    ------
+    KeyError
+        If the text is none of the accepted words.
+    """
+    disabled = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    return not disabled[text.lower()]
 
 
 _SIZE_REMEDY = "give a number of bytes, such as 32768, 32K or 1.5G"

@@ -29,7 +29,7 @@ _ANYWAY = 3e-4
 The kernel wakes nobody on a processor that is busy polling.
 """
 _MOST_SLEEPS = 255
-"""After polling in vain, a reader sleeps at once for at most so many waits in a row."""
+"""After polling in vain, a reader sleeps at once for at most this many waits in a row."""
 _REMEMBERED = "_shmreduce_short_waits"
 _IN_VAIN, _AT_ONCE = 0, 1
 """Results of ``await_input``: nothing arrived; or a message was there before it polled."""
@@ -144,7 +144,7 @@ def make_methods(
         return recv_bytes(self, maxsize)
 
     def _poll(self: Any, timeout: float | None) -> bool:
-        """Return whether a message arrives within so many seconds."""
+        """Return whether a message arrives within ``timeout`` seconds."""
         handle = self._handle
         if handle is None or not looks():
             return poll(self, timeout)

@@ -27,7 +27,7 @@ from shmreduce.descriptor import Descriptor
 from shmreduce.interrupts import Interrupts, take_over
 from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
-from shmreduce.prctl import set_thread_name
+from shmreduce.prctl import LONGEST_NAME, set_thread_name
 from shmreduce.tracebacks import formatted
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["PicklerChoice", "Raised", "ReportFile", "Returned", "SpawnCall", "run_call"]
 
 _EMPTY, _COMPLETE = b"\0", b"\1"
-_NAME_BYTES = 15
-"""The kernel keeps so many bytes of a thread's name."""
 
 
 class PicklerChoice(enum.Enum):
@@ -257,5 +255,5 @@ def _name_process(call: SpawnCall) -> None:
         return
     name = getattr(call.function, "__name__", type(call.function).__name__)
     index = f":{call.index}"
-    kept = name.encode()[: _NAME_BYTES - len(index)].decode("utf-8", "ignore")
+    kept = name.encode()[: LONGEST_NAME - len(index)].decode("utf-8", "ignore")
     set_thread_name(kept + index)

@@ -25,12 +25,12 @@ from shmreduce.errors import ShmreduceError
 __all__ = ["instead_of_encoding_error", "instead_of_message"]
 
 if sys.version_info >= (3, 15):
-    # The traceback module imports it when it first formats a traceback. If a worker cannot
-    # import it then, for want of a descriptor, the worker ends without answering its task.
+    # The traceback module imports it when it first formats a traceback. If no descriptor is
+    # free then, a worker cannot import it, and ends without answering its task.
     importlib.import_module("_colorize")
 
 _HEAD = 128
-"""The numbers of job and part are among the first so many bytes of a pool's message."""
+"""The numbers of job and part are among this many first bytes of a pool's message."""
 _INTEGERS = {"BININT", "BININT1", "BININT2", "LONG1"}
 """Names of the pickle opcodes for integers."""
 

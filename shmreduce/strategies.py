@@ -36,7 +36,7 @@ _VARIABLE = "SHMREDUCE_STRATEGY"
 DEFAULT_ORDER: Final = ("file_descriptor", "file_system")
 """If the settings name no strategy, the first of these that works is used."""
 
-_FOR_A_TRIAL = 2
+_DESCRIPTORS_FOR_A_TRIAL = 2
 """Descriptors that a trial of one of these has open at the same time."""
 
 _chosen: tuple[str | None, int, SharingStrategy] | None = None
@@ -58,7 +58,7 @@ def find_strategy(name: str) -> SharingStrategy:
     claim = get_registry().strategies().get(name)
     if claim is None:
         usable, unusable = _usable_and_unusable()
-        # Whoever set the variable long ago does not think of it.
+        # Who gets the error may not know that the variable is set.
         asked_by = {"variable": _VARIABLE} if os.environ.get(_VARIABLE, "").strip() == name else {}
         origin = f", which {_VARIABLE} names" if asked_by else ""
         raise UnknownStrategyError(
@@ -108,22 +108,17 @@ def choose_strategy(name: str | None) -> SharingStrategy:
     SegmentError
         If, without a name, no descriptor is free to try them with.
     """
-    if name is not None:
-        strategy = find_strategy(name)
-        reason = reason_against(strategy)
-        if reason is None:
-            return strategy
-    else:
-        strategies = get_registry().strategies()
-        # A strategy that has none to try says that it does not work, and the next would be
-        # taken as long as this process lives.
-        need_descriptors(_FOR_A_TRIAL, "try the sharing strategies")
-        for default in DEFAULT_ORDER:
-            if default in strategies:
-                strategy = strategies[default].strategy
-                if reason_against(strategy) is None:
-                    return strategy
+    if name is None:
+        default = _usable_default()
+        if default is not None:
+            return default
         reason = f"neither {' nor '.join(DEFAULT_ORDER)} works here"
+    else:
+        strategy = find_strategy(name)
+        found = reason_against(strategy)
+        if found is None:
+            return strategy
+        reason = found
     usable, unusable = _usable_and_unusable()
     subject = "the default sharing strategy" if name is None else f"sharing strategy {name!r}"
     raise StrategyUnusableError(
@@ -132,6 +127,19 @@ def choose_strategy(name: str | None) -> SharingStrategy:
         reason=reason,
         available=usable,
     )
+
+
+def _usable_default() -> SharingStrategy | None:
+    strategies = get_registry().strategies()
+    # A strategy that is tried while no descriptor is free says that it does not work here. Then
+    # the next one would be taken, for as long as this process lives.
+    need_descriptors(_DESCRIPTORS_FOR_A_TRIAL, "try the sharing strategies")
+    for name in DEFAULT_ORDER:
+        if name in strategies:
+            strategy = strategies[name].strategy
+            if reason_against(strategy) is None:
+                return strategy
+    return None
 
 
 def current_strategy() -> SharingStrategy:

@@ -26,8 +26,11 @@ __all__ = ["fetch_descriptor", "open_listener", "serve"]
 _REQUEST = struct.Struct("<16sQI")
 _PEER = struct.Struct("iII")
 _PATIENCE = 5.0
+"""Seconds that a receiver waits for the sender."""
 _SERVER_PATIENCE = 1.0
+"""Seconds that the sender waits for a receiver's request."""
 _PAUSE = 0.01
+"""Seconds between two tries to connect."""
 
 
 def _name(token: bytes) -> bytes:

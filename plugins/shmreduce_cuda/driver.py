@@ -19,11 +19,13 @@ from typing import Any
 from shmreduce_cuda.errors import CudaDriverError, CudaForkError, CudaUnavailableError
 
 __all__ = [
+    "LIBRARY",
     "AccessDescription",
     "AllocationProperties",
     "Bytes16",
     "Bytes64",
     "Driver",
+    "Location",
     "get_driver",
     "unusable_reason",
 ]
@@ -31,7 +33,9 @@ __all__ = [
 LIBRARY = "libcuda.so.1"
 
 NOT_INITIALIZED = 3
+"""``CUDA_ERROR_NOT_INITIALIZED``"""
 NO_DEVICE = 100
+"""``CUDA_ERROR_NO_DEVICE``"""
 
 
 class Bytes16(ctypes.Structure):

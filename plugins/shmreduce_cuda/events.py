@@ -29,10 +29,13 @@ __all__ = ["Events", "stream_handle"]
 _FLAGS = 2 | 4
 """``CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS``"""
 _NOT_READY = 600
+"""``CUDA_ERROR_NOT_READY``"""
 _NOT_SUPPORTED = 801
+"""``CUDA_ERROR_NOT_SUPPORTED``"""
 _PER_THREAD = 2
 """``CU_STREAM_PER_THREAD``"""
 _MOST_FOREIGN = 64
+"""How many events of other processes are kept open."""
 _PAUSE = 0.1
 """Seconds between two checks whether the process whose event is waited for is alive."""
 
@@ -45,6 +48,11 @@ def stream_handle(stream: Any) -> int:
     stream : int or object
         A handle; an object with ``__cuda_stream__``; or a stream of CuPy
         (``ptr``), torch (``cuda_stream``) or numba (``handle`` and ``int``).
+
+    Raises
+    ------
+    CudaMemoryError
+        If it is none of these.
 
     Examples
     --------
@@ -114,7 +122,15 @@ class Events:
     def wait(
         self, ordinal: int, token: bytes, handle: bytes, is_alive: Callable[[], bool]
     ) -> bool:
-        """Wait for an event of another process; return False if that dies first."""
+        """Wait for an event of another process; return False if that dies first.
+
+        Raises
+        ------
+        CudaDriverError
+            If the event cannot be opened or waited for.
+        RuntimeError
+            If no thread can be started to wait in.
+        """
         with current_context(ordinal) as driver, self._lock:
             event = self._open(driver, ordinal, (token, handle))
             code = driver.attempt("cuEventQuery", event.event)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Attachment", "Imports"]
 
 _PATIENCE = 60.0
+"""Seconds to wait for another thread that opens or closes memory."""
 
 
 class Attachment:

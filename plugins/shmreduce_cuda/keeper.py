@@ -1,6 +1,7 @@
 """The thread that frees arrays that were sent, while the program does something else.
 
-May import ``descriptors``, ``exports`` and ``offers`` of this plugin.
+May import public names of :mod:`shmreduce`, and ``descriptors``, ``exports`` and ``offers`` of
+this plugin.
 
 A process that waits for its next message cannot notice that its receivers have dropped
 an array, or were killed. So while there are exports, a thread checks several times a
@@ -32,9 +33,11 @@ __all__ = ["Keeper"]
 _PAUSE = 0.2
 """Seconds between two checks."""
 _SHARE = 4
-"""A pause is at least so many times as long as the check before, up to the longest pause."""
+"""A pause is at least this many times as long as the check before, up to the longest pause."""
 _LONGEST_PAUSE = 0.5
+"""Seconds."""
 _PATIENCE = 0.5
+"""Seconds to wait for the thread to end."""
 
 
 class Keeper:
@@ -151,6 +154,7 @@ class Keeper:
             if listener is not None and (listener.fileno(), select.POLLIN) in ready:
                 serve(listener, self._token, self._offers)
             if (self._bell, select.POLLIN) in ready:
+                # The thread before this one may have read it: stop() waits only so long.
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bell)
                 if deadline is None or self._ending:

@@ -14,7 +14,15 @@ from shmreduce_cuda.errors import CudaMemoryError
 if TYPE_CHECKING:
     from shmreduce_cuda.driver import Driver
 
-__all__ = ["Memory", "check_extent", "find_memory", "ordinal_at", "pieces_of", "refuse"]
+__all__ = [
+    "POSIX_FD",
+    "Memory",
+    "check_extent",
+    "find_memory",
+    "ordinal_at",
+    "pieces_of",
+    "refuse",
+]
 
 _CONTEXT = 1
 _MEMORY_TYPE = 2
@@ -23,7 +31,9 @@ _DEVICE_ORDINAL = 9
 _IS_LEGACY_CAPABLE = 10
 _HANDLE_TYPES = 14
 _POOL = 17
+"""Attributes of a pointer (``CUpointer_attribute``)."""
 _HOST = 1
+"""``CU_MEMORYTYPE_HOST``"""
 POSIX_FD = 1
 """``CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR``"""
 

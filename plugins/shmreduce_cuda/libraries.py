@@ -118,6 +118,7 @@ def _make_torch(
 
 
 _TORCH_TYPESTRS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
+"""A type that every version of torch can read, by the bytes of an element."""
 
 
 def _finish_tensor(torch: Any, tensor: Any, extras: dict[str, Any]) -> Any:

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["Mapping", "Opener", "mapping_key"]
 
 _LAZY_PEER_ACCESS = 1
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``"""
 _DEVICE = 1
+"""``CU_MEM_LOCATION_TYPE_DEVICE``"""
 _READ_WRITE = 3
+"""``CU_MEM_ACCESS_FLAGS_PROT_READWRITE``"""
 
 
 class Mapping:

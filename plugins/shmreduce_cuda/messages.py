@@ -14,6 +14,7 @@ from shmreduce_cuda.layout import Layout
 __all__ = ["VERSION", "Description", "Legacy", "Place", "Pooled", "Virtual", "read_description"]
 
 VERSION = 1
+"""Of the descriptions. One of another version is refused."""
 
 
 class Legacy(NamedTuple):

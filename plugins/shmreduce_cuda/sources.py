@@ -21,7 +21,9 @@ LIBRARIES = {"cupy": "cupy", "numba": "numba", "numba_cuda": "numba", "torch": "
 """From the package of a class to its library: those whose arrays a receiver can make."""
 
 _DLPACK_CUDA, _DLPACK_HOST, _DLPACK_MANAGED = 2, (1, 3), 13
+"""Device types of DLPack (``DLDeviceType``); the host's memory is either pageable or pinned."""
 _DLPACK_KINDS = {0: "<i", 1: "<u", 2: "<f", 5: "<c", 6: "|b"}
+"""The beginning of a typestr, by DLPack's code of the type (``DLDataTypeCode``)."""
 # DLPack's codes of types that have no typestr.
 _DLPACK_NAMES = {
     4: "bfloat16",

@@ -38,6 +38,7 @@ class _Buffer(ctypes.Structure):
 _DEEPEST = 64
 """Limit for following views of views: the ``base`` of other objects may form a cycle."""
 _PYBUF_FULL_RO = 0x011C
+"""``PyBUF_FULL_RO`` of CPython: a buffer with shape, strides and format, writable or not."""
 _get_buffer: Any = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
 _get_buffer.restype = ctypes.c_int

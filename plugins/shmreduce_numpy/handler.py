@@ -26,6 +26,7 @@ __all__ = ["NumpyMemoryHandlers", "memory_handlers"]
 _SET_HANDLER, _GET_HANDLER = 304, 305
 _CAPSULE_NAME = b"mem_handler"
 _STRUCT_VERSION = 1
+"""The version of ``PyDataMem_Handler`` that is laid out below."""
 
 
 class _Allocator(ctypes.Structure):

@@ -32,6 +32,7 @@ DTYPES: dict[Any, Any] = {kind: np.dtype(kind) for kind in "?bhilqBHILQefdgFDG"}
 # less for each saves a tenth of the time.
 _ndarray: Any = np.ndarray
 _NOTHING = (0,)
+"""The shape of an array without elements."""
 _BYTES = DTYPES["b"]
 
 

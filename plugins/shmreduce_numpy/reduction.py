@@ -333,8 +333,8 @@ def _copy(array: np.ndarray[Any, Any], memory: memoryview, order: Any) -> None:
     source = np.ndarray.view(array, np.ndarray)
     dtype = source.dtype
     if dtype.names is not None:
-        # As opaque elements. Copying field by field is slow, and the gaps between fields
-        # would keep what the memory held before, perhaps data of another array.
+        # As opaque elements, as in sharing.py. Copying field by field is slow, and the gaps
+        # between fields would keep what the memory held before, perhaps another array's data.
         source = source.view(f"V{source.itemsize}")
         dtype = source.dtype
     # By position, as in array_over().

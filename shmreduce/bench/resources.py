@@ -32,7 +32,9 @@ __all__ = [
 _PROC = Path("/proc")
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 _PAUSE = 0.02
+"""Seconds between two looks at the memory."""
 _RARELY = 10
+"""One look in this many is also at which processes there are and what they have open."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,17 @@ def usage(pids: list[int]) -> Usage:
     nanoseconds = switches = 0
     for pid in pids:
         with suppress(*_GONE):
-            for task in (_PROC / str(pid) / "task").iterdir():
+            for thread in (_PROC / str(pid) / "task").iterdir():
                 with suppress(*_GONE):
-                    nanoseconds += int((task / "schedstat").read_text().split()[0])
-                    for line in (task / "status").read_text().splitlines():
-                        if "ctxt_switches" in line:
-                            switches += int(line.split()[1])
+                    nanoseconds += int((thread / "schedstat").read_text().split()[0])
+                    switches += _switches_of(thread)
     return Usage(nanoseconds / 1e9, switches)
+
+
+def _switches_of(thread: Path) -> int:
+    """Return how often a thread was switched out, of its own accord or not."""
+    lines = (thread / "status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
 
 
 def memory(pids: list[int]) -> tuple[int, int]:

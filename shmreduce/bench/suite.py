@@ -23,7 +23,7 @@ from shmreduce.bench.turns import take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
 from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
-from shmreduce.compiled import reason_against
+from shmreduce.compiled import reason_unused
 from shmreduce.errors import ConfigurationError, ShmreduceError
 from shmreduce.processors import usable_processors
 
@@ -131,6 +131,11 @@ def selection(text: str | None) -> dict[str, set[str] | None]:
     -------
     dict
         From the name of a workload to its wanted rows; None for all.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no workload of that name.
 
     Examples
     --------
@@ -316,7 +321,7 @@ def machine() -> dict[str, str]:
         # The part after a dash names a build of the kernel.
         "system": " ".join((platform.system(), platform.release().partition("-")[0])),
         "Python": platform.python_version(),
-        "compiled modules": reason_against() or "used",
+        "compiled modules": reason_unused() or "used",
         **{name: _version(name) for name in _DISTRIBUTIONS},
     }
 

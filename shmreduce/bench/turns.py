@@ -221,9 +221,7 @@ def _measure_row(
             for runner in runners
             if number == 0 or turn is _watch or samples[runner.system.name].spent <= effort.longest
         ]
-        # A different order in each round, but the same in every run: if one system always
-        # followed the same other, it would always find that one's memory and caches.
-        random.Random(number).shuffle(due)  # noqa: S311 - an order, no secret
+        _shuffle(due, number)
         if together:
             # All at the same time, since several systems take seconds to start.
             for runner in due:
@@ -240,6 +238,15 @@ def _measure_row(
         if workload.cold:
             _stop(runners)
     return samples
+
+
+def _shuffle(runners: list[_Runner], number: int) -> None:
+    """Put systems into an order that differs from round to round, but not from run to run.
+
+    If one system always followed the same other, it would always find that one's memory and
+    caches.
+    """
+    random.Random(number).shuffle(runners)  # noqa: S311 - an order, no secret
 
 
 def _time(workload: Workload, row: Row, runner: _Runner, effort: Effort, found: _Samples) -> None:

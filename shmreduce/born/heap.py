@@ -457,7 +457,10 @@ def has_address(address: int) -> bool:
 
 
 class _TurnTakenError(Exception):
-    """Another thread uses the entries, or an outer call of this one. Users never see it."""
+    """Another thread uses the entries, or an outer call of this one. Users never see it.
+
+    Whoever gets it leaves the work to its next call.
+    """
 
 
 class _Turn:

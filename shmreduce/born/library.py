@@ -43,8 +43,11 @@ LIBRARY = ALLOCATOR.library
 VERSION = 3
 """Version of the tables and functions; the C source has the same number."""
 LIVE, FREED = 2, 3
+"""States of an entry, as in the C source."""
 PRIVATE, KNOWN, EXPOSED = 2, 8, 16
+"""Flags of an entry, as in the C source."""
 _MOST_ENTRIES = 16384
+"""``MOST_ENTRIES`` of the C source."""
 _ADVICE = (
     "Run `shmreduce build-helper` (or `python -m shmreduce build-helper`), which needs a C "
     "compiler, or install shmreduce where there is one. Everything else works without it"

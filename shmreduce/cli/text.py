@@ -95,27 +95,30 @@ class Table:
 
     def print(self) -> None:
         """Print the table, drawn by rich if that is installed and a terminal has room for it."""
-        if sys.stdout.isatty():
-            try:
-                from rich.console import Console
-                from rich.measure import Measurement
-                from rich.table import Table as RichTable
-                from rich.text import Text
-            except ModuleNotFoundError:
-                pass  # the plain table says the same
-            else:
-                drawn = RichTable(title=self.title, title_justify="left")
-                for column in self.columns:
-                    drawn.add_column(column, overflow="fold")
-                for row in self.rows:
-                    drawn.add_row(*(Text(cell) for cell in row))
-                console = Console()
-                unlimited = console.options.update(width=_ANY_WIDTH)
-                if Measurement.get(console, unlimited, drawn).minimum <= console.width:
-                    console.print(drawn)
-                    return
-                # Too narrow: rich would break words into pieces of a few letters.
-        print(self.plain())
+        if not (sys.stdout.isatty() and self._print_by_rich()):
+            print(self.plain())
+
+    def _print_by_rich(self) -> bool:
+        """Print the table by rich, and return True, if that is installed and has room for it."""
+        try:
+            from rich.console import Console
+            from rich.measure import Measurement
+            from rich.table import Table as RichTable
+            from rich.text import Text
+        except ModuleNotFoundError:
+            return False
+        drawn = RichTable(title=self.title, title_justify="left")
+        for column in self.columns:
+            drawn.add_column(column, overflow="fold")
+        for row in self.rows:
+            drawn.add_row(*(Text(cell) for cell in row))
+        console = Console()
+        unlimited = console.options.update(width=_ANY_WIDTH)
+        if Measurement.get(console, unlimited, drawn).minimum > console.width:
+            # Too narrow: rich would break words into pieces of a few letters.
+            return False
+        console.print(drawn)
+        return True
 
 
 def _short(value: float) -> str:

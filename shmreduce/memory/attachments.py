@@ -201,6 +201,13 @@ class Attachments:
 
         ``mark`` identifies the call. ``arrived`` has the descriptors that came with the
         message, by token of the segment. The caller owns them.
+
+        Raises
+        ------
+        WrongHostError
+            If the handle is from another host, or from before this host's last boot.
+        AttachError
+            If the segment cannot be opened here.
         """
         if handle.boot != self.boot:
             raise WrongHostError(

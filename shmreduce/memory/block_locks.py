@@ -75,7 +75,13 @@ class BlockLocks:
         return locked
 
     def lock_block(self, block: int, mark: Mark) -> None:
-        """Lock a block; wait a limited time for it."""
+        """Lock a block; wait a limited time for it.
+
+        Raises
+        ------
+        LeaseTimeoutError
+            If it stays locked, or if this call has interrupted the one that has the lock.
+        """
         holder = self._busy.get(block)
         if holder is not None and holder[0] == mark[0]:
             # This call would wait for the one that it has interrupted.

@@ -566,7 +566,7 @@ class LiveBlocks:
     def in_child(self) -> LiveBlocks:
         """Retire the inherited table; return the child's own."""
         self.current = False
-        if self.ledger.was_struck:
+        if self.ledger.has_unnoted_fork:
             # The parent did not do so before the fork.
             self._keep_apart(list(self._roots.values()))
         return LiveBlocks(self.ledger.after_fork_in_child(), inherited=self)

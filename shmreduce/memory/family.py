@@ -303,7 +303,7 @@ class Family:
             self._reserved[self._index] = booked
 
     def check(self, nbytes: int, budget: int) -> None:
-        """Raise the error that :meth:`reserve` would raise now."""
+        """Raise the BudgetExceededError that :meth:`reserve` would raise now."""
         in_use = sum(reserved for _, reserved in self.members())
         if nbytes > 0 and in_use + nbytes > budget:
             raise BudgetExceededError(

@@ -21,7 +21,7 @@ from shmreduce.errors import (
 )
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER, SHARED, Layout, SegmentHeader
-from shmreduce.memory.lease_slots import MESSAGE
+from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.runtime import current
 from shmreduce.memory.segment_file import check_file
 from shmreduce.memory.sweep import abandoned, names_of, sweep
@@ -232,21 +232,28 @@ def _candidates() -> Iterator[tuple[str, int | None]]:
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self/fd") else ():
         if not entry.isdigit():
             continue
-        folder = f"/proc/{entry}/fd"
-        try:
-            numbers = os.listdir(folder)
-        except OSError:
-            # The process has ended meanwhile, or belongs to another user.
-            continue
-        for number in numbers:
-            path = f"{folder}/{number}"
-            try:
-                target = os.readlink(path)
-            except OSError:
-                continue
+        for path, target in _open_files(entry):
             unlinked = "/shmreduce-" in target and target.endswith(" (deleted)")
             if unlinked or target in names or target.startswith(_MEMFD):
                 yield path, int(entry)
+
+
+def _open_files(pid: str) -> Iterator[tuple[str, str]]:
+    """Yield the paths of a process's descriptors in /proc, with what they have open."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(folder)
+    except OSError:
+        # The process has ended meanwhile, or belongs to another user.
+        return
+    for number in numbers:
+        path = f"{folder}/{number}"
+        try:
+            target = os.readlink(path)
+        except OSError:
+            # The descriptor was closed meanwhile.
+            continue
+        yield path, target
 
 
 def look_at(path: str) -> SegmentState | None:
@@ -273,7 +280,7 @@ def _describe(fd: int, header: SegmentHeader, path: str) -> SegmentState:
     capacities = _table(fd, layout.capacities, layout.blocks)
     words = _table(fd, layout.slot_words, layout.slots)
     used = [word for word in words.tolist() if word]
-    messages = sum(1 for word in used if word >> 62 == MESSAGE >> 62)
+    messages = sum(1 for word in used if word & ~NONCE_MASK == MESSAGE)
     return SegmentState(
         token=header.token.hex(),
         strategy=header.strategy,

@@ -38,6 +38,7 @@ __all__ = [
 
 MAGIC = b"shmreduc"
 VERSION = 1
+"""Of the layout. A segment of another version is refused."""
 BY_VALUE = 1
 """Kind of a segment whose blocks carry one message each, and are whole pages."""
 SHARED = 2

@@ -35,6 +35,7 @@ from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 
 __all__ = ["UNNOTED", "Fork", "ForkLedger", "count_fork", "mark_fork"]
 
+# Byte locks: the locked bytes lie far beyond the end of the file.
 _LOCK_FORK = 1 << 44
 _LONGEST_HOOK = 1.0
 """Seconds. If a fork was not noted for so long, it never will be."""
@@ -119,7 +120,7 @@ class ForkLedger:
     @property
     def death(self) -> int:
         """The value of :attr:`forks` for something that dies now, counting an unnoted fork."""
-        return self.forks + self.was_struck
+        return self.forks + self.has_unnoted_fork
 
     def announce(self, fork: Fork) -> None:
         """Give a number to the fork that this thread is about to make.
@@ -190,7 +191,7 @@ class ForkLedger:
             stack.remove(fork)
 
     @property
-    def was_struck(self) -> bool:
+    def has_unnoted_fork(self) -> bool:
         """Whether a fork has happened, or is about to, that nobody has noted."""
         return UNNOTED in self.pending
 
@@ -209,7 +210,7 @@ class ForkLedger:
         stack = self._ready.get(threading.get_ident(), [])
         if not over:
             over[:] = stack[-1:]
-        if not over and self.was_struck:
+        if not over and self.has_unnoted_fork:
             # The hooks before the fork were skipped, so nobody has noted it.
             over[:] = [Fork()]
             self.leave_unguarded(over[0])
@@ -243,7 +244,9 @@ class ForkLedger:
         """
         if self.pending:
             self._give_up_waiting()
-            if self.was_struck or any(birth < number <= death for number in list(self._unsure)):
+            if self.has_unnoted_fork or any(
+                birth < number <= death for number in list(self._unsure)
+            ):
                 return True
         if birth == death:
             return False
@@ -260,7 +263,7 @@ class ForkLedger:
     def _give_up_waiting(self) -> None:
         """Count forks that stay unnoted for long as unguarded: what lived then is not reused."""
         now = time.monotonic()
-        if not self.was_struck:
+        if not self.has_unnoted_fork:
             self._unnoted_since = None
         elif self._unnoted_since is None:
             self._unnoted_since = now

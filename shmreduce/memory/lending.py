@@ -52,8 +52,9 @@ _SMALLEST = 16 << 20
 _KEPT_SECONDS = 1.0
 """How long a block is kept for the next result."""
 _ROOMY_SECONDS = 0.1
-_FREE_SHARE = 2
-"""So many times the kept bytes must be free, for processes that cannot borrow them."""
+"""How long the result of a check for free memory is taken to hold."""
+_FREE_FACTOR = 2
+"""Blocks are kept only if this many times their bytes are free: not all processes can borrow."""
 
 
 class Lender:
@@ -77,9 +78,9 @@ class Lender:
         self._kept: dict[Record, float] = {}
         """The kept holds, with the time since when they have been waiting (monotonic seconds)."""
         self._roomy_for = 0
-        """For so many bytes there was room at the last check,"""
+        """The number of bytes for which the last check found room."""
         self._roomy_until = 0.0
-        """and that is assumed until this time."""
+        """Until when that is assumed to be still so (monotonic seconds)."""
         self._usual = 1
         """How many large blocks there were in the last answer that had any."""
 
@@ -165,7 +166,7 @@ class Lender:
         self.closed = True
         self._release([*self._take_in(), *self._kept])
         # Arrays that are still in use refer to this object, and so would keep what `wake` keeps.
-        self._wake = _nobody
+        self._wake = _wake_nobody
 
     def _take_in(self) -> list[Record]:
         found = []
@@ -201,7 +202,7 @@ class Lender:
         now = time.monotonic()
         if nbytes <= self._roomy_for and now < self._roomy_until:
             return True
-        if not _is_free(_FREE_SHARE * nbytes, records[0].segment):
+        if not _is_free(_FREE_FACTOR * nbytes, records[0].segment):
             return False
         self._roomy_for, self._roomy_until = nbytes, now + _ROOMY_SECONDS
         return True
@@ -237,5 +238,5 @@ def _is_worth_it(record: Record) -> bool:
     )
 
 
-def _nobody() -> None:
+def _wake_nobody() -> None:
     """Do nothing."""

@@ -6,11 +6,10 @@ May import errors, signals, ``quick_blocks``, ``mapping``, ``handle``, ``segment
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -507,6 +506,6 @@ def _handles_in(data: bytes | bytearray | memoryview) -> Iterator[Handle]:
     while start != -1:
         size = Handle.size_at(text, start)
         # Bytes that only look like a handle are skipped.
-        with contextlib.suppress(InvalidHandleError):
+        with suppress(InvalidHandleError):
             yield Handle.unpack(text[start : start + size])
         start = find_mark(text, start + len(MARK))

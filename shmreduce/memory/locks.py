@@ -34,6 +34,7 @@ __all__ = [
     "supported",
     "try_lock",
     "try_request",
+    "try_share",
     "unlock",
     "unlock_request",
 ]

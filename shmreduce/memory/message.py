@@ -64,10 +64,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Message",
     "can_travel",
+    "constant_of_block",
+    "constant_of_record",
     "keep_leases",
     "next_nonce",
-    "what_names",
-    "what_names_block",
 ]
 
 _PRIVATE_FROM = 256 << 10
@@ -166,6 +166,8 @@ class Message:
         self._taken: list[Lease] = []
         self._borrowed: list[tuple[Lease, Borrowed]] = []
         self._in_parts = self._small = 0
+        """Bytes that :meth:`allocate_part` was asked for; of these, in buffers that are pickled
+        in the ordinary way otherwise."""
         self._parted: PartedBlock | None = None
 
     def carry(self, memory: Any) -> bytes | None:
@@ -307,7 +309,7 @@ class Message:
             raise
         self._taken.append(taken)
         view = None if filled is not None and filled.written else taken.filling.view()
-        constant = what_names_block(
+        constant = constant_of_block(
             segment, block, taken.generation, nbytes, shared=False, mode="rw"
         )
         if segment.block_tables is not None:
@@ -339,7 +341,7 @@ class Message:
             return None
         record = fitting[0]._record
         segment, block = record.segment, record.block
-        constant = what_names_block(
+        constant = constant_of_block(
             segment, block, record.generation, nbytes, shared=False, mode="rw"
         )
         try:
@@ -357,7 +359,7 @@ class Message:
         # Sets whose message it is; see _is_ours().
         self._current()
         size = segment.capacities[block]
-        constant = what_names_block(
+        constant = constant_of_block(
             segment, block, record.generation, size, shared=False, mode="rw"
         )
         return self._add(segment, block, record.generation, constant)[0]
@@ -489,7 +491,7 @@ class Message:
             handle, taken = self._add_inherited(runtime, record, room)
         else:
             segment = record.segment
-            constant = what_names(record, segment, room)
+            constant = constant_of_record(record, segment, room)
             handle, taken = self._add(segment, record.block, record.generation, constant)
         if mover is not None:
             mover.pass_on(self, block, taken, handle)
@@ -530,7 +532,7 @@ class Message:
         # Sets whose message it is; see _is_ours().
         self._current()
         generation = segment.generations[block]
-        constant = what_names_block(
+        constant = constant_of_block(
             segment, block, generation, nbytes, shared=False, mode="rw", room=ROOM_FOR_ANOTHER
         )
         return self._add(segment, block, generation, constant)
@@ -550,7 +552,7 @@ class Message:
         for taken in self._taken:
             if taken.is_filled_by(view):
                 segment, block = taken.segment, taken.block
-                constant = what_names_block(
+                constant = constant_of_block(
                     segment, block, taken.generation, view.nbytes, shared=False, mode="rw"
                 )
                 return pack_handle(taken.slot, taken.nonce, constant)
@@ -657,13 +659,13 @@ class Message:
         mark = object()
         segment = runtime.attachments.own_view_of(record.segment, mark)
         try:
-            constant = what_names(record, segment, room)
+            constant = constant_of_record(record, segment, room)
             return self._add(segment, record.block, record.generation, constant)
         finally:
             segment.unpin(mark)
 
     def _is_ours(self) -> bool:
-        """Whether this process gave out anything here that is still open."""
+        """Return whether this process gave out anything here that is still open."""
         if self._taken:
             self._current()
         return bool(self._taken)
@@ -723,13 +725,13 @@ def can_travel(record: Record, used: int, inherited: bool) -> bool:
     )
 
 
-def what_names(record: Record, segment: Segment, room: int = 0) -> bytes:
+def constant_of_record(record: Record, segment: Segment, room: int = 0) -> bytes:
     """Return the constant part of this process's handles for a block that it holds."""
     # A forked child that sends an inherited block is another sender, with its own handles.
     usual = segment is record.segment and not room
     if usual and record.written is not None:
         return record.written
-    written = what_names_block(
+    constant = constant_of_block(
         segment,
         record.block,
         record.generation,
@@ -739,11 +741,11 @@ def what_names(record: Record, segment: Segment, room: int = 0) -> bytes:
         room=room,
     )
     if usual:
-        record.written = written
-    return written
+        record.written = constant
+    return constant
 
 
-def what_names_block(
+def constant_of_block(
     segment: Segment,
     block: int,
     generation: int,

@@ -20,9 +20,9 @@ from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.message import (
     Message,
     can_travel,
+    constant_of_block,
+    constant_of_record,
     next_nonce,
-    what_names,
-    what_names_block,
 )
 from shmreduce.memory.runtime import current
 from shmreduce.settings import get_settings
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.runtime import Runtime
     from shmreduce.memory.segment import Segment
 
-__all__ = ["GivenBuffer", "Received", "Trial", "copy_memory", "give_out", "lend_by_value"]
+__all__ = ["GivenBuffer", "ReceivedBlock", "Trial", "copy_memory", "give_out", "lend_by_value"]
 
 
 class Trial(Protocol):
@@ -58,7 +58,7 @@ class Trial(Protocol):
         """Finish it: the message is complete. Return what can be done after it was sent."""
 
 
-class Received:
+class ReceivedBlock:
     """A by-value block that this process received and now sends on.
 
     Parameters
@@ -168,7 +168,14 @@ class GivenBuffer:
 
 
 def copy_memory(message: Message, address: int, size: int) -> bytes:
-    """Copy memory that has no view into a block of a message; return its handle."""
+    """Copy memory that has no view into a block of a message; return its handle.
+
+    Raises
+    ------
+    OutOfSharedMemoryError
+        If there is no room for it, or if this call has interrupted the thread while that was
+        taking memory for another message.
+    """
     given = message.allocate(size)
     if given is None:
         raise OutOfSharedMemoryError(
@@ -224,7 +231,7 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     if get_settings().on_exhausted == "pickle":
         # The buffer may have to be copied later, when it is too late to pickle it.
         return None
-    return _give_out_block(runtime, record, leases, Received(record, reference))
+    return _give_out_block(runtime, record, leases, ReceivedBlock(record, reference))
 
 
 def _give_out_block(
@@ -239,7 +246,7 @@ def _give_out_block(
         record.block,
         record.generation,
         next_nonce(),
-        what_names(record, segment),
+        constant_of_record(record, segment),
         leases,
     )
     return None if quickly is None else GivenBuffer(runtime, *quickly, trial)
@@ -262,7 +269,7 @@ def lend_by_value(
 ) -> tuple[bytes, Lease] | None:
     """Add a lease on a by-value block, which the caller keeps from reuse; None if not done."""
     generation = segment.generations[block]
-    constant = what_names_block(segment, block, generation, nbytes, shared=False, mode="rw")
+    constant = constant_of_block(segment, block, generation, nbytes, shared=False, mode="rw")
     lent: tuple[bytes, Lease] | None = quick_blocks.lend_block(
         segment, block, generation, next_nonce(), constant, leases
     )

@@ -32,7 +32,9 @@ LARGEST_PART = 256 << 10
 _LARGEST_BLOCK = 4 << 20
 """Bytes. A part that is still in use keeps no more memory than this."""
 _SMALLEST_BLOCK = 256 << 10
+"""Bytes."""
 _ALIGNMENT = 64
+"""Bytes. Each part begins at a multiple of this, as a cache line does."""
 
 
 class Limits(NamedTuple):

@@ -76,6 +76,7 @@ class Record:
         self.mode = mode
         self.slot = slot
         self.heap = heap
+        """The heap of the block, if this process made it."""
         self.private = private
         self.read_only = mode == "ro" and slot is not None
         """Whether views here are read-only: for a ``ro`` block at a receiver."""
@@ -85,6 +86,7 @@ class Record:
         self.cutting: dict[None, tuple[int]] = {}
         """The mark, with the thread, of the one call that makes or has made the pages private."""
         self.birth = self.death = live.ledger.birth
+        """For :meth:`ForkLedger.visible`: when the root was made, and when its last view died."""
         self.written: bytes | None = None
         """The bytes that are the same in all handles that this process makes for the block."""
         self.keep: Keeper | None = None
@@ -98,4 +100,5 @@ class RootReference(weakref.ref[Any]):
 
     __slots__ = ("identity", "record")
     identity: int
+    """The ``id`` of the root, by which it is found while it lives."""
     record: Record

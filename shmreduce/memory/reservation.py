@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _USES_BETWEEN_TRIES = 8
-"""At every so many uses of a block the kernel is asked again for missing huge pages."""
+"""Uses of a block after which the kernel is asked again for missing huge pages."""
 _BYTES_FOR_A_WAIT = 64 << 20
 """Bytes of a block for each huge page that is waited for: so waiting takes less than copying."""
 _WRITTEN_FROM = 1 << 20

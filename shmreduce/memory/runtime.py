@@ -94,7 +94,10 @@ class Runtime:
 
     @property
     def family(self) -> Family:
-        """The process's membership in its family; without one it founds a family."""
+        """The process's membership in its family; without one it founds a family.
+
+        Raises SegmentError if the process cannot join or found one, for lack of descriptors.
+        """
         if self._family is None:
             parents = self._parent_family
             try:
@@ -289,24 +292,10 @@ class Runtime:
         carried = all(each.are_carried([nonce for _, nonce in unread]) for each in segments)
         letter = Letter(first.token, unread, complete=True, carried=carried)
         try:
-            # Reopened: the mailbox keeps the description, and must not keep this one's locks.
-            fd = locks.reopen(first.checked_fd)
-            try:
-                # Marked first: then the reader of the last message removes the letter.
-                first.hand_over()
-                self._post_or_make_room(letter, fd)
-            finally:
-                os.close(fd)
+            self._put_into_mailbox(first, letter)
             self._posted[first.token] = now
             if before is not None:
-                # The new letter names what is left of the old ones, and more, so it stays.
-                self.family.tidy(
-                    lambda other, _: (
-                        other.token == first.token
-                        and other.complete
-                        and before.issuperset(other.unread)
-                    )
-                )
+                self._remove_letters(first.token, before)
             if not any(each.unread() for each in segments):
                 # The messages were read before the letter was there, so nobody removed it.
                 self.attachments.tidy_mailbox()
@@ -323,6 +312,27 @@ class Runtime:
                 )
             ]
         return []
+
+    def _put_into_mailbox(self, segment: Segment, letter: Letter) -> None:
+        # Reopened: the mailbox keeps the description, and must not keep this one's locks.
+        fd = locks.reopen(segment.checked_fd)
+        try:
+            # Marked first: then the reader of the last message removes the letter.
+            segment.hand_over()
+            self._post_or_make_room(letter, fd)
+        finally:
+            os.close(fd)
+
+    def _remove_letters(self, token: bytes, before: frozenset[tuple[int, int]]) -> None:
+        """Remove a segment's old letters, given the messages that they name.
+
+        The new letter names what is left of these messages, and more, so it stays.
+        """
+        self.family.tidy(
+            lambda letter, _: (
+                letter.token == token and letter.complete and before.issuperset(letter.unread)
+            )
+        )
 
     def _post_or_make_room(self, letter: Letter, fd: int) -> None:
         try:

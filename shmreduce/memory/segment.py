@@ -387,7 +387,15 @@ class Segment(LeaseSlots):
     # Lease transitions
 
     def check(self, block: int, generation: int) -> None:
-        """Raise unless the block has this generation. The caller should have its lock."""
+        """Check that a block has this generation. The caller should have its lock.
+
+        Raises
+        ------
+        InvalidHandleError
+            If the segment has no such block.
+        StaleHandleError
+            If the block has another generation by now.
+        """
         if block >= self.layout.blocks:
             raise InvalidHandleError(
                 f"the handle names block {block}, segment {self.token.hex()} has "
@@ -454,6 +462,8 @@ class Segment(LeaseSlots):
         AlreadyLoadedError
             If the message of a by-value block was loaded before: the array belongs to
             that loader alone.
+        InvalidHandleError
+            If the segment has no such block or slot.
         """
         word = MESSAGE | nonce
         quick = self._quick.claim_shared if shared else self._quick.claim_alone

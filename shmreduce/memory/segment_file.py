@@ -86,6 +86,7 @@ def check_opened(strategy: SharingStrategy, said: Any) -> SegmentFile:
     try:
         _check_access(strategy, "open()", file.fd)
     except BaseException:
+        # It may be no open descriptor: that may be just what the check has found.
         with suppress(OSError):
             os.close(file.fd)
         raise
@@ -121,7 +122,26 @@ def _check_access(strategy: SharingStrategy, call: str, fd: int) -> None:
 
 
 def check_file(fd: int, token: bytes | None) -> SegmentHeader:
-    """Return the header of an open file, after checking its user and which segment it is."""
+    """Return the header of an open file, after checking its user and which segment it is.
+
+    Parameters
+    ----------
+    fd : int
+        A descriptor of the file. It stays the caller's.
+    token : bytes or None
+        Of the segment that it should be; None for any.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is another file or another segment, since the name or number was reused.
+    ForeignSegmentError
+        If it belongs to another user.
+    InvalidHandleError
+        If it has no header of a segment.
+    SegmentError
+        If it has been truncated.
+    """
     status = os.fstat(fd)
     wanted = token.hex() if token else "any"
     if not stat.S_ISREG(status.st_mode):

@@ -103,6 +103,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "end": (
         f"{_MEMORY}.runtime:Runtime.leave",
         f"{_MEMORY}.runtime:Runtime._post",
+        f"{_MEMORY}.runtime:Runtime._put_into_mailbox",
         f"{_MEMORY}.heap:Heap.leave",
         f"{_MEMORY}.family:Family.post",
         f"{_MEMORY}.family:Family.tidy",

@@ -24,9 +24,25 @@ from shmreduce_cuda.verify.outcomes import UnexpectedResultError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Partner", "eventually", "free_bytes", "installed", "partner", "received"]
+__all__ = [
+    "PATIENCE",
+    "Partner",
+    "drop",
+    "eventually",
+    "free_bytes",
+    "installed",
+    "keep",
+    "keep_loaded",
+    "own_stats",
+    "partner",
+    "received",
+    "send_back",
+    "set_values",
+    "values",
+]
 
 PATIENCE = 60.0
+"""Seconds to wait for an answer of the other process."""
 received: dict[str, Any] = {}
 """Arrays that this process has received, by name."""
 

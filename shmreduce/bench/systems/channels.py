@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ChannelSession", "ChannelSystem", "PoolSession"]
 
 _PATIENCE = 30.0
+"""Seconds to wait for a worker to end."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Workload(ABC):
 
     ability: ClassVar[Ability]
     copies: ClassVar[float] = 4.0
-    """All processes of a system together need so many times a row's bytes of memory."""
+    """How many times a row's bytes all processes of a system together need as memory."""
     cold: ClassVar[bool] = False
     """Whether each sample is taken in processes that were just started."""
     processors: ClassVar[int | None] = None

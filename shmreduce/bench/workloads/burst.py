@@ -31,7 +31,9 @@ BACK_UNDER = 300 << 20
 """Bytes of shared memory that a family of idle processes may keep."""
 
 _LONGEST = 30.0
+"""Seconds for which the memory is watched at most."""
 _PAUSE = 0.1
+"""Seconds between two looks at it."""
 
 
 def measure_burst(

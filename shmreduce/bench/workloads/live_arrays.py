@@ -31,6 +31,7 @@ DESCRIPTOR_LIMIT = 256
 
 _ARRAY_BYTES = 4096
 _BATCH = 1000
+"""Arrays in one message."""
 
 
 def measure_live_arrays(

@@ -29,7 +29,9 @@ STAGES = ("reduce", "allocate", "copy", "send", "receive", "rebuild", "release")
 """The stages, in the order in which a message passes them."""
 
 _WARM_UP = 5
+"""Rounds that do not count."""
 _FORKS = 20
+"""How often a fork is timed."""
 
 
 def measure_stages(workload: str, sizes: Sequence[int], rounds: int) -> list[Measurement]:

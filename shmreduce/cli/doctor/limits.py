@@ -23,8 +23,10 @@ __all__ = [
     "shared_memory_directory",
 ]
 
+# A check finds fault if less than this is left.
 _FEW_FILES = 64
 _FEW_MAPPINGS = 1024
+# Bytes.
 _SMALL_DIRECTORY = 64 << 20
 _LITTLE_MEMORY = 512 << 20
 
