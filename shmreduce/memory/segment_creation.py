@@ -1,7 +1,7 @@
 """Makes segments: the file, its header, its locks, and the pages of its tables.
 
-May import errors, signals, contracts, ``standard_streams``, ``locks``, ``layout``,
-``mapping``, ``segment_file``, ``size_classes``, ``owned_segment``, ``family`` and
+May import errors, signals, ``free_descriptors``, contracts, ``standard_streams``, ``locks``,
+``layout``, ``mapping``, ``segment_file``, ``size_classes``, ``owned_segment``, ``family`` and
 ``reservation``.
 
 If something fails, each function takes back what it has made. Otherwise it passes that on
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shmreduce.contracts import SegmentFile
 from shmreduce.errors import SegmentError
+from shmreduce.free_descriptors import EXHAUSTED
 from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER, Layout, SegmentHeader
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
@@ -107,6 +108,8 @@ def create_segment(
         _discard_file(strategy, file)
         # Not for a TimeoutError from a busy lock or a signal handler.
         if isinstance(error, OSError) and is_from_system(error):
+            if error.errno in EXHAUSTED:
+                raise _failure(strategy, header.size, header.token.hex(), error) from error
             raise no_room(tables, None, error.errno or 0, strategy) from error
         raise
 
@@ -134,19 +137,28 @@ def _create_file(size: int, token: str, strategy: SharingStrategy) -> SegmentFil
     except OSError as error:
         if not is_from_system(error):
             raise
-        raise SegmentError(
-            f"strategy {strategy.name!r} could not make a segment of {size} bytes: "
-            f"{error.strerror or error}. 'shmreduce doctor' lists the limits that matter",
-            operation="create",
-            errno=error.errno,
-            segment=token,
-        ) from error
+        raise _failure(strategy, size, token, error) from error
     try:
         check_new_file(strategy, file, size)
     except BaseException:
         _discard_file(strategy, file)
         raise
     return file
+
+
+def _failure(strategy: SharingStrategy, size: int, token: str, error: OSError) -> SegmentError:
+    advice = (
+        "Close files, or raise the limit of open files (ulimit -n)"
+        if error.errno in EXHAUSTED
+        else "'shmreduce doctor' lists the limits that matter"
+    )
+    return SegmentError(
+        f"strategy {strategy.name!r} could not make a segment of {size} bytes: "
+        f"{error.strerror or error}. {advice}",
+        operation="create",
+        errno=error.errno,
+        segment=token,
+    )
 
 
 def _clear_of_streams(strategy: SharingStrategy, file: SegmentFile) -> SegmentFile:

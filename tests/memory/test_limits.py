@@ -49,16 +49,17 @@ LENGTH = 300_000
 
 
 @contextmanager
-def no_descriptors_left() -> Iterator[None]:
-    """Make every attempt to open something fail for a while."""
+def no_descriptors_left(but: int = 0) -> Iterator[None]:
+    """Make attempts to open something fail for a while, while ``but`` others are open."""
     # Modules that are not imported yet could not be either.
     ForkingPickler.loads(ForkingPickler.dumps([np.ones(LENGTH), shmreduce.ones(LENGTH)]))
     # Segments that other tests have left open would be closed to get descriptors.
     runtime.current().attachments.close_idle(0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(but + 1)]
+    for each in free:
+        os.close(each)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], limits[1]))
     try:
         yield
     finally:
@@ -145,11 +146,11 @@ def test_the_first_array_may_lack_descriptors_for_imports(
             each.close()
 
 
-def grow_without_descriptors() -> list[str]:
-    """Return the names of the errors of a sender that cannot open anything."""
+def grow_without_descriptors(left: int) -> list[str]:
+    """Return the names of the errors of a sender that can open nothing but ``left`` files."""
     errors = []
     large = 300 * LENGTH
-    with no_descriptors_left():
+    with no_descriptors_left(left):
         for make in (
             lambda: shmreduce.zeros(large, np.uint8),
             lambda: ForkingPickler.dumps(np.ones(large, np.uint8)),
@@ -159,18 +160,20 @@ def grow_without_descriptors() -> list[str]:
             except shmreduce.ShmreduceError as error:
                 errors.append(type(error).__name__)
                 errors.append(errno.errorcode[error.errno])
+                assert "ulimit -n" in str(error)
     assert shmreduce.zeros(LENGTH, np.uint8).sum() == 0
     assert ForkingPickler.loads(ForkingPickler.dumps(np.ones(LENGTH, np.uint8))).sum() == LENGTH
     return errors
 
 
 @pytest.mark.usefixtures("strategy")
-def test_a_sender_without_descriptors_gets_a_named_error() -> None:
-    """With no descriptor left, making memory is a ``SegmentError`` with EMFILE; it
-    works once there are descriptors again.
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_sender_without_descriptors_gets_a_named_error(left: int) -> None:
+    """With no descriptor left, or one where two are needed, making memory is a
+    ``SegmentError`` with EMFILE; it works once there are descriptors again.
     """
     with OtherProcess("fork") as other:
-        assert other.ask(grow_without_descriptors) == ["SegmentError", "EMFILE"] * 2
+        assert other.ask(grow_without_descriptors, left) == ["SegmentError", "EMFILE"] * 2
 
 
 @pytest.mark.usefixtures("strategy", "long_way")
