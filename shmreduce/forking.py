@@ -326,9 +326,17 @@ def _raise_conflict(type_name: str, rival: Any, role: str) -> NoReturn:
 
 
 class _Attribute:
-    """Sets an attribute of a class, and can restore what was there before."""
+    """Sets an attribute of a class, and can restore what was there before.
+
+    The value is a function, or a static method. It is named for the place where it is set.
+    So it can be pickled by its name, as what it replaces can: a program may give it to a
+    pool or to a process.
+    """
 
     def __init__(self, owner: type, name: str, value: object) -> None:
+        function: Any = getattr(value, "__func__", value)
+        function.__module__ = owner.__module__
+        function.__qualname__ = f"{owner.__qualname__}.{name}"
         self._owner, self._name, self._value = owner, name, value
         self._was_there = name in owner.__dict__
         self._before = owner.__dict__.get(name)

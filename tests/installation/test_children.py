@@ -9,7 +9,8 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import popen_forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,6 +137,22 @@ def test_managers_are_installed(children: Children) -> None:
     with children.context.Manager() as manager:
         shared = manager.list([Signal(1)])
         assert shared[0].way == "reducer"
+
+
+def test_functions_of_multiprocessing_can_be_sent(children: Children) -> None:
+    """A process or a pool can be given a function that shmreduce has replaced, by its name."""
+    ours, theirs = children.context.Pipe()
+    with shmreduce.install(), children.context.Pool(1) as pool:
+        process = children.start(Connection.send, theirs, "arrived")
+        assert ours.poll(PATIENCE)
+        assert ours.recv() == "arrived"
+        children.join(process)
+        data = bytes(ForkingPickler.dumps(["loaded"]))
+        assert pool.apply_async(ForkingPickler.loads, (data,)).get(PATIENCE) == ["loaded"]
+        pool.close()
+        pool.join()
+    ours.close()
+    theirs.close()
 
 
 @pytest.mark.usefixtures("reducer")

@@ -449,6 +449,23 @@ def test_loads_keeps_its_parameters() -> None:
         assert ForkingPickler.loads(memoryview(data), encoding="latin-1") == "\xe4"
 
 
+def test_what_is_installed_is_pickled_by_name() -> None:
+    """Each function that is installed travels as a reference to the place where it is, as the
+    function that it replaces does, and is understood where nothing is installed.
+    """
+    places = [
+        (ForkingPickler, "loads"),
+        (ForkingPickler, "dump"),
+        (Connection, "send"),
+        (Connection, "_recv_bytes"),
+        (Connection, "_poll"),
+    ]
+    with install():
+        pickles = [pickle.dumps(getattr(owner, name)) for owner, name in places]
+        assert [pickle.loads(data) for data in pickles] == [getattr(*place) for place in places]
+    assert [pickle.loads(data) for data in pickles] == [getattr(*place) for place in places]
+
+
 def test_types_without_a_reducer_stay_ordinary() -> None:
     """Types without a reducer give byte for byte the same pickles."""
     objects = [1, "text", {"a": [1.5, None]}, Signal, trip, Signal(3)]
