@@ -21,6 +21,7 @@ from shmreduce_numpy.classes import (
     dtype_of,
     flags_of,
     is_masked,
+    mask_of,
     nbytes_of,
     protocol_of,
     shape_of,
@@ -353,12 +354,12 @@ def _elements(array: np.ndarray[Any, Any]) -> Any:
 
 def _reduce_masked(array: Any) -> Any:
     """Send data and mask as two arrays, each shared or by value as its memory is."""
-    mask = np.ma.getmask(array)
+    mask = mask_of(array)
     return rebuild.rebuild_masked, (
         type(array),
         np.ndarray.view(array, array.baseclass),
         # A new view for each: ``a`` and ``-a`` share a mask, but must arrive independent.
-        None if mask is np.ma.nomask else np.ndarray.view(mask),
+        None if mask is None else np.ndarray.view(mask),
         # The private attribute, as NumPy pickles it. It may be None, which means the dtype's
         # default; reading the public fill_value would fix that default.
         array._fill_value,

@@ -345,6 +345,24 @@ def test_structured_masked_array(count: int) -> None:
 
 
 @SIZES
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("mask", [False, [(True, False), (False, True)]])
+def test_record_of_a_masked_array(count: int, mask: Any, *, shared: bool) -> None:
+    """An element of a structured masked array, whose mask is no array, arrives with its mask."""
+    whole = ma.zeros(2, [("x", "f8"), ("y", "f4", count)])
+    whole[["x", "y"]] = [(1, 2), (3, 4)]
+    whole.mask = mask
+    record = whole[1]
+    assert isinstance(ma.getmask(record), np.void)
+    original = shmreduce.share(record) if shared else record
+    received = round_trip(original)
+    assert_same_masked(received, record)
+    assert received["x"] == 3
+    assert shmreduce.is_shared(received) == shared
+    assert shmreduce.is_shared(received.mask) == shared
+
+
+@SIZES
 def test_masked_views(count: int) -> None:
     """Slices of masked arrays arrive as slices."""
     original = masked(count)[::-2]
