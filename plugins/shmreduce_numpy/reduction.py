@@ -371,14 +371,16 @@ def _attributes(array: np.ndarray[Any, Any]) -> tuple[Callable[[Any, Any], None]
     """Return a function and a state that give an array the attributes of a view of ``array``.
 
     The state is an empty array with these attributes, as its class pickles it. If the class
-    cannot pickle an empty array, because it pickles the elements in its own way, the state
-    is the attributes themselves.
+    has no empty arrays with them, because one has the shape of the array, or cannot pickle
+    such an array, because it pickles the elements in its own way, the state is the
+    attributes themselves.
     """
     if is_masked(type(array)):
         # An empty array would have no mask, or an empty one.
         return rebuild.set_attributes, object.__getstate__(array)
-    empty = _without_data(array)
+    empty = array
     try:
+        empty = _without_data(array)
         reduced = empty.__reduce_ex__(4)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
         # If the class cannot be pickled at all, this raises the error.
