@@ -1,6 +1,6 @@
 """Keeps Ctrl-C waiting while it would do harm.
 
-May import :mod:`shmreduce.descriptor`.
+May import :mod:`shmreduce.descriptor` and :mod:`shmreduce.signals`.
 
 ``KeyboardInterrupt`` can come between any two instructions, for example after a fork and
 before the program has noted that there is a new process. In a hook of fork() and in a
@@ -24,6 +24,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.descriptor import Descriptor
+from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -49,8 +50,8 @@ class Interrupts:
 
     Notes
     -----
-    The block does nothing in threads other than the main one, which alone handles
-    signals, and if SIGINT has no handler in Python.
+    The block does nothing in subinterpreters, and in threads other than the main one, which
+    alone handles signals; nor if SIGINT has no handler in Python.
 
     Examples
     --------
@@ -77,7 +78,13 @@ class Interrupts:
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler) and threading.current_thread() is threading.main_thread():
             self._handler = handler
-            signal.signal(signal.SIGINT, self._keep)
+            try:
+                signal.signal(signal.SIGINT, self._keep)
+            except ValueError as error:
+                if is_from_handler(error):
+                    raise
+                # This is a subinterpreter, in which no handler ever runs.
+                self._handler = None
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

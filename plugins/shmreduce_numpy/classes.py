@@ -19,6 +19,7 @@ __all__ = [
     "dtype_of",
     "flags_of",
     "is_masked",
+    "mask_of",
     "nbytes_of",
     "protocol_of",
     "shape_of",
@@ -88,6 +89,14 @@ def is_masked(cls: type) -> bool:
     # numpy.ma is not imported here, which would take longer than importing this plugin. If
     # there is a masked array, it has been imported.
     return "numpy.ma" in sys.modules and issubclass(cls, np.ma.MaskedArray)
+
+
+def mask_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """Return the mask of a masked array; None if it has none (``numpy.ma.nomask``)."""
+    mask = np.ma.getmask(array)
+    # The mask of a record, such as an element of a structured masked array, is not an array
+    # but a numpy.void.
+    return None if mask is np.ma.nomask else np.asanyarray(mask)
 
 
 def _methods_of(cls: type) -> list[Any]:

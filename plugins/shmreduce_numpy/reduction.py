@@ -21,6 +21,7 @@ from shmreduce_numpy.classes import (
     dtype_of,
     flags_of,
     is_masked,
+    mask_of,
     nbytes_of,
     protocol_of,
     shape_of,
@@ -353,12 +354,12 @@ def _elements(array: np.ndarray[Any, Any]) -> Any:
 
 def _reduce_masked(array: Any) -> Any:
     """Send data and mask as two arrays, each shared or by value as its memory is."""
-    mask = np.ma.getmask(array)
+    mask = mask_of(array)
     return rebuild.rebuild_masked, (
         type(array),
         np.ndarray.view(array, array.baseclass),
         # A new view for each: ``a`` and ``-a`` share a mask, but must arrive independent.
-        None if mask is np.ma.nomask else np.ndarray.view(mask),
+        None if mask is None else np.ndarray.view(mask),
         # The private attribute, as NumPy pickles it. It may be None, which means the dtype's
         # default; reading the public fill_value would fix that default.
         array._fill_value,
@@ -370,14 +371,16 @@ def _attributes(array: np.ndarray[Any, Any]) -> tuple[Callable[[Any, Any], None]
     """Return a function and a state that give an array the attributes of a view of ``array``.
 
     The state is an empty array with these attributes, as its class pickles it. If the class
-    cannot pickle an empty array, because it pickles the elements in its own way, the state
-    is the attributes themselves.
+    has no empty arrays with them, because one has the shape of the array, or cannot pickle
+    such an array, because it pickles the elements in its own way, the state is the
+    attributes themselves.
     """
     if is_masked(type(array)):
         # An empty array would have no mask, or an empty one.
         return rebuild.set_attributes, object.__getstate__(array)
-    empty = _without_data(array)
+    empty = array
     try:
+        empty = _without_data(array)
         reduced = empty.__reduce_ex__(4)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
         # If the class cannot be pickled at all, this raises the error.

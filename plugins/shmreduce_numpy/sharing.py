@@ -12,7 +12,7 @@ import numpy as np
 
 from shmreduce import NotShareableError, allocate
 from shmreduce_numpy.blocks import array_over, root_of
-from shmreduce_numpy.classes import Protocol, dtype_of, is_masked, protocol_of
+from shmreduce_numpy.classes import Protocol, dtype_of, is_masked, mask_of, protocol_of
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.rebuild import rebuild_masked, take_attributes
 
@@ -88,7 +88,7 @@ def share_array(array: np.ndarray[Any, Any], mode: Mode) -> Any:
         take_attributes(shared, array)
     if is_masked(type(array)):
         # Not by setattr, which a class may redefine.
-        shared.__dict__["_mask"] = share_array(np.ma.getmaskarray(array), mode)
+        shared.__dict__["_mask"] = _share_mask(array, mode)
     return shared
 
 
@@ -101,10 +101,15 @@ def _share_masked(array: Any, mode: Mode) -> Any:
     return rebuild_masked(
         type(array),
         share_array(np.ndarray.view(array, array.baseclass), mode),
-        share_array(np.ma.getmaskarray(array), mode),
+        _share_mask(array, mode),
         array._fill_value,  # reading the public one would fix the dtype's default
         array.hardmask,
     )
+
+
+def _share_mask(array: Any, mode: Mode) -> Any:
+    mask = mask_of(array)
+    return share_array(np.ma.getmaskarray(array) if mask is None else mask, mode)
 
 
 def _new(

@@ -343,11 +343,14 @@ class Attachments:
         if error.errno in EXHAUSTED:
             advice = "raise the limit of open files (ulimit -n), then load the message again"
         elif error.errno in (errno.EACCES, errno.EPERM):
+            # A forked child may have changed its user since it inherited the segment.
             advice = (
-                "somebody has changed the owner or the mode of the file: restore them"
+                "either somebody has changed the owner or the mode of the file: restore them; or "
+                "this process has changed its user: both processes must be of the same user"
                 if handle.strategy == "file_system"
-                else "the sender must be of the same user and inspectable through /proc; strategy "
-                "'file_system' does not need that"
+                else "the sender must be of the same user and inspectable through /proc, as it is "
+                "not after it has changed its user, until it calls exec; strategy 'file_system' "
+                "needs only the same user"
             )
         else:
             advice = "'shmreduce doctor' lists what may be missing"

@@ -289,6 +289,35 @@ def test_attributes_may_lead_back_to_the_array(count: int, cls: Any, shared: boo
             assert shmreduce.is_shared(received) == shared
 
 
+class Weighted(np.ndarray):
+    """Has a weight for each element, so an array of another shape cannot take its weights."""
+
+    weights: Any
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.weights = np.ones(self.shape)
+        self.weights[...] = getattr(obj, "weights", 1)
+
+    def __reduce__(self) -> Any:
+        return weighted, (self.tolist(), self.weights)
+
+
+def weighted(elements: list[float], weights: Array) -> Weighted:
+    array = np.array(elements).view(Weighted)
+    array.weights = weights
+    return array
+
+
+@SIZES
+def test_shared_array_with_attributes_of_its_own_shape(count: int) -> None:
+    """They arrive although there is no empty array that has them."""
+    original = shmreduce.share(weighted([1.0] * count, np.arange(count)))
+    received = round_trip(original)
+    assert type(received) is Weighted
+    assert np.shares_memory(received, original)
+    assert np.array_equal(received.weights, np.arange(count))
+
+
 # Masked arrays
 
 
@@ -342,6 +371,24 @@ def test_structured_masked_array(count: int) -> None:
     assert_same_masked(received, original)
     assert received.mask["x"][1]
     assert not received.mask["y"].any()
+
+
+@SIZES
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("mask", [False, [(True, False), (False, True)]])
+def test_record_of_a_masked_array(count: int, mask: Any, *, shared: bool) -> None:
+    """An element of a structured masked array, whose mask is no array, arrives with its mask."""
+    whole = ma.zeros(2, [("x", "f8"), ("y", "f4", count)])
+    whole[["x", "y"]] = [(1, 2), (3, 4)]
+    whole.mask = mask
+    record = whole[1]
+    assert isinstance(ma.getmask(record), np.void)
+    original = shmreduce.share(record) if shared else record
+    received = round_trip(original)
+    assert_same_masked(received, record)
+    assert received["x"] == 3
+    assert shmreduce.is_shared(received) == shared
+    assert shmreduce.is_shared(received.mask) == shared
 
 
 @SIZES

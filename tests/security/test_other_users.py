@@ -11,6 +11,7 @@ import re
 import socket
 import stat
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,16 @@ def test_another_user_opens_no_descriptor(strategy: str) -> None:
     del block
 
 
+def give_out() -> tuple[shmreduce.Block, bytes]:
+    """Return a block, and a handle of it in a message."""
+    block = shmreduce.allocate(5000)
+    message = Message()
+    handle = message.refer(block, 5000)
+    assert handle is not None
+    message.commit()
+    return block, handle
+
+
 def load_as_nobody(handle: bytes) -> None:
     # Later there may be no way to the files of the interpreter.
     find_strategy("file_descriptor")
@@ -156,11 +167,7 @@ def load_as_nobody(handle: bytes) -> None:
 @only_root
 def test_a_handle_is_of_no_use_to_another_user(strategy: str) -> None:
     """Who has a message's bytes, but is another user, gets an error that says so."""
-    block = shmreduce.allocate(5000)
-    message = Message()
-    handle = message.refer(block, 5000)
-    assert handle is not None
-    message.commit()
+    block, handle = give_out()
     with OtherProcess("spawn") as other, pytest.raises(shmreduce.AttachError) as caught:
         other.ask(load_as_nobody, handle)
     if strategy == "file_system":
@@ -169,6 +176,53 @@ def test_a_handle_is_of_no_use_to_another_user(strategy: str) -> None:
         assert "same user" in str(caught.value)
     discard_message(handle)
     del block
+
+
+def size_that_a_child_reads() -> Any:
+    """Return the size of a block as a child of this process reads it, or the child's error."""
+    here, there = Pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            here.close()
+            handle = there.recv_bytes()
+            try:
+                there.send(shmreduce.import_block(handle).nbytes)
+            except shmreduce.AttachError as error:
+                there.send(error)
+        finally:
+            os._exit(0)
+    there.close()
+    # Made after the fork, so the child has not inherited its descriptor.
+    block, handle = give_out()
+    here.send_bytes(handle)
+    answer = here.recv()
+    here.close()
+    os.waitpid(pid, 0)
+    discard_message(handle)
+    del block
+    return answer
+
+
+@only_root
+def test_a_child_that_changes_its_user_is_told_why_it_may_not_read(strategy: str) -> None:
+    """A forked child has inherited the segment, but cannot open it again as another user."""
+    block, handle = give_out()
+    with pytest.raises(shmreduce.AttachError, match="must be of the same user"):
+        as_nobody(shmreduce.import_block, handle)
+    discard_message(handle)
+    del block
+
+
+@only_root
+def test_a_sender_that_changed_its_user_is_told_of_file_system() -> None:
+    """Its own child, of the same user, may not inspect it, and says what helps."""
+    with shmreduce.install(strategy="file_descriptor"):
+        error = as_nobody(size_that_a_child_reads)
+    assert isinstance(error, shmreduce.AttachError)
+    assert "changed its user" in str(error)
+    with shmreduce.install(strategy="file_system"):
+        assert as_nobody(size_that_a_child_reads) == 5000
 
 
 # What another user puts in the way
