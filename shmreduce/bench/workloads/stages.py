@@ -1,7 +1,7 @@
 """Measures each stage of a message, to find where a regression is.
 
-May import ``measurements``, ``payloads``, ``fresh_process`` and the public names of
-shmreduce. It uses public functions only: after ``install()``, with a pipe of plain
+May import settings, ``measurements``, ``payloads``, ``fresh_process`` and the public names
+of shmreduce. It measures what public functions do: after ``install()``, with a pipe of plain
 multiprocessing and the functions that reducers call.
 """
 
@@ -116,10 +116,11 @@ def _allocate_and_copy(array: Any) -> dict[str, float]:
     import numpy as np
 
     from shmreduce import Message
+    from shmreduce.settings import inline_limit
 
-    message = Message()
-    if array.nbytes < message.inline_limit:
+    if array.nbytes < inline_limit(in_pipe=True):
         return {}
+    message = Message()
     taken, allocating = _timed(partial(message.allocate, array.nbytes))
     if taken is None:
         return {}
