@@ -19,7 +19,7 @@ from shmreduce.pool_dispatch import _MOST_AHEAD, Dispatcher
 from shmreduce.pool_supervisor import Supervisor
 from tests.channels.channels import eventually
 from tests.conftest import PATIENCE
-from tests.pool.work import LARGE, noted, set_first, square
+from tests.pool.work import LARGE, give_none_back, noted, set_first, square
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,7 +217,9 @@ def test_answers_that_are_there_are_read_in_one_turn(
         turns[-1] += 1
         return receive_one(supervisor, worker)
 
-    with Pool(1, context=context) as pool:
+    # A worker that another process keeps from its processor for a millisecond would give tasks
+    # back, and then not begin with all.
+    with Pool(1, give_none_back, context=context) as pool:
         monkeypatch.setattr(Supervisor, "_receive", turn)
         monkeypatch.setattr(Supervisor, "_receive_one", one)
         with held(pool, 100):
