@@ -52,7 +52,7 @@ __all__ = ["FEW", "Attachments", "boot_identity", "open_process_descriptor"]
 
 _MOST_IDLE = 32
 """This many segments of other processes stay open while nothing of them is in use."""
-FEW = 8
+FEW = 16
 """With at most this many open segments, those in use need not be counted."""
 _MOST_HELD = 8192
 """The most segments of others; each has two mappings of the 65,530 (vm.max_map_count)."""

@@ -174,15 +174,8 @@ def test_a_sender_without_descriptors_gets_a_named_error(left: int) -> None:
     ``SegmentError`` with EMFILE; it works once there are descriptors again.
     """
     with OtherProcess("fork") as other:
-        assert (
-            other.ask(grow_without_descriptors, left)
-            == [
-                "SegmentError",
-                "EMFILE",
-                "ulimit -n",
-            ]
-            * 2
-        )
+        found = other.ask(grow_without_descriptors, left)
+    assert found == ["SegmentError", "EMFILE", "ulimit -n"] * 2
 
 
 @pytest.mark.usefixtures("strategy", "long_way")
@@ -327,7 +320,6 @@ def test_a_full_file_system_is_an_error_and_no_signal(tmp_path: Path, megabytes:
 
 
 REFUSED = """
-import re
 import resource
 
 import numpy as np

@@ -25,8 +25,6 @@ import numpy as np
 import shmreduce
 from shmreduce.memory import runtime
 
-SENDERS, FILES = 150, 160
-
 
 def send(connection, number):
     array = np.full(50_000, number)
@@ -42,12 +40,14 @@ def held():
 
 
 if __name__ == "__main__":
-    strategy, kind = sys.argv[1:]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    strategy, kind = sys.argv[1:3]
+    senders, files, others, most = map(int, sys.argv[3:])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     shmreduce.install(strategy=strategy)
     context = (shmreduce if kind == "ours" else multiprocessing).get_context("fork")
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(others)]
     kept = []
-    for number in range(SENDERS):
+    for number in range(senders):
         here, there = context.Pipe()
         child = context.Process(target=send, args=(there, number))
         child.start()
@@ -56,7 +56,7 @@ if __name__ == "__main__":
         here.send("read")
         child.join()
         here.close()
-        assert held() <= FILES // 8 + 1, held()
+        assert held() <= most, held()
     for number, (array, found) in enumerate(kept):
         assert (array == number).all() and (found["again"] == number).all(), number
         assert array.flags.writeable and shmreduce.is_shared(array) is False
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     here, there = context.Pipe()
     here.send(kept[-1][0])
     kept[-1][0][:] = 0
-    assert (there.recv() == SENDERS).all()
+    assert (there.recv() == senders).all()
     del array, found
     kept.clear()
     runtime.current().attachments.close_idle(0)
@@ -91,63 +91,18 @@ def check(text: str, folder: Path, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "standard"])
+@pytest.mark.parametrize(
+    ("senders", "files", "others", "most"),
+    [(150, 160, 0, 160 // 8 + 1), (40, 1000, 900, 18)],
+    ids=["few may be open", "most are used by others"],
+)
 def test_a_program_can_keep_arrays_of_more_processes_than_it_may_open_files(
-    kind: str, strategy: str, tmp_path: Path
+    kind: str, strategy: str, senders: int, files: int, others: int, most: int, tmp_path: Path
 ) -> None:
-    """150 senders that have ended, at most 160 open files: each array is there, whole, and
-    independent of all others.
+    """The senders have ended: each array is there, whole, and independent of all others, and
+    only so many are not copies.
     """
-    check(PROGRAM, tmp_path, strategy, kind)
-
-
-CROWDED_PROGRAM = """
-import multiprocessing
-import os
-import resource
-import sys
-
-import numpy as np
-import shmreduce
-from shmreduce.memory import runtime
-
-SENDERS, FILES, OTHERS = 40, 1000, 900
-
-
-def send(connection, number):
-    connection.send(np.full(50_000, number))
-    assert connection.poll(60) and connection.recv()
-
-
-if __name__ == "__main__":
-    strategy, kind = sys.argv[1:]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-    shmreduce.install(strategy=strategy)
-    context = (shmreduce if kind == "ours" else multiprocessing).get_context("fork")
-    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(OTHERS)]
-    kept = []
-    for number in range(SENDERS):
-        here, there = context.Pipe()
-        child = context.Process(target=send, args=(there, number))
-        child.start()
-        there.close()
-        kept.append(here.recv())
-        here.send("read")
-        child.join()
-        here.close()
-    segments = runtime.current().directory.values()
-    assert sum(bool(segment.holds) for segment in segments if not segment.owner) <= 10
-    for number, array in enumerate(kept):
-        assert (array == number).all(), number
-    print("right")
-"""
-
-
-@pytest.mark.parametrize("kind", ["ours", "standard"])
-def test_fewer_if_most_descriptors_are_used_by_others(
-    kind: str, strategy: str, tmp_path: Path
-) -> None:
-    """900 of 1,000 are taken: arrays of 40 senders arrive, and nearly all are copied."""
-    check(CROWDED_PROGRAM, tmp_path, strategy, kind)
+    check(PROGRAM, tmp_path, strategy, kind, *map(str, (senders, files, others, most)))
 
 
 BYTES_PROGRAM = """
