@@ -417,8 +417,9 @@ class Pickler(ForkingPickler):
         self._find = get_registry().find
         self._begun = begun
         # By the class's identity, as in the registry: a metaclass may define __eq__.
-        self._asked: dict[int, tuple[type, ReducerClaim]] = {}
-        """Claims that nobody outranks: a list of many arrays need not find that out for each."""
+        self._asked: dict[int, tuple[Callable[[Any, Message], Any], type, ReducerClaim]] = {}
+        """Reducers that nobody outranks, with class and claim: a list of many arrays need not
+        find that out for each."""
         self._message = message
         self._mover = mover
         self._limits = limits
@@ -429,7 +430,11 @@ class Pickler(ForkingPickler):
             return self._begun.reduced
         asked = self._asked.get(id(type(obj)))
         if asked is not None:
-            result = _reduce(asked[1], obj, self.__dict__[_MESSAGE])
+            result = asked[0](obj, self.__dict__[_MESSAGE])
+            if type(result) is tuple:
+                return result
+            if not isinstance(result, _REDUCED) and result is not NotImplemented:
+                _reject_result(asked[2], obj, result)
         else:
             result = self._ask(obj)
         if result is NotImplemented:
@@ -455,7 +460,7 @@ class Pickler(ForkingPickler):
             limits=self._limits,
         )
         if result is not NotImplemented:
-            self._asked[id(cls)] = cls, claim
+            self._asked[id(cls)] = claim.reducer.reduce, cls, claim
         return result
 
     def dump(self, obj: Any) -> Message | None:  # type: ignore[override]

@@ -20,6 +20,9 @@ __all__ = [
     "rebuild_inline",
     "rebuild_masked",
     "rebuild_part",
+    "rebuild_row",
+    "rebuild_row_apart",
+    "rebuild_rows",
     "rebuild_small",
     "rebuild_view",
     "set_attributes",
@@ -95,6 +98,27 @@ def rebuild_part(
     """
     memory = block.buffer[start : start + nbytes]
     return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
+
+
+def rebuild_rows(block: Block, kind: str, shape: tuple[int, ...]) -> Any:
+    """Return an array over a block, of whose rows each is an array of the message.
+
+    Raises
+    ------
+    ShmreduceError
+        As for :func:`rebuild_view`.
+    """
+    return _lay_over(block.buffer, shape, kind, 0, None, "C", True, _ndarray)
+
+
+def rebuild_row(rows: np.ndarray[Any, Any], number: int) -> Any:
+    """Return a row, in its place: the array keeps the block."""
+    return rows[number]
+
+
+def rebuild_row_apart(rows: np.ndarray[Any, Any], number: int) -> Any:
+    """Return a copy of a row."""
+    return rows[number].copy()
 
 
 def rebuild_inline(

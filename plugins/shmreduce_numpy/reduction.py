@@ -1,7 +1,7 @@
 """The sending side: how an array is represented in a message.
 
 May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
-``classes``, ``copying``, ``dtypes`` and ``rebuild`` of this plugin.
+``classes``, ``copying``, ``dtypes``, ``rebuild`` and ``rows`` of this plugin.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shmreduce_numpy.classes import (
 )
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.dtypes import describe_dtype
+from shmreduce_numpy.rows import MOST_DIMENSIONS, ArrayRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,8 +63,12 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
     cls = type(array)
     if cls is np.ndarray:
         # The common case first.
-        if array.nbytes < message.inline_limit and _must_be_copied(array):
-            return _reduce_inline(array, message)
+        nbytes = array.nbytes
+        if nbytes < message.inline_limit:
+            base: Any = array.base
+            if base is None or type(base) is bytes or _must_be_copied(array):
+                row = _reduce_to_row(array, nbytes, message)
+                return _reduce_inline(array, message) if row is None else row
         whole = None if message.moves else buffer_of_array(array, 0)
         if whole is not None:
             reduced = _reduce_whole(array, message, *whole)
@@ -146,6 +151,9 @@ def _reduce_whole(
 ) -> Any:
     """Reduce an array for which :func:`buffer_of_array` returned a buffer."""
     if memory is array or _must_be_copied(array):
+        row = _reduce_to_row(array, array.nbytes, message)
+        if row is not None:
+            return row
         part = _reduce_to_part(array, array.nbytes, array.flags, message)
         if part is not None:
             return part
@@ -322,6 +330,24 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
         flags.writeable,
         type(array),
     )
+
+
+def _reduce_to_row(array: np.ndarray[Any, Any], nbytes: int, message: Message) -> Any:
+    """Copy a plain array into a block with others like it, if the message has many of them.
+
+    That is for those that ``rows[number]`` would make: with a built-in dtype, aligned,
+    writeable and in C order. A row of an array without axes would be no array.
+    """
+    kind = _KINDS.get(id(array.dtype))
+    shape = array.shape
+    if kind is None or not (array.flags.carray and nbytes and 0 < len(shape) <= MOST_DIMENSIONS):
+        return None
+    found = message.add_row((kind, shape), nbytes, ArrayRows)
+    if found is None:
+        return None
+    rows, number = found
+    rows.array[number] = array
+    return rows.rebuild, (rows, number)
 
 
 def _order(flags: Any) -> Any:

@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmreduce.contracts import check_nbytes
 from shmreduce.copying import copy_run
@@ -40,9 +40,12 @@ from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.parts import (
     IN_BLOCK,
     LARGEST_PART,
+    MOST_SERIES,
     PARTS_FROM,
+    ROWS_AFTER,
     Limits,
     PartedBlock,
+    Series,
     block_size,
 )
 from shmreduce.memory.record import Record, RootReference
@@ -54,12 +57,15 @@ from shmreduce.settings import get_settings, inline_limit
 from shmreduce.strategies import current_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from shmreduce.contracts import Mode
     from shmreduce.memory.heap import Heap
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.owned_segment import OwnedSegment
+    from shmreduce.memory.parts import Rows
+
+    _Rows = TypeVar("_Rows", bound=Rows)
 
 __all__ = [
     "Message",
@@ -135,12 +141,14 @@ class Message:
     """
 
     __slots__ = (
+        "_before_rows",
         "_borrowed",
         "_in_parts",
         "_most_small",
         "_mover",
         "_parted",
         "_runtime",
+        "_series",
         "_small",
         "_taken",
         "inline_limit",
@@ -169,6 +177,9 @@ class Message:
         """Bytes that :meth:`allocate_part` was asked for; of these, in buffers that are pickled
         in the ordinary way otherwise."""
         self._parted: PartedBlock | None = None
+        self._before_rows = limits.before_rows
+        """Bytes that must still be in other places before there are rows."""
+        self._series: dict[Hashable, Series] = {}
 
     def carry(self, memory: Any) -> bytes | None:
         """Return a handle that carries the bytes of a buffer.
@@ -411,28 +422,146 @@ class Message:
         small = nbytes < self.inline_limit or nbytes < inline_limit()
         if small:
             self._small += nbytes
-        if self._in_parts <= PARTS_FROM and not (small and self._small > self._most_small):
+        if not self._has_much(small):
             return None
         parted = self._parted
         taken = None if parted is None else parted.take(nbytes)
         if taken is None:
-            parted = self._parted = self._new_parted()
+            if parted is not None:
+                parted.close()
+            given = self._new_parted(block_size(self._in_parts))
+            parted = self._parted = None if given is None else given[1]
             taken = None if parted is None else parted.take(nbytes)
         return None if taken is None else (taken[0], parted, taken[1])
 
-    def _new_parted(self) -> PartedBlock | None:
-        if self._parted is not None:
-            self._parted.close()
+    def _has_much(self, small: bool) -> bool:
+        """Return whether the message has so many bytes of buffers that they are better parts."""
+        return self._in_parts > PARTS_FROM or (small and self._small > self._most_small)
+
+    def _new_parted(self, size: int) -> tuple[memoryview, PartedBlock] | None:
         try:
-            given = self.allocate(block_size(self._in_parts))
+            given = self.allocate(size)
         except ShmreduceError:
             # No memory, no descriptor or no lease is free. The buffer can do without them.
             given = None
         if given is None:
             # So that the other buffers of this message do not try again.
             self._in_parts = self._small = -sys.maxsize
+            self._before_rows = sys.maxsize
             return None
-        return PartedBlock(*given)
+        return given[0], PartedBlock(*given)
+
+    def add_row(
+        self,
+        key: Hashable,
+        nbytes: int,
+        make: Callable[[Any, memoryview, object, int, bool], _Rows],
+    ) -> tuple[_Rows, int] | None:
+        """Give out the next row of a block that carries many buffers of one kind.
+
+        This is for by-value buffers. Where most of a message is buffers that are alike, as
+        in a list of thousands of arrays of one shape, a row takes less time than a part, and
+        a buffer in the pickle: only the row's number is in the pickle.
+
+        Parameters
+        ----------
+        key : hashable
+            What the buffers have in common: whatever decides how a row is rebuilt. Keys of
+            calls with another ``make`` are other keys.
+        nbytes : int
+            Bytes of the buffer, not 0; the same in all calls with this key.
+        make : callable
+            Called for each new block as ``make(key, view, block, length, copied)``. It
+            returns an object that stands for the block in the pickle. ``view`` has the
+            bytes of ``length`` rows, which are not set. ``block`` is an object that
+            unpickles as the receiver's :class:`Block`. With ``copied`` the receiver should
+            copy the rows, or else a single one would keep a block that is much larger.
+            The object's method ``close()`` is called when no more rows are added; it must
+            drop ``view`` and all that was derived from it.
+
+        Returns
+        -------
+        (object, int) or None
+            What ``make`` returned, and the number of the row. Fill the row before ``reduce``
+            returns. None if it is not worth it, because the message has too few such
+            buffers so far, or if there is no room: then go on as if there were no
+            :meth:`add_row`.
+
+        Raises
+        ------
+        ConfigurationError
+            If ``nbytes`` is impossible, or not the same as before.
+
+        Examples
+        --------
+        >>> from shmreduce import Message
+        >>> class Rows:
+        ...     def __init__(self, key, view, block, length, copied):
+        ...         self.view, self.block = view, block
+        ...     def close(self):
+        ...         self.view = None
+        >>> message = Message()
+        >>> message.add_row("of 100 bytes", 100, Rows) is None
+        True
+        >>> found = [message.add_row("of 100 bytes", 100, Rows) for _ in range(100)]
+        >>> rows, number = found[-1]
+        >>> rows.view[100 * number : 100 * (number + 1)] = bytes(100)
+        >>> message.rollback()
+        """
+        series = self._series.get((make, key))
+        # In a forked child the current block belongs to the parent.
+        if (
+            series is not None
+            and series.following < series.end
+            and series.nbytes == nbytes
+            and self._runtime is current()
+        ):
+            number = series.following
+            series.following = number + 1
+            return series.rows, number
+        return self._start_rows(key, check_nbytes(nbytes), make)
+
+    def _start_rows(
+        self,
+        key: Hashable,
+        nbytes: int,
+        make: Callable[[Any, memoryview, object, int, bool], _Rows],
+    ) -> tuple[_Rows, int] | None:
+        if not (self.shared_memory and 0 < nbytes <= LARGEST_PART):
+            return None
+        self._current()
+        if nbytes >= self.inline_limit and not self._has_much(small=False):
+            # Its own block can be sent on without a copy.
+            return None
+        series = self._series.get((make, key))
+        if series is None:
+            if len(self._series) == MOST_SERIES:
+                return None
+            series = self._series[make, key] = Series(nbytes)
+        if series.nbytes != nbytes:
+            raise ConfigurationError(
+                f"nbytes={nbytes}: the rows with the key {key!r} have {series.nbytes} bytes; use "
+                "another key for each size",
+                setting="nbytes",
+                value=nbytes,
+            )
+        if series.count < ROWS_AFTER or self._before_rows > 0:
+            series.count += 1
+            self._before_rows -= nbytes
+            return None
+        series.close()
+        size = block_size(series.count * nbytes)
+        given = self._new_parted(size)
+        if given is None:
+            return None
+        view, block = given
+        length = size // nbytes
+        copied = nbytes < self.smallest_part or not self._has_much(small=True)
+        series.open(block, make(key, view[: length * nbytes], block, length, copied), length)
+        self._in_parts += size
+        self._small += size
+        series.following = 1
+        return series.rows, 0
 
     def refer(self, block: Block, used: int) -> bytes | None:
         """Return a handle that sends ``block`` without a copy, if that is possible.
@@ -634,6 +763,8 @@ class Message:
         if self._parted is not None:
             self._parted.close()
             self._parted = None
+        while self._series:
+            self._series.popitem()[1].close()
 
     def _add(
         self, segment: Segment, block: int, generation: int, constant: bytes
@@ -678,6 +809,7 @@ class Message:
             self._taken.clear()
             self._borrowed.clear()
             self._parted = None
+            self._series.clear()
             self._runtime = runtime
         return runtime
 

@@ -1,10 +1,9 @@
-"""Many arrays in one message, which share blocks."""
+"""Many arrays of different lengths in one message, which share blocks."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +22,9 @@ from shmreduce import (
 from shmreduce.memory import parts, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE
-from shmreduce.packets import INLINE_BODY
-from shmreduce.pool_channel import channel_class
 from shmreduce_numpy import rebuild
 from shmreduce_numpy.blocks import find_block_of
+from tests.arrays.ways import PICKLES, WAYS, dumps, sizes_out, standard_pickle, transfer
 from tests.memory.forks import Forks
 
 if TYPE_CHECKING:
@@ -35,55 +33,12 @@ if TYPE_CHECKING:
     from tests.conftest import Children
 
 LENGTH = 20_000
-"""Bytes of an array: too few for a block of its own."""
+"""Bytes of the shortest array: too few for a block of its own."""
 COUNT = 400
 
 
 def many(number: int = 0, count: int = COUNT) -> list[Any]:
-    return [np.full(LENGTH, (number + each) % 251, np.uint8) for each in range(count)]
-
-
-def dumps(obj: Any) -> pickling.Pickled:
-    """Pickle as the channels of shmreduce do."""
-    return pickling.dumps(obj, INLINE_BODY)
-
-
-def transfer(obj: Any) -> Any:
-    """Send to this very process."""
-    data, message = dumps(obj)
-    if message is not None:
-        message.commit()
-    return pickling.loads(bytes(data))
-
-
-def standard_pickle(obj: Any) -> bytes:
-    """Pickle as the channels of multiprocessing do once shmreduce is installed."""
-    with shmreduce.install():
-        return bytes(ForkingPickler.dumps(obj))
-
-
-def pickled_task(obj: Any) -> bytes:
-    """Pickle as the pools of shmreduce do."""
-    return bytes(channel_class(shmreduce.get_context()).dumps(obj))
-
-
-PICKLES = pytest.mark.parametrize("dumps_short", [standard_pickle, pickled_task])
-WAYS = pytest.mark.parametrize(
-    "way",
-    [
-        transfer,
-        lambda obj: pickling.loads(standard_pickle(obj)),
-        lambda obj: pickling.loads(pickled_task(obj)),
-    ],
-    ids=["channel", "pipe", "pool"],
-)
-
-
-def sizes_out() -> list[int]:
-    """The sizes of the blocks that this process gave out and that are in use."""
-    heap = runtime.current().heap(BY_VALUE)
-    heap.collect()
-    return [segment.capacities[block] for segment in heap.segments for block in segment.out]
+    return [np.full(LENGTH + each, (number + each) % 251, np.uint8) for each in range(count)]
 
 
 def send_back(arrays: Any) -> Any:
@@ -122,7 +77,7 @@ def test_what_was_received_so_and_is_sent_on_shares_blocks_again(
     way: Callable[[Any], Any], nbytes: int
 ) -> None:
     """Also if the arrays are large enough for blocks of their own; each is still independent."""
-    sent = [np.full(nbytes, each % 251, np.uint8) for each in range(COUNT)]
+    sent = [np.full(nbytes + each, each % 251, np.uint8) for each in range(COUNT)]
     received = way(sent)
     before = len(sizes_out())
     again = way(received)
@@ -185,7 +140,7 @@ def test_each_is_independent(way: Callable[[Any], Any]) -> None:
         array[:] = 254 - each % 2
     for each, array in enumerate(found):
         assert (array == 254 - each % 2).all()
-        assert memoryview(array.base).nbytes == LENGTH
+        assert memoryview(array.base).nbytes == LENGTH + each
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
@@ -224,8 +179,9 @@ def test_few_are_in_a_pickle_that_no_block_takes(dumps_short: Callable[[Any], by
     taken = sorted((Counter(sizes_out()) - Counter(before)).elements())
     assert 7 * LENGTH * 2 <= taken[0] < taken[-1] < 2 * sum(array.nbytes for array in sent)
     found = pickling.loads(data)
-    np.testing.assert_array_equal(found, sent)
-    del found
+    for array, original in zip(found, sent, strict=True):
+        np.testing.assert_array_equal(array, original)
+    del array, found
     assert sizes_out() == before
 
 
