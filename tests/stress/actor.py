@@ -39,6 +39,8 @@ __all__ = ["Actor", "Part", "end_by_alarm", "play"]
 INLINE_LIMIT = 4096
 _WORDS = (600, 600, 2000, 2000, 9000, 33_000, 40_000, 140_000, 300_000)
 """The largest has room for a huge page, and more."""
+_ALIKE = ((60, 100), (500, 60), (2000, 400))
+"""Words of an array, and how many arrays: rows that are copied, and rows that stay in blocks."""
 _MOST_HELD = 14
 _MOST_CHILDREN = 3
 _DRAIN_SECONDS = 10.0
@@ -143,6 +145,7 @@ class Actor:
         """Return what this actor may do, and how often in proportion."""
         return [
             (self.send_by_value, 22),
+            (self.send_alike, 2),
             (self.send_shared, 8),
             (self.broadcast, 5),
             (self.forward, 14),
@@ -226,8 +229,8 @@ class Actor:
         if killed:
             self.gone.add(peer)
 
-    def make(self) -> Held:
-        array = np.empty(self.random.choice(_WORDS), np.uint64)
+    def make(self, words: int | None = None) -> Held:
+        array = np.empty(words or self.random.choice(_WORDS), np.uint64)
         seed = self.random.getrandbits(64)
         fill(array, seed)
         return Held(array, seed, "born", own=True)
@@ -258,6 +261,20 @@ class Actor:
         self.send(peer, helds)
         for held in helds:
             if held.own and self.random.random() < 0.7:
+                # Must not show at the receiver.
+                fill(held.array, self.random.getrandbits(64))
+
+    def send_alike(self) -> None:
+        """Send many of one length, of which most are rows of blocks."""
+        # A pipe of the standard library would be too short for those that are not.
+        peer = self.find_room(own=True)
+        if peer is None:
+            return
+        words, count = self.random.choice(_ALIKE)
+        helds = [self.make(words) for _ in range(count)]
+        self.send(peer, helds)
+        for held in helds[::7]:
+            if held.own:
                 # Must not show at the receiver.
                 fill(held.array, self.random.getrandbits(64))
 
