@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 import weakref
 from multiprocessing.context import get_spawning_popen
@@ -41,12 +40,8 @@ from shmreduce.memory.parts import (
     IN_BLOCK,
     LARGEST_PART,
     MOST_SERIES,
-    PARTS_FROM,
-    ROWS_AFTER,
+    Batches,
     Limits,
-    PartedBlock,
-    Series,
-    block_size,
 )
 from shmreduce.memory.record import Record, RootReference
 from shmreduce.memory.reservation import Contents
@@ -141,15 +136,11 @@ class Message:
     """
 
     __slots__ = (
-        "_before_rows",
+        "_batches",
         "_borrowed",
-        "_in_parts",
-        "_most_small",
+        "_limits",
         "_mover",
-        "_parted",
         "_runtime",
-        "_series",
-        "_small",
         "_taken",
         "inline_limit",
         "shared_memory",
@@ -167,19 +158,15 @@ class Message:
         """False if nothing can be given out: for another host, which may lack plugins, too."""
         self.inline_limit = inline_limit(limits.in_pipe)
         """Bytes below which a by-value buffer should be pickled in the ordinary way."""
-        self.smallest_part, self._most_small = limits.smallest_part, limits.most_small
+        self.smallest_part = limits.smallest_part
         """Bytes: :meth:`allocate_part` may be worth a call for buffers of this size and more."""
+        self._limits = limits
         self._mover = mover
         self._runtime: Runtime | None = None
         self._taken: list[Lease] = []
         self._borrowed: list[tuple[Lease, Borrowed]] = []
-        self._in_parts = self._small = 0
-        """Bytes that :meth:`allocate_part` was asked for; of these, in buffers that are pickled
-        in the ordinary way otherwise."""
-        self._parted: PartedBlock | None = None
-        self._before_rows = limits.before_rows
-        """Bytes that must still be in other places before there are rows."""
-        self._series: dict[Hashable, Series] = {}
+        self._batches: Batches | None = None
+        """The blocks that carry several buffers each; made when there may be one."""
 
     def carry(self, memory: Any) -> bytes | None:
         """Return a handle that carries the bytes of a buffer.
@@ -414,42 +401,10 @@ class Message:
         nbytes = check_nbytes(nbytes)
         if not self.shared_memory or nbytes > LARGEST_PART:
             return None
-        # Called first: in a forked child the current block belongs to the parent.
-        self._current()
-        self._in_parts += nbytes
         # Larger buffers have blocks of their own, and do not make the pickle longer. In a pipe
         # those between the two limits have, too; but many of them take less time as parts.
         small = nbytes < self.inline_limit or nbytes < inline_limit()
-        if small:
-            self._small += nbytes
-        if not self._has_much(small):
-            return None
-        parted = self._parted
-        taken = None if parted is None else parted.take(nbytes)
-        if taken is None:
-            if parted is not None:
-                parted.close()
-            given = self._new_parted(block_size(self._in_parts))
-            parted = self._parted = None if given is None else given[1]
-            taken = None if parted is None else parted.take(nbytes)
-        return None if taken is None else (taken[0], parted, taken[1])
-
-    def _has_much(self, small: bool) -> bool:
-        """Return whether the message has so many bytes of buffers that they are better parts."""
-        return self._in_parts > PARTS_FROM or (small and self._small > self._most_small)
-
-    def _new_parted(self, size: int) -> tuple[memoryview, PartedBlock] | None:
-        try:
-            given = self.allocate(size)
-        except ShmreduceError:
-            # No memory, no descriptor or no lease is free. The buffer can do without them.
-            given = None
-        if given is None:
-            # So that the other buffers of this message do not try again.
-            self._in_parts = self._small = -sys.maxsize
-            self._before_rows = sys.maxsize
-            return None
-        return given[0], PartedBlock(*given)
+        return self._current_batches().part(nbytes, small, self.allocate)
 
     def add_row(
         self,
@@ -508,60 +463,32 @@ class Message:
         >>> rows.view[100 * number : 100 * (number + 1)] = bytes(100)
         >>> message.rollback()
         """
-        series = self._series.get((make, key))
-        # In a forked child the current block belongs to the parent.
-        if (
-            series is not None
-            and series.following < series.end
-            and series.nbytes == nbytes
-            and self._runtime is current()
-        ):
-            number = series.following
-            series.following = number + 1
-            return series.rows, number
-        return self._start_rows(key, check_nbytes(nbytes), make)
-
-    def _start_rows(
-        self,
-        key: Hashable,
-        nbytes: int,
-        make: Callable[[Any, memoryview, object, int, bool], _Rows],
-    ) -> tuple[_Rows, int] | None:
+        batches = self._batches
+        if batches is not None:
+            series = batches.series.get((make, key))
+            if series is None:
+                if len(batches.series) >= MOST_SERIES:
+                    return None
+            elif (
+                series.following < series.end
+                and series.nbytes == nbytes
+                # In a forked child the current block belongs to the parent.
+                and self._runtime is current()
+            ):
+                number = series.following
+                series.following = number + 1
+                return series.rows, number
+        nbytes = check_nbytes(nbytes)
         if not (self.shared_memory and 0 < nbytes <= LARGEST_PART):
             return None
+        small = nbytes < self.inline_limit
+        return self._current_batches().start_rows(key, nbytes, make, small, self.allocate)
+
+    def _current_batches(self) -> Batches:
         self._current()
-        if nbytes >= self.inline_limit and not self._has_much(small=False):
-            # Its own block can be sent on without a copy.
-            return None
-        series = self._series.get((make, key))
-        if series is None:
-            if len(self._series) == MOST_SERIES:
-                return None
-            series = self._series[make, key] = Series(nbytes)
-        if series.nbytes != nbytes:
-            raise ConfigurationError(
-                f"nbytes={nbytes}: the rows with the key {key!r} have {series.nbytes} bytes; use "
-                "another key for each size",
-                setting="nbytes",
-                value=nbytes,
-            )
-        if series.count < ROWS_AFTER or self._before_rows > 0:
-            series.count += 1
-            self._before_rows -= nbytes
-            return None
-        series.close()
-        size = block_size(series.count * nbytes)
-        given = self._new_parted(size)
-        if given is None:
-            return None
-        view, block = given
-        length = size // nbytes
-        copied = nbytes < self.smallest_part or not self._has_much(small=True)
-        series.open(block, make(key, view[: length * nbytes], block, length, copied), length)
-        self._in_parts += size
-        self._small += size
-        series.following = 1
-        return series.rows, 0
+        if self._batches is None:
+            self._batches = Batches(self._limits)
+        return self._batches
 
     def refer(self, block: Block, used: int) -> bytes | None:
         """Return a handle that sends ``block`` without a copy, if that is possible.
@@ -721,7 +648,7 @@ class Message:
         """
         if not self._is_ours():
             return
-        self._let_go_of_parts()
+        self._close_batches()
         while self._borrowed:
             lease, borrowed = self._borrowed[-1]
             borrowed.finish()
@@ -739,7 +666,7 @@ class Message:
 
     def rollback(self) -> None:
         """Take back everything that was given out: the message will not be sent."""
-        self._let_go_of_parts()
+        self._close_batches()
         while self._is_ours():
             self._taken.pop().undo()
 
@@ -759,12 +686,10 @@ class Message:
             return None
         return self._mover
 
-    def _let_go_of_parts(self) -> None:
-        if self._parted is not None:
-            self._parted.close()
-            self._parted = None
-        while self._series:
-            self._series.popitem()[1].close()
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     def _add(
         self, segment: Segment, block: int, generation: int, constant: bytes
@@ -808,8 +733,7 @@ class Message:
             # belongs to the parent.
             self._taken.clear()
             self._borrowed.clear()
-            self._parted = None
-            self._series.clear()
+            self._batches = None
             self._runtime = runtime
         return runtime
 

@@ -1,6 +1,6 @@
 """Parts and rows: many buffers of a message in one block.
 
-May import ``loading``.
+May import errors and ``loading``.
 
 A buffer with its own block costs a lease. A buffer in the pickle has its bytes copied three
 times, into memory that is touched for the first time. For a list of thousands of arrays of
@@ -11,9 +11,16 @@ size are rows: where such a row is follows from its number, so it takes less to 
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from shmreduce.errors import ConfigurationError, ShmreduceError
 from shmreduce.memory.loading import import_block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    _Allocate = Callable[[int], tuple[memoryview, bytes] | None]
+    """:meth:`Message.allocate`."""
 
 __all__ = [
     "IN_BLOCK",
@@ -23,11 +30,9 @@ __all__ = [
     "MOST_SERIES",
     "PARTS_FROM",
     "ROWS_AFTER",
+    "Batches",
     "Limits",
-    "PartedBlock",
     "Rows",
-    "Series",
-    "block_size",
 ]
 
 PARTS_FROM = 4 << 20
@@ -73,16 +78,7 @@ IN_PIPE = Limits(4 << 10, 128 << 10, 128 << 10, in_pipe=True)
 """For a pickle that goes through a pipe, which takes some 4 ms per MiB, there and back."""
 
 
-def block_size(so_far: int) -> int:
-    """Return the size of the next block for a message that has ``so_far`` bytes of buffers.
-
-    It is twice ``so_far``, between the two limits. So there are few blocks, and the unused
-    bytes are less than twice what the message needs.
-    """
-    return max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, 2 * so_far))
-
-
-class PartedBlock:
+class _PartedBlock:
     """Gives out parts of a block that is being filled. It unpickles as the receiver's Block.
 
     Parameters
@@ -125,7 +121,7 @@ class Rows(Protocol):
         """Drop the bytes of the block: no row is added any more."""
 
 
-class Series:
+class _Series:
     """The buffers of a message that have one key, and the block that the next one goes into."""
 
     __slots__ = ("_block", "count", "end", "following", "nbytes", "rows")
@@ -139,17 +135,142 @@ class Series:
         """The row for the next buffer, and the number of rows in the block."""
         self.rows: Any = None
         """What the reducer has made of the block."""
-        self._block: PartedBlock | None = None
+        self._block: _PartedBlock | None = None
 
-    def open(self, block: PartedBlock, rows: Rows, length: int) -> None:
+    def open(self, block: _PartedBlock, rows: Rows, length: int) -> None:
         """Go on with another block; the one before is closed."""
         self._block, self.rows, self.following, self.end = block, rows, 0, length
         self.count += length
 
     def close(self) -> None:
-        """Release the block, as :meth:`PartedBlock.close` does."""
+        """Release the block, as :meth:`_PartedBlock.close` does."""
         self.end = 0
         if self._block is not None:
             self.rows.close()
             self._block.close()
             self._block = self.rows = None
+
+
+_Made = TypeVar("_Made", bound=Rows)
+
+
+class Batches:
+    """The blocks of one message that carry several buffers each.
+
+    Parameters
+    ----------
+    limits : Limits
+        Those of the message.
+
+    Attributes
+    ----------
+    series : dict
+        The buffers that may be rows, by what makes an object of their blocks and their key.
+    """
+
+    __slots__ = ("_before_rows", "_bytes", "_limits", "_parted", "_small", "series")
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._bytes = self._small = 0
+        """Bytes of buffers that may be parts; of these, in buffers that are pickled in the
+        ordinary way otherwise."""
+        self._parted: _PartedBlock | None = None
+        self._before_rows = limits.before_rows
+        """Bytes of buffers that must still be in other places before there are rows."""
+        self.series: dict[Hashable, _Series] = {}
+
+    def part(
+        self, nbytes: int, small: bool, allocate: _Allocate
+    ) -> tuple[memoryview, object, int] | None:
+        """See :meth:`Message.allocate_part`. ``small`` ones would be pickled otherwise."""
+        self._bytes += nbytes
+        if small:
+            self._small += nbytes
+        if not self._has_much(small):
+            return None
+        parted = self._parted
+        taken = None if parted is None else parted.take(nbytes)
+        if taken is None:
+            if parted is not None:
+                parted.close()
+            given = self._new_block(_block_size(self._bytes), allocate)
+            parted = self._parted = None if given is None else given[1]
+            taken = None if parted is None else parted.take(nbytes)
+        return None if taken is None else (taken[0], parted, taken[1])
+
+    def start_rows(
+        self,
+        key: Hashable,
+        nbytes: int,
+        make: Callable[[Any, memoryview, object, int, bool], _Made],
+        small: bool,
+        allocate: _Allocate,
+    ) -> tuple[_Made, int] | None:
+        """Do what :meth:`Message.add_row` does where no current block has a row left."""
+        if not (small or self._has_much(small)):
+            # Its own block can be sent on without a copy.
+            return None
+        series = self.series.get((make, key))
+        if series is None:
+            series = self.series[make, key] = _Series(nbytes)
+        if series.nbytes != nbytes:
+            raise ConfigurationError(
+                f"nbytes={nbytes}: the rows with the key {key!r} have {series.nbytes} bytes; use "
+                "another key for each size",
+                setting="nbytes",
+                value=nbytes,
+            )
+        if series.count < ROWS_AFTER or self._before_rows > 0:
+            series.count += 1
+            self._before_rows -= nbytes
+            return None
+        series.close()
+        size = _block_size(series.count * nbytes)
+        given = self._new_block(size, allocate)
+        if given is None:
+            return None
+        view, block = given
+        length = size // nbytes
+        copied = nbytes < self._limits.smallest_part or not self._has_much(small=True)
+        rows = make(key, view[: length * nbytes], block, length, copied)
+        series.open(block, rows, length)
+        if nbytes >= self._limits.smallest_part:
+            self._bytes += size
+            self._small += size
+        series.following = 1
+        return rows, 0
+
+    def close(self) -> None:
+        """Release the blocks, when the message is complete or has failed."""
+        if self._parted is not None:
+            self._parted.close()
+            self._parted = None
+        while self.series:
+            self.series.popitem()[1].close()
+
+    def _has_much(self, small: bool) -> bool:
+        """Return whether the message has so many bytes of buffers that they are better parts."""
+        return self._bytes > PARTS_FROM or (small and self._small > self._limits.most_small)
+
+    def _new_block(self, size: int, allocate: _Allocate) -> tuple[memoryview, _PartedBlock] | None:
+        try:
+            given = allocate(size)
+        except ShmreduceError:
+            # No memory, no descriptor or no lease is free. The buffer can do without them.
+            given = None
+        if given is None:
+            # So that the other buffers of this message do not try again.
+            self._bytes = self._small = -sys.maxsize
+            self._before_rows = sys.maxsize
+            return None
+        return given[0], _PartedBlock(*given)
+
+
+def _block_size(so_far: int) -> int:
+    """Return the size of the next block for a message that has ``so_far`` bytes of buffers.
+
+    It is twice ``so_far``, between the two limits. So there are few blocks, and the unused
+    bytes are less than twice what the message needs.
+    """
+    return max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, 2 * so_far))
