@@ -20,9 +20,9 @@ __all__ = [
     "rebuild_inline",
     "rebuild_masked",
     "rebuild_part",
-    "rebuild_row",
-    "rebuild_row_apart",
-    "rebuild_rows",
+    "rebuild_piece",
+    "rebuild_piece_apart",
+    "rebuild_pieces",
     "rebuild_small",
     "rebuild_view",
     "set_attributes",
@@ -100,25 +100,47 @@ def rebuild_part(
     return _lay_over(memory, shape, dtype, 0, None, order, writeable, cls)
 
 
-def rebuild_rows(block: Block, kind: str, shape: tuple[int, ...]) -> Any:
-    """Return an array over a block, of whose rows each is an array of the message.
+def rebuild_pieces(block: Block, kind: str) -> Any:
+    """Return an array over a block, of which pieces are the arrays of the message.
 
     Raises
     ------
     ShmreduceError
         As for :func:`rebuild_view`.
     """
-    return _lay_over(block.buffer, shape, kind, 0, None, "C", True, _ndarray)
+    memory = block.buffer
+    return _lay_over(
+        memory, (memory.nbytes // DTYPES[kind].itemsize,), kind, 0, None, "C", True, _ndarray
+    )
 
 
-def rebuild_row(rows: np.ndarray[Any, Any], number: int) -> Any:
-    """Return a row, in its place: the array keeps the block."""
-    return rows[number]
+def rebuild_piece(
+    pieces: np.ndarray[Any, Any], start: int, stop: int, shape: tuple[int, ...] | None = None
+) -> Any:
+    """Return a piece, in its place: the array keeps the block.
+
+    Raises
+    ------
+    InvalidHandleError
+        If there is no such piece.
+    """
+    piece = pieces[start:stop]
+    if shape is None and len(piece) == stop - start:
+        return piece
+    try:
+        if len(piece) != stop - start:
+            raise ValueError("they are not all there")
+        return piece.reshape(shape)
+    except ValueError as error:
+        which = f"elements {start} to {stop} with shape {shape}"
+        raise _misfit(pieces.nbytes, which, error) from error
 
 
-def rebuild_row_apart(rows: np.ndarray[Any, Any], number: int) -> Any:
-    """Return a copy of a row."""
-    return rows[number].copy()
+def rebuild_piece_apart(
+    pieces: np.ndarray[Any, Any], start: int, stop: int, shape: tuple[int, ...] | None = None
+) -> Any:
+    """Return a copy of a piece; otherwise as :func:`rebuild_piece`."""
+    return rebuild_piece(pieces, start, stop, shape).copy()
 
 
 def rebuild_inline(
@@ -201,12 +223,18 @@ def _lay_over(
     try:
         array = array_over(memory, shape, dtype, offset, strides, order, cls)
     except (TypeError, ValueError) as error:
-        reason = f"an array of shape {shape} and dtype {dtype} does not fit: {error}"
-        raise InvalidHandleError(
-            f"The message names {memory.nbytes} bytes of shared memory, but {reason}. "
-            "It was damaged, or made by another version of shmreduce.",
-            reason=reason,
-        ) from error
+        which = f"an array of shape {shape} and dtype {dtype}"
+        raise _misfit(memory.nbytes, which, error) from error
     if not writeable:
         np.ndarray.setflags(array, write=False)
     return array
+
+
+def _misfit(nbytes: int, which: str, error: Exception) -> InvalidHandleError:
+    """Return the error for a message whose array does not fit its memory."""
+    reason = f"{which} does not fit: {error}"
+    return InvalidHandleError(
+        f"The message names {nbytes} bytes of shared memory, but {reason}. "
+        "It was damaged, or made by another version of shmreduce.",
+        reason=reason,
+    )

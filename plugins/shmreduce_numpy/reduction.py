@@ -1,7 +1,7 @@
 """The sending side: how an array is represented in a message.
 
 May import public names of :mod:`shmreduce`, NumPy, and ``blocks``,
-``classes``, ``copying``, ``dtypes``, ``rebuild`` and ``rows`` of this plugin.
+``classes``, ``copying``, ``dtypes``, ``pieces`` and ``rebuild`` of this plugin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shmreduce_numpy.classes import (
 )
 from shmreduce_numpy.copying import copy_elements
 from shmreduce_numpy.dtypes import describe_dtype
-from shmreduce_numpy.rows import MOST_DIMENSIONS, ArrayRows
+from shmreduce_numpy.pieces import ArrayPieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,8 +67,8 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         if nbytes < message.inline_limit:
             base: Any = array.base
             if base is None or type(base) is bytes or _must_be_copied(array):
-                row = _reduce_to_row(array, nbytes, message)
-                return _reduce_inline(array, message) if row is None else row
+                piece = _reduce_to_piece(array, nbytes, message)
+                return _reduce_inline(array, message) if piece is None else piece
         whole = None if message.moves else buffer_of_array(array, 0)
         if whole is not None:
             reduced = _reduce_whole(array, message, *whole)
@@ -151,9 +151,9 @@ def _reduce_whole(
 ) -> Any:
     """Reduce an array for which :func:`buffer_of_array` returned a buffer."""
     if memory is array or _must_be_copied(array):
-        row = _reduce_to_row(array, array.nbytes, message)
-        if row is not None:
-            return row
+        piece = _reduce_to_piece(array, array.nbytes, message)
+        if piece is not None:
+            return piece
         part = _reduce_to_part(array, array.nbytes, array.flags, message)
         if part is not None:
             return part
@@ -332,22 +332,30 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     )
 
 
-def _reduce_to_row(array: np.ndarray[Any, Any], nbytes: int, message: Message) -> Any:
+def _reduce_to_piece(array: np.ndarray[Any, Any], nbytes: int, message: Message) -> Any:
     """Copy a plain array into a block with others like it, if the message has many of them.
 
-    That is for those that ``rows[number]`` would make: with a built-in dtype, aligned,
-    writeable and in C order. A row of an array without axes would be no array.
+    That is for those that a slice of a larger array would be, but for their shape: with a
+    built-in dtype, aligned, writeable and in C order.
     """
     kind = _KINDS.get(id(array.dtype))
-    shape = array.shape
-    if kind is None or not (array.flags.carray and nbytes and 0 < len(shape) <= MOST_DIMENSIONS):
+    if kind is None or not (array.flags.carray and nbytes):
         return None
-    found = message.add_row((kind, shape), nbytes, ArrayRows)
+    found = message.add_piece(kind, nbytes, ArrayPieces)
     if found is None:
         return None
-    rows, number = found
-    rows.array[number] = array
-    return rows.rebuild, (rows, number)
+    pieces, offset = found
+    # The offset is a multiple, since the sizes of all pieces are.
+    start = offset // pieces.itemsize
+    stop = start + nbytes // pieces.itemsize
+    apart = pieces.short or nbytes < message.smallest_part
+    rebuilt = rebuild.rebuild_piece_apart if apart else rebuild.rebuild_piece
+    shape = array.shape
+    if len(shape) == 1:
+        pieces.array[start:stop] = array
+        return rebuilt, (pieces, start, stop)
+    pieces.array[start:stop] = array.reshape(-1)
+    return rebuilt, (pieces, start, stop, shape)
 
 
 def _order(flags: Any) -> Any:

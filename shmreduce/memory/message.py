@@ -39,7 +39,6 @@ from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.parts import (
     IN_BLOCK,
     LARGEST_PART,
-    MOST_SERIES,
     Batches,
     Limits,
 )
@@ -58,9 +57,9 @@ if TYPE_CHECKING:
     from shmreduce.memory.heap import Heap
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.owned_segment import OwnedSegment
-    from shmreduce.memory.parts import Rows
+    from shmreduce.memory.parts import Pieces
 
-    _Rows = TypeVar("_Rows", bound=Rows)
+    _Pieces = TypeVar("_Pieces", bound=Pieces)
 
 __all__ = [
     "Message",
@@ -406,83 +405,79 @@ class Message:
         small = nbytes < self.inline_limit or nbytes < inline_limit()
         return self._current_batches().part(nbytes, small, self.allocate)
 
-    def add_row(
+    def add_piece(
         self,
         key: Hashable,
         nbytes: int,
-        make: Callable[[Any, memoryview, object, int, bool], _Rows],
-    ) -> tuple[_Rows, int] | None:
-        """Give out the next row of a block that carries many buffers of one kind.
+        make: Callable[[Any, memoryview, object, bool], _Pieces],
+    ) -> tuple[_Pieces, int] | None:
+        """Give out a piece of a block that carries many buffers that are alike.
 
-        This is for by-value buffers. Where most of a message is buffers that are alike, as
-        in a list of thousands of arrays of one shape, a row takes less time than a part, and
-        a buffer in the pickle: only the row's number is in the pickle.
+        This is for by-value buffers in messages that consist of many, such as a list of
+        thousands of arrays of one dtype. At the receiver the block becomes one object, from
+        which the pieces are taken. That takes less time than parts, and than buffers in the
+        pickle.
 
         Parameters
         ----------
         key : hashable
-            What the buffers have in common: whatever decides how a row is rebuilt. Keys of
-            calls with another ``make`` are other keys.
+            What the buffers have in common: whatever decides what is made of the block. Keys
+            of calls with another ``make`` are other keys.
         nbytes : int
-            Bytes of the buffer, not 0; the same in all calls with this key.
+            Bytes of the buffer, not 0.
         make : callable
-            Called for each new block as ``make(key, view, block, length, copied)``. It
-            returns an object that stands for the block in the pickle. ``view`` has the
-            bytes of ``length`` rows, which are not set. ``block`` is an object that
-            unpickles as the receiver's :class:`Block`. With ``copied`` the receiver should
-            copy the rows, or else a single one would keep a block that is much larger.
-            The object's method ``close()`` is called when no more rows are added; it must
-            drop ``view`` and all that was derived from it.
+            Called for each new block as ``make(key, view, block, short)``. It returns an
+            object that stands for the block in the pickle. ``view`` has the bytes of the
+            block, which are not set. ``block`` is an object that unpickles as the receiver's
+            :class:`Block`. ``short`` says that the message has few bytes so far. Then the
+            receiver should copy each piece, or else a single one would keep a block that is
+            much larger; and always if it has fewer than ``smallest_part`` bytes. The object's
+            method ``close()`` is called when no more pieces are added; it must drop ``view``
+            and all that was derived from it.
 
         Returns
         -------
         (object, int) or None
-            What ``make`` returned, and the number of the row. Fill the row before ``reduce``
-            returns. None if it is not worth it, because the message has too few such
-            buffers so far, or if there is no room: then go on as if there were no
-            :meth:`add_row`.
+            What ``make`` returned, and the offset of the piece in the block in bytes, where
+            the piece before it ends. Fill the piece before ``reduce`` returns. None if it is
+            not worth it, because the message has too few such buffers so far or this one is
+            large, or if there is no room: then go on as if there were no :meth:`add_piece`.
 
         Raises
         ------
         ConfigurationError
-            If ``nbytes`` is impossible, or not the same as before.
+            If ``nbytes`` is impossible.
 
         Examples
         --------
         >>> from shmreduce import Message
-        >>> class Rows:
-        ...     def __init__(self, key, view, block, length, copied):
+        >>> class Pieces:
+        ...     def __init__(self, key, view, block, short):
         ...         self.view, self.block = view, block
         ...     def close(self):
         ...         self.view = None
         >>> message = Message()
-        >>> message.add_row("of 100 bytes", 100, Rows) is None
+        >>> message.add_piece("bytes", 100, Pieces) is None
         True
-        >>> found = [message.add_row("of 100 bytes", 100, Rows) for _ in range(100)]
-        >>> rows, number = found[-1]
-        >>> rows.view[100 * number : 100 * (number + 1)] = bytes(100)
+        >>> found = [message.add_piece("bytes", 100, Pieces) for _ in range(100)]
+        >>> pieces, offset = found[-1]
+        >>> pieces.view[offset : offset + 100] = bytes(100)
         >>> message.rollback()
         """
         batches = self._batches
         if batches is not None:
             series = batches.series.get((make, key))
-            if series is None:
-                if len(batches.series) >= MOST_SERIES:
-                    return None
-            elif (
-                series.following < series.end
-                and series.nbytes == nbytes
-                # In a forked child the current block belongs to the parent.
-                and self._runtime is current()
-            ):
-                number = series.following
-                series.following = number + 1
-                return series.rows, number
+            # The usual case first. In a forked child the current block belongs to the parent.
+            if series is not None and type(nbytes) is int and self._runtime is current():
+                offset = series.following
+                if 0 < nbytes <= series.end - offset:
+                    series.following = offset + nbytes
+                    return series.pieces, offset
         nbytes = check_nbytes(nbytes)
         if not (self.shared_memory and 0 < nbytes <= LARGEST_PART):
             return None
         small = nbytes < self.inline_limit
-        return self._current_batches().start_rows(key, nbytes, make, small, self.allocate)
+        return self._current_batches().piece(key, nbytes, make, small, self.allocate)
 
     def _current_batches(self) -> Batches:
         self._current()

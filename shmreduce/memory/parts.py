@@ -1,11 +1,12 @@
-"""Parts and rows: many buffers of a message in one block.
+"""Parts and pieces: many buffers of a message in one block.
 
 May import errors and ``loading``.
 
 A buffer with its own block costs a lease. A buffer in the pickle has its bytes copied three
 times, into memory that is touched for the first time. For a list of thousands of arrays of
-some ten KiB, either takes most of the time. Buffers of any size can be parts. Those of one
-size are rows: where such a row is follows from its number, so it takes less to say so.
+some ten KiB, either takes most of the time. Any buffer can be a part, which the receiver
+rebuilds from the block. Pieces are alike: the receiver makes one object of all of a block, an
+array say, and takes them out of that. So each takes less to describe and to rebuild.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from shmreduce.errors import ConfigurationError, ShmreduceError
+from shmreduce.errors import ShmreduceError
 from shmreduce.memory.loading import import_block
 
 if TYPE_CHECKING:
@@ -27,26 +28,23 @@ __all__ = [
     "IN_PIPE",
     "KEPT",
     "LARGEST_PART",
-    "MOST_SERIES",
     "PARTS_FROM",
-    "ROWS_AFTER",
+    "PIECES_AFTER",
     "Batches",
     "Limits",
-    "Rows",
+    "Pieces",
 ]
 
 PARTS_FROM = 4 << 20
 """Bytes: a message's buffers are put together if it has more of them; fewer stay in caches."""
 LARGEST_PART = 256 << 10
 """Bytes. Larger buffers have their own blocks, which can be sent on without a copy."""
-ROWS_AFTER = 32
-"""So many buffers with one key are pickled, or parts, before there is a block for rows.
+PIECES_AFTER = 32
+"""So many buffers with one key are pickled, or parts, before there is a block for pieces.
 
 The block takes as long as some ten buffers in the pickle. It is assumed that as many buffers
 are still to come as there were.
 """
-MOST_SERIES = 64
-"""How many keys are looked for in one message: in a list of many shapes hardly any comes often."""
 _LARGEST_BLOCK = 4 << 20
 """Bytes. A part that is still in use keeps no more memory than this."""
 _SMALLEST_BLOCK = 256 << 10
@@ -60,13 +58,13 @@ class Limits(NamedTuple):
 
     Buffers of ``smallest_part`` bytes or more take less time as parts. Of buffers below the
     inline limit, a message keeps at most ``most_small`` bytes in its pickle, even if it has
-    fewer than :data:`PARTS_FROM` bytes of buffers; and at least ``before_rows`` bytes, however
-    many buffers that are. ``in_pipe`` says which inline limit.
+    fewer than :data:`PARTS_FROM` bytes of buffers; and at least ``before_pieces`` bytes,
+    however many buffers that are. ``in_pipe`` says which inline limit.
     """
 
     smallest_part: int
     most_small: int
-    before_rows: int
+    before_pieces: int
     in_pipe: bool
 
 
@@ -114,44 +112,44 @@ class _PartedBlock:
         self._view = None
 
 
-class Rows(Protocol):
-    """A block of rows, as a reducer puts it into the pickle; see :meth:`Message.add_row`."""
+class Pieces(Protocol):
+    """A block of pieces, as a reducer puts it into the pickle; see :meth:`Message.add_piece`."""
 
     def close(self) -> None:
-        """Drop the bytes of the block: no row is added any more."""
+        """Drop the bytes of the block: no piece is added any more."""
 
 
 class _Series:
     """The buffers of a message that have one key, and the block that the next one goes into."""
 
-    __slots__ = ("_block", "count", "end", "following", "nbytes", "rows")
+    __slots__ = ("_block", "count", "end", "following", "nbytes", "pieces")
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        """Bytes of each."""
+    def __init__(self) -> None:
         self.count = 0
-        """How many buffers there were, with the rows of the current block."""
+        """How many buffers there were before the first block."""
+        self.nbytes = 0
+        """Their bytes, and those of the blocks."""
         self.following = self.end = 0
-        """The row for the next buffer, and the number of rows in the block."""
-        self.rows: Any = None
+        """Where in the block the next buffer begins, and where the block ends."""
+        self.pieces: Any = None
         """What the reducer has made of the block."""
         self._block: _PartedBlock | None = None
 
-    def open(self, block: _PartedBlock, rows: Rows, length: int) -> None:
+    def open(self, block: _PartedBlock, pieces: Pieces, size: int) -> None:
         """Go on with another block; the one before is closed."""
-        self._block, self.rows, self.following, self.end = block, rows, 0, length
-        self.count += length
+        self._block, self.pieces, self.following, self.end = block, pieces, 0, size
+        self.nbytes += size
 
     def close(self) -> None:
         """Release the block, as :meth:`_PartedBlock.close` does."""
         self.end = 0
         if self._block is not None:
-            self.rows.close()
+            self.pieces.close()
             self._block.close()
-            self._block = self.rows = None
+            self._block = self.pieces = None
 
 
-_Made = TypeVar("_Made", bound=Rows)
+_Made = TypeVar("_Made", bound=Pieces)
 
 
 class Batches:
@@ -165,10 +163,10 @@ class Batches:
     Attributes
     ----------
     series : dict
-        The buffers that may be rows, by what makes an object of their blocks and their key.
+        The buffers that may be pieces, by what makes an object of their blocks and their key.
     """
 
-    __slots__ = ("_before_rows", "_bytes", "_limits", "_parted", "_small", "series")
+    __slots__ = ("_before_pieces", "_bytes", "_limits", "_parted", "_small", "series")
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -176,8 +174,8 @@ class Batches:
         """Bytes of buffers that may be parts; of these, in buffers that are pickled in the
         ordinary way otherwise."""
         self._parted: _PartedBlock | None = None
-        self._before_rows = limits.before_rows
-        """Bytes of buffers that must still be in other places before there are rows."""
+        self._before_pieces = limits.before_pieces
+        """Bytes of buffers that must still be in other places before there are pieces."""
         self.series: dict[Hashable, _Series] = {}
 
     def part(
@@ -199,47 +197,54 @@ class Batches:
             taken = None if parted is None else parted.take(nbytes)
         return None if taken is None else (taken[0], parted, taken[1])
 
-    def start_rows(
+    def piece(
         self,
         key: Hashable,
         nbytes: int,
-        make: Callable[[Any, memoryview, object, int, bool], _Made],
+        make: Callable[[Any, memoryview, object, bool], _Made],
         small: bool,
         allocate: _Allocate,
     ) -> tuple[_Made, int] | None:
-        """Do what :meth:`Message.add_row` does where no current block has a row left."""
+        """See :meth:`Message.add_piece`. ``small`` ones would be pickled otherwise."""
         if not (small or self._has_much(small)):
             # Its own block can be sent on without a copy.
             return None
         series = self.series.get((make, key))
         if series is None:
-            series = self.series[make, key] = _Series(nbytes)
-        if series.nbytes != nbytes:
-            raise ConfigurationError(
-                f"nbytes={nbytes}: the rows with the key {key!r} have {series.nbytes} bytes; use "
-                "another key for each size",
-                setting="nbytes",
-                value=nbytes,
-            )
-        if series.count < ROWS_AFTER or self._before_rows > 0:
-            series.count += 1
-            self._before_rows -= nbytes
+            series = self.series[make, key] = _Series()
+        if nbytes > series.end - series.following and not self._open(
+            series, key, nbytes, make, allocate
+        ):
             return None
+        offset = series.following
+        series.following = offset + nbytes
+        return series.pieces, offset
+
+    def _open(
+        self,
+        series: _Series,
+        key: Hashable,
+        nbytes: int,
+        make: Callable[[Any, memoryview, object, bool], Pieces],
+        allocate: _Allocate,
+    ) -> bool:
+        """Give a series its next block; return whether it has one."""
+        if series.count < PIECES_AFTER or self._before_pieces > 0:
+            series.count += 1
+            series.nbytes += nbytes
+            self._before_pieces -= nbytes
+            return False
         series.close()
-        size = _block_size(series.count * nbytes)
+        size = _block_size(series.nbytes)
         given = self._new_block(size, allocate)
         if given is None:
-            return None
+            return False
         view, block = given
-        length = size // nbytes
-        copied = nbytes < self._limits.smallest_part or not self._has_much(small=True)
-        rows = make(key, view[: length * nbytes], block, length, copied)
-        series.open(block, rows, length)
+        series.open(block, make(key, view, block, not self._has_much(small=True)), size)
         if nbytes >= self._limits.smallest_part:
             self._bytes += size
             self._small += size
-        series.following = 1
-        return rows, 0
+        return True
 
     def close(self) -> None:
         """Release the blocks, when the message is complete or has failed."""
@@ -262,7 +267,7 @@ class Batches:
         if given is None:
             # So that the other buffers of this message do not try again.
             self._bytes = self._small = -sys.maxsize
-            self._before_rows = sys.maxsize
+            self._before_pieces = sys.maxsize
             return None
         return given[0], _PartedBlock(*given)
 

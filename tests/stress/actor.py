@@ -40,7 +40,7 @@ INLINE_LIMIT = 4096
 _WORDS = (600, 600, 2000, 2000, 9000, 33_000, 40_000, 140_000, 300_000)
 """The largest has room for a huge page, and more."""
 _ALIKE = ((60, 100), (500, 60), (2000, 400))
-"""Words of an array, and how many arrays: rows that are copied, and rows that stay in blocks."""
+"""Words of an array, and how many arrays: pieces that are copied, or that stay in blocks."""
 _MOST_HELD = 14
 _MOST_CHILDREN = 3
 _DRAIN_SECONDS = 10.0
@@ -265,7 +265,7 @@ class Actor:
                 fill(held.array, self.random.getrandbits(64))
 
     def send_alike(self) -> None:
-        """Send many of one length, of which most are rows of blocks."""
+        """Send many of one length, of which most are pieces of blocks."""
         # A pipe of the standard library would be too short for those that are not.
         peer = self.find_room(own=True)
         if peer is None:

@@ -1,4 +1,4 @@
-"""Many arrays of one shape in one message, which are rows of a block."""
+"""Many arrays of one dtype in one message, which are pieces of a block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from shmreduce.memory import parts, runtime
 from shmreduce.memory.handle import Handle, find_mark
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE
-from shmreduce_numpy import rebuild, rows
+from shmreduce_numpy import pieces, rebuild
+from shmreduce_numpy.blocks import find_block_of
 from tests.arrays.ways import PICKLES, WAYS, dumps, sizes_out, transfer
 from tests.memory.forks import Forks
 
@@ -54,18 +55,22 @@ def check(found: list[Any], sent: list[Any]) -> None:
 
 
 @pytest.fixture
-def sent_as_rows(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the arrays that are pickled as rows, by the name of the rebuild function."""
+def sent_as_pieces(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the arrays that are pieces: those that stay in their block, and those that do not."""
     counts: Counter[str] = Counter()
-    add_row = Message.add_row
 
-    def count(message: Message, key: Any, nbytes: int, make: Any) -> Any:
-        found = add_row(message, key, nbytes, make)
-        if found is not None:
-            counts[found[0].rebuild.__name__] += 1
-        return found
+    def staying(*given: Any) -> Any:
+        counts["staying"] += 1
+        return rebuild_piece(*given)
 
-    monkeypatch.setattr(Message, "add_row", count)
+    def apart(*given: Any) -> Any:
+        counts["apart"] += 1
+        return rebuild_piece(*given).copy()
+
+    rebuild_piece = rebuild.rebuild_piece
+    for function, name in ((staying, "rebuild_piece"), (apart, "rebuild_piece_apart")):
+        function.__module__, function.__qualname__ = rebuild.__name__, name
+        monkeypatch.setattr(rebuild, name, function)
     return counts
 
 
@@ -85,43 +90,43 @@ def test_they_arrive_and_come_back(children: Children, length: int) -> None:
 
 @WAYS
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_most_of_them_are_rows(way: Callable[[Any], Any], sent_as_rows: Counter[str]) -> None:
+def test_most_of_them_are_pieces(way: Callable[[Any], Any], sent_as_pieces: Counter[str]) -> None:
     """Small ones are copied out of the block, larger ones stay in it, if there are many."""
     check(way(many()), many())
-    assert sent_as_rows["rebuild_row_apart"] > COUNT - 100
-    assert sent_as_rows["rebuild_row"] == 0
-    sent_as_rows.clear()
+    assert sent_as_pieces["apart"] > COUNT - 100
+    assert sent_as_pieces["staying"] == 0
+    sent_as_pieces.clear()
     check(way(many(LARGE)), many(LARGE))
-    assert sent_as_rows["rebuild_row"] > COUNT // 2
+    assert sent_as_pieces["staying"] > COUNT // 2
 
 
 @WAYS
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_those_that_would_have_blocks_of_their_own_are_rows_from_some_mib_on(
-    way: Callable[[Any], Any], sent_as_rows: Counter[str]
+def test_those_that_would_have_blocks_of_their_own_are_pieces_from_some_mib_on(
+    way: Callable[[Any], Any], sent_as_pieces: Counter[str]
 ) -> None:
     """The first ones have them, since only so they can be sent on without a copy."""
     sent = many(12_500, count=200)
     first = parts.PARTS_FROM // sent[0].nbytes
     check(way(sent), sent)
-    assert 200 - first - 2 * parts.ROWS_AFTER < sent_as_rows["rebuild_row"] < 200 - first
+    assert 200 - first - 2 * parts.PIECES_AFTER < sent_as_pieces["staying"] < 200 - first
 
 
 @WAYS
 @pytest.mark.parametrize("kind", "?bhilqBHILQefdgFDG")
 def test_any_number_and_shape(way: Callable[[Any], Any], kind: str) -> None:
     """Each kind of number, with one axis or several, in turn."""
-    shapes = [(2000,), (40, 50), (1, 2000, 1), (1,)]
+    shapes = [(2000,), (40, 50), (1, 2000, 1), (1,), (), (77,), (1,) * MOST_AXES]
     numbers = np.arange(2000) % 100
     sent = [
-        np.ascontiguousarray(np.resize(numbers + each, shapes[each % len(shapes)]).astype(kind))
+        np.array(np.resize(numbers + each, shapes[each % len(shapes)]).astype(kind), order="C")
         for each in range(400)
     ]
     check(way(sent), sent)
 
 
 def each_layout() -> list[Any]:
-    """Arrays that no row can be, or not without a loss."""
+    """Arrays that no slice of a larger array can be, or not without a loss."""
     square = np.arange(2500.0).reshape(50, 50)
     readonly = square + 1
     readonly.flags.writeable = False
@@ -132,13 +137,11 @@ def each_layout() -> list[Any]:
         square.astype(">f8"),
         readonly,
         record,
-        np.array(1.5),
         np.zeros((0, 50)),
         np.zeros((50, 50), np.uint8)[:, 1:],
         np.zeros(20_001, np.uint8)[1:].view("f8"),
         np.arange(2500).astype("m8[s]"),
         np.array(["text"] * 300),
-        np.zeros((1,) * MOST_AXES),
         square.view(np.matrix),
         np.ma.masked_array(square, square > 5),
         np.array([None, 1], object),
@@ -150,7 +153,7 @@ def each_layout() -> list[Any]:
 def test_what_is_unusual_is_kept_as_it_is(way: Callable[[Any], Any]) -> None:
     """As it is for an array that travels alone, though many like it are in the message."""
     shared = shmreduce.zeros((50, 50))
-    sent = [array for _ in range(3 * parts.ROWS_AFTER) for array in (*each_layout(), shared[:])]
+    sent = [array for _ in range(3 * parts.PIECES_AFTER) for array in (*each_layout(), shared[:])]
     alone = [way(array) for array in (*each_layout(), shared)]
     received = way([*many(), *sent])[COUNT:]
     for place, (array, original) in enumerate(zip(received, sent, strict=True)):
@@ -213,7 +216,7 @@ def test_each_is_sent_as_it_was_when_it_was_pickled(way: Callable[[Any], Any]) -
 @WAYS
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_what_was_received_so_can_be_sent_on(way: Callable[[Any], Any]) -> None:
-    """Again as rows, each as it is now."""
+    """Again as pieces, each as it is now."""
     received = way(many(LARGE))
     for array in received:
         array[:] += 1
@@ -257,14 +260,14 @@ def test_large_ones_keep_no_block_if_the_message_is_short() -> None:
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_few_are_pickled() -> None:
     """They need no block, and can be loaded often."""
-    data, message = dumps(many(count=parts.ROWS_AFTER))
+    data, message = dumps(many(count=parts.PIECES_AFTER))
     assert message is None or message.is_empty
-    assert all(len(pickling.loads(bytes(data))) == parts.ROWS_AFTER for _ in range(2))
+    assert all(len(pickling.loads(bytes(data))) == parts.PIECES_AFTER for _ in range(2))
 
 
 @PICKLES
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_a_short_pickle_for_a_pipe_or_a_pool_has_no_rows(
+def test_a_short_pickle_for_a_pipe_or_a_pool_has_no_pieces(
     dumps_short: Callable[[Any], bytes],
 ) -> None:
     """It has its first 128 KiB itself, so it can be loaded often: some programs rely on it."""
@@ -290,19 +293,30 @@ def test_many_are_loaded_once() -> None:
         pickling.loads(bytes(data))
 
 
-def test_of_many_shapes_the_first_are_looked_for() -> None:
-    """Any number of shapes arrives."""
-    sent = [
-        np.full(1 + each % (2 * parts.MOST_SERIES), each, np.int64)
-        for each in range(parts.MOST_SERIES * 100)
-    ]
-    check(transfer(sent), sent)
+@WAYS
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_they_may_have_any_lengths(
+    way: Callable[[Any], Any], sent_as_pieces: Counter[str]
+) -> None:
+    """Short ones are copied out of a block in which others stay."""
+    lengths = np.random.default_rng(1).integers(1, 9000, COUNT)
+    sent = [np.full(length, each, np.float64) for each, length in enumerate(lengths)]
+    check(way(sent), sent)
+    assert sent_as_pieces["staying"] > COUNT // 2
+    assert sent_as_pieces["apart"] > 0
+    found = way(sent)
+    shorter = [array for array in found if array.nbytes < parts.IN_PIPE.smallest_part]
+    assert shorter
+    before = sizes_out()
+    del found
+    assert len(sizes_out()) < len(before)
+    assert [find_block_of(array) for array in shorter] == [None] * len(shorter)
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 @pytest.mark.parametrize("limit", [0, 1, 1000, 1 << 30])
 def test_any_inline_limit(limit: int) -> None:
-    """Rows are for what would be pickled otherwise, and never larger than their block."""
+    """None is larger than its block."""
     with shmreduce.install(inline_limit=limit):
         for length in (1, SMALL, LARGE, 40_000):
             check(transfer(many(length, count=40)), many(length, count=40))
@@ -360,13 +374,13 @@ def test_a_complete_message_holds_its_blocks_by_leases_alone() -> None:
     before = sizes_out()
     made: list[Any] = []
 
-    class Kept(rows.ArrayRows):
+    class Kept(pieces.ArrayPieces):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shmreduce_numpy.reduction.ArrayRows", Kept)
+        patch.setattr("shmreduce_numpy.reduction.ArrayPieces", Kept)
         data, message = dumps([*many(), *many(LARGE)])
     assert message is not None
     message.commit()
@@ -420,78 +434,84 @@ def test_a_child_that_is_forked_meanwhile_goes_on_with_blocks_of_its_own() -> No
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_rows_that_do_not_fit_their_block_are_refused() -> None:
+def test_a_piece_that_does_not_fit_its_block_is_refused() -> None:
     """A damaged message makes an error, not an array over something else."""
     block = shmreduce.allocate(64)
-    with pytest.raises(InvalidHandleError, match="does not fit"):
-        rebuild.rebuild_rows(block, "d", (3, 3))
-    with pytest.raises(IndexError):
-        rebuild.rebuild_row(rebuild.rebuild_rows(block, "d", (2, 4)), 2)
+    whole = rebuild.rebuild_pieces(block, "d")
+    for rebuild_one in (rebuild.rebuild_piece, rebuild.rebuild_piece_apart):
+        assert rebuild_one(whole, 0, 8, (2, 4)).shape == (2, 4)
+        for start, stop, shape in ((4, 12, (2, 4)), (0, 8, (3, 3)), (4, 12, None), (8, 4, None)):
+            with pytest.raises(InvalidHandleError, match="does not fit"):
+                rebuild_one(whole, start, stop, shape)
 
 
-class BytesRows:
-    """Rows of bytes, as a third party may have them."""
+class BytesPieces:
+    """Pieces of bytes, as a third party may have them."""
 
-    def __init__(
-        self, key: object, view: memoryview, block: object, length: int, copied: bool
-    ) -> None:
-        self.made_of = key, view.nbytes, block, length, copied
+    def __init__(self, key: object, view: memoryview, block: object, short: bool) -> None:
         self.view: memoryview | None = view
+        self.nbytes = view.nbytes
 
     def close(self) -> None:
         self.view = None
 
 
-class OtherRows(BytesRows):
+class OtherPieces(BytesPieces):
     """The same, of another reducer."""
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_two_reducers_may_use_the_same_key() -> None:
-    """Neither gets a row of the other's block."""
+def test_no_two_pieces_overlap() -> None:
+    """Nor does one reach beyond its block, whatever their sizes, keys and reducers."""
     message = Message()
+    chooser = np.random.default_rng(2)
     found = [
-        message.add_row("key", nbytes, make)
-        for _ in range(100)
-        for nbytes, make in ((100, BytesRows), (200, OtherRows))
+        (message.add_piece(key, nbytes, make), nbytes)
+        for nbytes in chooser.integers(1, 70_000, 1000).tolist()
+        for key, make in (("key", BytesPieces), ("key", OtherPieces), ("other", OtherPieces))
     ]
-    given = [each for each in found if each is not None]
-    assert {type(each) for each, _ in given} == {BytesRows, OtherRows}
-    assert len({(id(each), number) for each, number in given}) == len(given)
-    ours, _ = given[-2]
-    assert ours.made_of[1] == 100 * ours.made_of[3]
+    ends: dict[int, int] = {}
+    for given, nbytes in found:
+        if given is not None:
+            made, offset = given
+            assert offset == ends.get(id(made), 0)
+            ends[id(made)] = offset + nbytes
+            assert ends[id(made)] <= made.nbytes
+    assert len(ends) > 10
+    assert {type(given[0]) for given, _ in found if given} == {BytesPieces, OtherPieces}
     message.rollback()
-    assert all(each.view is None for each, _ in given)
+    assert all(given[0].view is None for given, _ in found if given)
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_rows_of_one_key_have_one_size() -> None:
-    """Another size is an error: the row would reach into the next."""
-    message = Message()
-    for _ in range(2 * parts.ROWS_AFTER):
-        message.add_row("key", 100, BytesRows)
-    with pytest.raises(ConfigurationError, match="100 bytes"):
-        message.add_row("key", 101, BytesRows)
-    message.rollback()
-
-
-@pytest.mark.usefixtures("shmreduce_no_leaks")
-def test_what_is_large_or_goes_to_another_host_gets_no_row() -> None:
+def test_what_is_large_or_goes_to_another_host_gets_no_piece() -> None:
     """The one has a block or a part of its own, the other none at all."""
     elsewhere = Message(shared_memory=False)
-    assert all(elsewhere.add_row("key", 100, BytesRows) is None for _ in range(COUNT))
+    assert all(elsewhere.add_piece("key", 100, BytesPieces) is None for _ in range(COUNT))
     message = Message()
-    assert all(message.add_row("key", 0, BytesRows) is None for _ in range(COUNT))
-    large = message.inline_limit
-    assert all(message.add_row("large", large, BytesRows) is None for _ in range(COUNT))
+    for nbytes in (0, message.inline_limit, parts.LARGEST_PART + 1):
+        assert all(message.add_piece("key", nbytes, BytesPieces) is None for _ in range(COUNT))
     assert message.is_empty
 
 
-def test_the_pickle_has_only_numbers_of_rows() -> None:
+@pytest.mark.parametrize("nbytes", [-1, 1.5, "8"])
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_an_impossible_size_is_an_error(nbytes: Any) -> None:
+    """Before there is a block, and after."""
+    message = Message()
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="nbytes"):
+            message.add_piece("key", nbytes, BytesPieces)
+        for _ in range(2 * parts.PIECES_AFTER):
+            message.add_piece("key", 100, BytesPieces)
+    message.rollback()
+
+
+def test_the_pickle_has_only_numbers_of_pieces() -> None:
     """A pickle of many arrays is a fraction of what their descriptions took."""
     data, message = dumps(many())
     assert message is not None
     message.rollback()
-    inline = parts.ROWS_AFTER * SMALL * 8
+    inline = parts.PIECES_AFTER * SMALL * 8
     assert inline < len(data) < inline + 20 * COUNT
     assert len(pickle.dumps(many(), 5)) > COUNT * SMALL * 8
