@@ -142,10 +142,9 @@ def ask_reducer(
     message = state[_MESSAGE]
     if message is None:
         message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], limits=limits)
-    return _reduce(claim, obj, message)
-
-
-def _reduce(claim: ReducerClaim, obj: Any, message: Message) -> Any:
+    message._before_many -= 1
+    if not message._before_many:
+        message.has_many = True
     result = claim.reducer.reduce(obj, message)
     if not isinstance(result, _REDUCED) and result is not NotImplemented:
         _reject_result(claim, obj, result)
@@ -430,7 +429,11 @@ class Pickler(ForkingPickler):
             return self._begun.reduced
         asked = self._asked.get(id(type(obj)))
         if asked is not None:
-            result = asked[0](obj, self.__dict__[_MESSAGE])
+            message = self.__dict__[_MESSAGE]
+            message._before_many -= 1
+            if not message._before_many:
+                message.has_many = True
+            result = asked[0](obj, message)
             if type(result) is tuple:
                 return result
             if not isinstance(result, _REDUCED) and result is not NotImplemented:

@@ -67,8 +67,11 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         if nbytes < message.inline_limit:
             base: Any = array.base
             if base is None or type(base) is bytes or _must_be_copied(array):
-                piece = _reduce_to_piece(array, nbytes, message)
-                return _reduce_inline(array, message) if piece is None else piece
+                if message.has_many:
+                    piece = _reduce_to_piece(array, nbytes, message)
+                    if piece is not None:
+                        return piece
+                return _reduce_inline(array, message)
         whole = None if message.moves else buffer_of_array(array, 0)
         if whole is not None:
             reduced = _reduce_whole(array, message, *whole)
@@ -151,7 +154,7 @@ def _reduce_whole(
 ) -> Any:
     """Reduce an array for which :func:`buffer_of_array` returned a buffer."""
     if memory is array or _must_be_copied(array):
-        piece = _reduce_to_piece(array, array.nbytes, message)
+        piece = _reduce_to_piece(array, array.nbytes, message) if message.has_many else None
         if piece is not None:
             return piece
         part = _reduce_to_part(array, array.nbytes, array.flags, message)

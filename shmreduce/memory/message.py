@@ -39,6 +39,7 @@ from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.parts import (
     IN_BLOCK,
     LARGEST_PART,
+    MANY,
     Batches,
     Limits,
 )
@@ -120,6 +121,9 @@ class Message:
         Bytes: a by-value buffer of fewer should be pickled in the ordinary way.
     smallest_part : int
         Bytes: for a by-value buffer of fewer, :meth:`allocate_part` is not worth a call.
+    has_many : bool
+        Whether reducers were asked for many objects of the message. Before that,
+        :meth:`add_piece` is not worth a call.
 
     Examples
     --------
@@ -136,11 +140,13 @@ class Message:
 
     __slots__ = (
         "_batches",
+        "_before_many",
         "_borrowed",
         "_limits",
         "_mover",
         "_runtime",
         "_taken",
+        "has_many",
         "inline_limit",
         "shared_memory",
         "smallest_part",
@@ -166,6 +172,10 @@ class Message:
         self._borrowed: list[tuple[Lease, Borrowed]] = []
         self._batches: Batches | None = None
         """The blocks that carry several buffers each; made when there may be one."""
+        self._before_many = MANY
+        """How often reducers must still be asked until the message has many objects."""
+        self.has_many = False
+        """Whether it has: :meth:`add_piece` may be worth a call."""
 
     def carry(self, memory: Any) -> bytes | None:
         """Return a handle that carries the bytes of a buffer.

@@ -28,8 +28,8 @@ __all__ = [
     "IN_PIPE",
     "KEPT",
     "LARGEST_PART",
+    "MANY",
     "PARTS_FROM",
-    "PIECES_AFTER",
     "Batches",
     "Limits",
     "Pieces",
@@ -39,12 +39,14 @@ PARTS_FROM = 4 << 20
 """Bytes: a message's buffers are put together if it has more of them; fewer stay in caches."""
 LARGEST_PART = 256 << 10
 """Bytes. Larger buffers have their own blocks, which can be sent on without a copy."""
-PIECES_AFTER = 32
-"""So many buffers with one key are pickled, or parts, before there is a block for pieces.
+MANY = 256
+"""For so many objects reducers are asked before there are pieces.
 
-The block takes as long as some ten buffers in the pickle. It is assumed that as many buffers
-are still to come as there were.
+The block for pieces takes as long as some two hundred arrays of 400 bytes gain, or forty of
+4 KB. It is assumed that as many objects are still to come as there were.
 """
+_FEW = 4
+"""Buffers with a key before there is a block for those with that key."""
 _LARGEST_BLOCK = 4 << 20
 """Bytes. A part that is still in use keeps no more memory than this."""
 _SMALLEST_BLOCK = 256 << 10
@@ -229,7 +231,7 @@ class Batches:
         allocate: _Allocate,
     ) -> bool:
         """Give a series its next block; return whether it has one."""
-        if series.count < PIECES_AFTER or self._before_pieces > 0:
+        if series.count < _FEW or self._before_pieces > 0:
             series.count += 1
             series.nbytes += nbytes
             self._before_pieces -= nbytes
