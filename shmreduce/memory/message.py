@@ -39,7 +39,6 @@ from shmreduce.memory.mapping import PAGE_SIZE
 from shmreduce.memory.parts import (
     IN_BLOCK,
     LARGEST_PART,
-    MANY,
     Batches,
     Limits,
 )
@@ -172,7 +171,7 @@ class Message:
         self._borrowed: list[tuple[Lease, Borrowed]] = []
         self._batches: Batches | None = None
         """The blocks that carry several buffers each; made when there may be one."""
-        self._before_many = MANY
+        self._before_many = limits.many
         """How often reducers must still be asked until the message has many objects."""
         self.has_many = False
         """Whether it has: :meth:`add_piece` may be worth a call."""

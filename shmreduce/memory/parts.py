@@ -28,7 +28,6 @@ __all__ = [
     "IN_PIPE",
     "KEPT",
     "LARGEST_PART",
-    "MANY",
     "PARTS_FROM",
     "Batches",
     "Limits",
@@ -39,12 +38,6 @@ PARTS_FROM = 4 << 20
 """Bytes: a message's buffers are put together if it has more of them; fewer stay in caches."""
 LARGEST_PART = 256 << 10
 """Bytes. Larger buffers have their own blocks, which can be sent on without a copy."""
-MANY = 256
-"""For so many objects reducers are asked before there are pieces.
-
-The block for pieces takes as long as some two hundred arrays of 400 bytes gain, or forty of
-4 KB. It is assumed that as many objects are still to come as there were.
-"""
 _FEW = 4
 """Buffers with a key before there is a block for those with that key."""
 _LARGEST_BLOCK = 4 << 20
@@ -60,21 +53,24 @@ class Limits(NamedTuple):
 
     Buffers of ``smallest_part`` bytes or more take less time as parts. Of buffers below the
     inline limit, a message keeps at most ``most_small`` bytes in its pickle, even if it has
-    fewer than :data:`PARTS_FROM` bytes of buffers; and at least ``before_pieces`` bytes,
-    however many buffers that are. ``in_pipe`` says which inline limit.
+    fewer than :data:`PARTS_FROM` bytes of buffers. There are no pieces before reducers were
+    asked for ``many`` objects: their block takes as long as two hundred arrays of 400 bytes
+    gain, or forty of 4 KB, and it is assumed that as many are still to come as there were.
+    ``in_pipe`` says which inline limit.
     """
 
     smallest_part: int
     most_small: int
-    before_pieces: int
+    many: int
     in_pipe: bool
 
 
-IN_BLOCK = Limits(8 << 10, sys.maxsize, 0, in_pipe=False)
+IN_BLOCK = Limits(8 << 10, sys.maxsize, 256, in_pipe=False)
 """For a pickle that is put into a block itself if it is large."""
-KEPT = Limits(4 << 10, 128 << 10, 128 << 10, in_pipe=False)
-"""For a pickle that is kept, as that of a pool's task until there is an answer."""
-IN_PIPE = Limits(4 << 10, 128 << 10, 128 << 10, in_pipe=True)
+KEPT = Limits(4 << 10, 128 << 10, 1024, in_pipe=False)
+"""For a pickle that is kept, as that of a pool's task until there is an answer. It can be loaded
+often if it has no pieces, so there are none in a short one."""
+IN_PIPE = Limits(4 << 10, 128 << 10, 1024, in_pipe=True)
 """For a pickle that goes through a pipe, which takes some 4 ms per MiB, there and back."""
 
 
@@ -168,7 +164,7 @@ class Batches:
         The buffers that may be pieces, by what makes an object of their blocks and their key.
     """
 
-    __slots__ = ("_before_pieces", "_bytes", "_limits", "_parted", "_small", "series")
+    __slots__ = ("_bytes", "_lacks_room", "_limits", "_parted", "_small", "series")
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -176,8 +172,7 @@ class Batches:
         """Bytes of buffers that may be parts; of these, in buffers that are pickled in the
         ordinary way otherwise."""
         self._parted: _PartedBlock | None = None
-        self._before_pieces = limits.before_pieces
-        """Bytes of buffers that must still be in other places before there are pieces."""
+        self._lacks_room = False
         self.series: dict[Hashable, _Series] = {}
 
     def part(
@@ -231,10 +226,9 @@ class Batches:
         allocate: _Allocate,
     ) -> bool:
         """Give a series its next block; return whether it has one."""
-        if series.count < _FEW or self._before_pieces > 0:
+        if series.count < _FEW or self._lacks_room:
             series.count += 1
             series.nbytes += nbytes
-            self._before_pieces -= nbytes
             return False
         series.close()
         size = _block_size(series.nbytes)
@@ -269,7 +263,7 @@ class Batches:
         if given is None:
             # So that the other buffers of this message do not try again.
             self._bytes = self._small = -sys.maxsize
-            self._before_pieces = sys.maxsize
+            self._lacks_room = True
             return None
         return given[0], _PartedBlock(*given)
 
