@@ -97,6 +97,8 @@ class Pool:
         :class:`~shmreduce.ConfigurationError`, which is a ValueError.
     AllocatorUnavailableError
         With ``shared_allocations``, if the compiled allocator is missing.
+    SegmentError
+        If the limit of file sizes (``ulimit -f``) is too low for shared memory.
     OSError
         If a worker cannot be started. Those that were started have been ended then.
 
@@ -168,10 +170,9 @@ class Pool:
 
     def __repr__(self) -> str:
         cls = type(self)
-        return (
-            f"<{cls.__module__}.{cls.__qualname__} state={self._state} "
-            f"pool_size={len(self._pool)}>"
-        )
+        # The standard library's pool still counts its workers when they have left.
+        size = len(self._pool) if self._state == RUN else self._processes
+        return f"<{cls.__module__}.{cls.__qualname__} state={self._state} pool_size={size}>"
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError("pool objects cannot be passed between processes or pickled")

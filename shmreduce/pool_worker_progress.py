@@ -6,11 +6,10 @@ May import :mod:`shmreduce.descriptor` and ``anonymous`` of the memory.
 from __future__ import annotations
 
 import mmap
-import os
 from typing import Any
 
 from shmreduce.descriptor import Descriptor
-from shmreduce.memory.anonymous import anonymous_file
+from shmreduce.memory.anonymous import anonymous_zeros
 
 __all__ = ["ProgressTable", "WorkerProgress"]
 
@@ -39,10 +38,7 @@ class ProgressTable:
     @classmethod
     def for_workers(cls, count: int) -> ProgressTable:
         """Make a table for this many workers."""
-        number = anonymous_file("shmreduce-pool")
-        descriptor = Descriptor(number)
-        os.truncate(number, _WORD * _PER_WORKER * count)
-        return cls(descriptor)
+        return cls(Descriptor(anonymous_zeros("shmreduce-pool", _WORD * _PER_WORKER * count)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProgressTable, (self._descriptor,)

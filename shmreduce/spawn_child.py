@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.descriptor import Descriptor
 from shmreduce.interrupts import Interrupts, take_over
-from shmreduce.memory.anonymous import anonymous_file
+from shmreduce.memory.anonymous import anonymous_zeros
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import LONGEST_NAME, set_thread_name
 from shmreduce.tracebacks import formatted
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PicklerChoice", "Raised", "ReportFile", "Returned", "SpawnCall", "run_call"]
 
-_EMPTY, _COMPLETE = b"\0", b"\1"
+_COMPLETE = b"\1"
 
 
 class PicklerChoice(enum.Enum):
@@ -99,14 +99,14 @@ class ReportFile:
     """
 
     def __init__(self) -> None:
-        self._file = Descriptor(anonymous_file("shmreduce-outcome"))
-        os.pwrite(self._file.fileno(), _EMPTY, 0)
+        # The first byte says whether the outcome is complete: 0 for no.
+        self._file = Descriptor(anonymous_zeros("shmreduce-outcome", len(_COMPLETE)))
 
     def write(self, outcome: Returned | Raised) -> None:
         """Write the outcome. It counts only after all of it has been written."""
         number = self._file.fileno()
         rest = memoryview(pickle.dumps(outcome))
-        position = len(_EMPTY)
+        position = len(_COMPLETE)
         while rest:
             written = os.pwrite(number, rest, position)
             position += written

@@ -95,6 +95,8 @@ def start_processes(
     ConfigurationError
         If ``nprocs`` is negative, or there is no such start method here. It is a
         ValueError, too.
+    SegmentError
+        If the limit of file sizes (``ulimit -f``) is too low for shared memory.
 
     Notes
     -----

@@ -1,6 +1,6 @@
 """Files without a name, for small data that is not a segment.
 
-May import ``standard_streams``.
+May import errors, signals and ``standard_streams``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import os
 
+from shmreduce.errors import SegmentError
 from shmreduce.memory.standard_streams import clear_of_streams
+from shmreduce.signals import is_from_system
 
-__all__ = ["anonymous_file"]
+__all__ = ["anonymous_file", "anonymous_zeros"]
 
 _FORBIDDEN = frozenset((errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL))
 """The errors by which sandboxes refuse a call."""
@@ -46,3 +48,37 @@ def anonymous_file(name: str) -> int:
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
         return clear_of_streams(os.dup(file.fileno()))
+
+
+def anonymous_zeros(name: str, size: int) -> int:
+    """Return a descriptor of a new file of ``size`` zero bytes, as :func:`anonymous_file` does.
+
+    Parameters
+    ----------
+    name : str
+        The name that ``/proc/PID/fd`` shows.
+    size : int
+        Number of bytes.
+
+    Raises
+    ------
+    OSError
+        If no descriptor is free.
+    SegmentError
+        If files may not be as large as that (``ulimit -f``).
+    """
+    made = anonymous_file(name)
+    try:
+        os.ftruncate(made, size)
+    except BaseException as error:
+        os.close(made)
+        if isinstance(error, OSError) and is_from_system(error):
+            raise SegmentError(
+                f"an anonymous file of {size} bytes ({name}) could not be made: {error}. Raise "
+                "the limit of file sizes (ulimit -f)",
+                operation="resize",
+                errno=error.errno,
+                segment=name,
+            ) from error
+        raise
+    return made

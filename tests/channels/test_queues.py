@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import multiprocessing
 import os
 import pickle
 import queue as standard_queue
@@ -158,6 +159,55 @@ def test_closed_queue_refuses() -> None:
         queue.get()
     with pytest.raises(OSError, match="is closed"):
         queue.empty()
+
+
+CALLS = {
+    "empty": (),
+    "full": (),
+    "qsize": (),
+    "get": (),
+    "get_nowait": (),
+    "put": (1,),
+    "put_nowait": (1,),
+    "close": (),
+    "join_thread": (),
+    "cancel_join_thread": (),
+}
+"""The methods of queues and arguments with which they do not wait if the queue is closed."""
+
+
+def answers(queue: Any) -> list[str]:
+    """Return what each method of a queue returns or raises."""
+    told = []
+    for name, arguments in CALLS.items():
+        if hasattr(queue, name):
+            try:
+                answer = repr(getattr(queue, name)(*arguments))
+            except Exception as error:
+                answer = f"{type(error).__name__}: {error}".replace(repr(queue), "it")
+            told.append(f"{name}: {answer}")
+    return told
+
+
+@pytest.mark.parametrize("items", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_queue_answers_as_the_standard_one(kind: str, items: int) -> None:
+    """After close() each method returns or raises the same, for a used queue or a new one."""
+    told = []
+    for module in (shmreduce, multiprocessing):
+        queue = getattr(module, kind)()
+        for number in range(items):
+            queue.put(number)
+        if items:
+            queue.get()
+        queue.close()
+        if hasattr(queue, "join_thread"):
+            # The thread of the standard queue closes the pipe, perhaps later than ``close``.
+            queue.join_thread()
+        told.append(answers(queue))
+        queue._reader.close()
+        queue._writer.close()
+    assert told[0] == told[1]
 
 
 def test_simple_queue_can_be_closed_while_someone_else_uses_it() -> None:

@@ -322,7 +322,7 @@ def test_impossible_shapes(shape: Any) -> None:
         shmreduce.empty(shape)
 
 
-@pytest.mark.parametrize("shape", ["x", None, [[1]], -1, (2, "a"), 1.5, (1 << 70,)])
+@pytest.mark.parametrize("shape", ["x", [[1]], -1, (2, "a"), 1.5, (1 << 70,)])
 def test_what_is_no_shape_is_said_as_numpy_says_it(shape: Any) -> None:
     """The error is that of ``numpy.zeros``, word for word."""
     with pytest.raises((ValueError, TypeError)) as expected:
@@ -330,6 +330,19 @@ def test_what_is_no_shape_is_said_as_numpy_says_it(shape: Any) -> None:
     with pytest.raises(type(expected.value)) as caught:
         shmreduce.zeros(shape)
     assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.filterwarnings("ignore:Passing None into shape:DeprecationWarning")
+def test_none_is_a_shape_if_numpy_says_so() -> None:
+    """Former versions of NumPy take None for ``()``; to others it is no shape."""
+    answers: list[Any] = []
+    shape: Any = None
+    for zeros in (np.zeros, shmreduce.zeros):
+        try:
+            answers.append(zeros(shape).shape)
+        except TypeError as error:
+            answers.append(str(error))
+    assert answers[0] == answers[1]
 
 
 def test_find_block_of_an_ordinary_array() -> None:

@@ -242,6 +242,36 @@ def test_registered_with_copyreg(count: int) -> None:
     assert received == f"registered, {count} elements"
 
 
+def view_as_plain(array: Array) -> Array:
+    return array.view(Plain)
+
+
+def reduce_to_copy(array: Array) -> Any:
+    return view_as_plain, (np.array(array),)
+
+
+def reduce_to_view(array: Array) -> Any:
+    return view_as_plain, (array.view(np.ndarray),)
+
+
+@pytest.mark.parametrize(("reduce", "shared"), [(reduce_to_copy, False), (reduce_to_view, True)])
+@SIZES
+def test_a_registered_function_decides_what_stays_shared(
+    count: int, reduce: Any, shared: bool
+) -> None:
+    """A shared array stays shared if the function returns a view of it, and not if a copy."""
+    array = shmreduce.zeros(count).view(Plain)
+    copyreg.pickle(Plain, reduce)
+    try:
+        received = round_trip(array)
+    finally:
+        del copyreg.dispatch_table[Plain]
+    array[-1] = 7
+    assert type(received) is Plain
+    assert shmreduce.is_shared(received) is shared
+    assert received[-1] == (7 if shared else 0)
+
+
 def test_protocols_are_told_apart() -> None:
     """A class has the pickle methods of ndarray, of MaskedArray, or some of its own."""
     assert protocol_of(Plain) is Protocol.ARRAY

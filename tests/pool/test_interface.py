@@ -445,6 +445,25 @@ def test_the_initializer_is_called_in_each_worker() -> None:
     pool.join()
 
 
+ENDS = [["close"], ["close", "join"], ["terminate"], ["close", "terminate"]]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_repr_is_that_of_the_standard_pool(end: list[str]) -> None:
+    """repr() shows the state and the number of workers, also when they have left."""
+    shown = []
+    for make in (Pool, STANDARD.Pool):
+        pool = make(2, context=FORK)
+        shown.append([repr(pool)])
+        for name in end:
+            getattr(pool, name)()
+            shown[-1].append(repr(pool))
+        pool.join()
+        shown[-1].append(repr(pool))
+    ours, theirs = shown
+    assert ours == [each.replace("multiprocessing.pool.", "shmreduce.pool.") for each in theirs]
+
+
 def test_a_closed_pool_finishes_and_takes_no_more() -> None:
     """close() lets everything be done; later calls, and join() before close(), are errors."""
     pool = Pool(2, context=FORK)

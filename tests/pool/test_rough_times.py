@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import queue
+import resource
 import selectors
 import signal
 import sys
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import shmreduce
-from shmreduce import OutOfSharedMemoryError, TaskAbandonedError, pool_supervisor
+from shmreduce import (
+    OutOfSharedMemoryError,
+    SegmentError,
+    TaskAbandonedError,
+    pool_supervisor,
+)
 from shmreduce.connection import Connection
 from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import Pool
@@ -23,6 +29,7 @@ from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_supervisor import Supervisor
 from tests.channels.channels import eventually
 from tests.conftest import PATIENCE, descendants
+from tests.open_files import open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -191,6 +198,24 @@ def test_a_pool_whose_workers_cannot_be_watched_is_not_made(
     refuse_watch(monkeypatch, 2 + number)
     with pytest.raises(OSError, match="no watch is left"):
         Pool(2, context=FORK)
+
+
+@pytest.mark.parametrize("limit", [0, 8])
+@pytest.mark.parametrize("make", [FORK.Pool, ProcessPoolExecutor])
+def test_where_no_file_may_grow_a_pool_says_what_to_do(
+    make: Callable[[int], object], limit: int
+) -> None:
+    """A limit of file sizes (ulimit -f) that is too low for a pool is an error that names it."""
+    before = open_files()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(SegmentError, match="ulimit -f") as caught:
+            make(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.operation, caught.value.errno) == ("resize", errno.EFBIG)
+    assert not open_files() - before
 
 
 def test_terminate_can_be_repeated_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,19 @@ def test_unknown_start_method() -> None:
         start_processes(functions.succeed, start_method="spork")
     assert isinstance(caught.value, ValueError)
     assert (caught.value.setting, caught.value.value) == ("start_method", "spork")
+
+
+def test_where_no_file_may_grow_the_error_says_what_to_do(method: str) -> None:
+    """A limit of file sizes (ulimit -f) of zero is an error that names it."""
+    before = open_files()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(shmreduce.SegmentError, match="ulimit -f"):
+            start_processes(functions.succeed, start_method=method)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not open_files() - before
 
 
 class FailsSecond:
