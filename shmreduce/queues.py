@@ -11,28 +11,27 @@ afterwards.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import multiprocessing.queues
 import os
 import threading
 import time
 import weakref
 from multiprocessing import context, synchronize
-from multiprocessing.util import Finalize, debug, info, is_exiting, register_after_fork
+from multiprocessing.util import Finalize, debug, register_after_fork
 from queue import Empty, Full
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shmreduce.connection import Pipe, give_buffer, take_buffer
 from shmreduce.errors import ShmreduceError
 from shmreduce.packets import Packet, pack_last
+from shmreduce.queue_feeder import Feeder, Unsendable, end_feeder, join_feeder
+from shmreduce.queue_locks import QueueLocks
 from shmreduce.signals import is_from_handler, is_from_system
 from shmreduce.standard_names import names_of
 from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
     import collections
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from shmreduce.connection import Connection
@@ -58,72 +57,7 @@ _CLOSE_PRIORITY = 10
 """As in multiprocessing.queues: at exit, queues are closed first and then flushed."""
 
 
-class _LockOnDemand:
-    """A lock that standard queues have and ours do not need; made when it is first accessed.
-
-    Other code may need it: the standard library's pool takes ``_rlock`` of its task queue.
-    But most queues would have semaphores for nothing, whose names stay in /dev/shm if all
-    processes that know them are killed.
-
-    A queue has the same lock in all processes, or none. The process that made the queue can
-    make the lock at any time, and passes it on with the queue. Another process has the lock
-    only if it was made before the queue was passed on. Otherwise that process could only make
-    a second lock, which would exclude nobody, so there the attribute does not exist. Queues
-    of derived classes have their locks from the beginning, since the methods of such a class
-    may take them in any process.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, queue: Any, owner: type | None = None) -> Any:
-        """Make the lock, as an attribute of the queue, which from then on hides this one."""
-        if queue is None:
-            return self
-        if queue._maker is None or queue._maker.pid != os.getpid():
-            raise AttributeError(
-                f"{type(queue).__name__}.{self._name} does not exist in this process: only the "
-                "process that made the queue can make it, and it had not when it passed the queue "
-                "on; access it there before the queue is passed on"
-            )
-        # setdefault: two threads that get here at the same time get the same lock.
-        return vars(queue).setdefault(self._name, queue._maker.context.Lock())
-
-
-class _Maker(NamedTuple):
-    """The process that made a queue, the only one that may make its locks."""
-
-    pid: int
-    context: Any
-
-
-class _QueueLocks:
-    """Replaces the locks of the standard library's queues; see :class:`_LockOnDemand`."""
-
-    _maker: _Maker | None = None
-    """None in a process that unpickled the queue."""
-    _rlock: Any = _LockOnDemand()
-    _wlock: Any = _LockOnDemand()
-
-    def _promise_locks(self, ctx: Any) -> None:
-        """Note that this process, and no other, may make the locks."""
-        self._maker = _Maker(os.getpid(), ctx)
-        if type(self).__module__ != __name__:
-            # A derived class: access both locks, so that they are made now.
-            _ = self._rlock, self._wlock
-
-    def _made_locks(self) -> tuple[Any, Any]:
-        """Return the locks for a queue's state, each None if it has not been made."""
-        return vars(self).get("_rlock"), vars(self).get("_wlock")
-
-    def _take_over_locks(self, rlock: Any, wlock: Any) -> None:
-        """Set the locks that came with a queue's state."""
-        for name, lock in (("_rlock", rlock), ("_wlock", wlock)):
-            if lock is not None:
-                setattr(self, name, lock)
-
-
-class SimpleQueue(_QueueLocks, _StandardSimpleQueue, Generic[_T]):
+class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
     """A queue that is only a pipe; see :class:`multiprocessing.SimpleQueue`.
 
     ``put`` waits when the pipe is full: after thousands of small messages, or after some
@@ -155,7 +89,7 @@ class SimpleQueue(_QueueLocks, _StandardSimpleQueue, Generic[_T]):
     def __init__(self, *, ctx: Any) -> None:
         self._reader, self._writer = Pipe(duplex=False)
         self._poll = self._reader.poll
-        self._promise_locks(ctx)
+        self._promise_locks(ctx, __name__)
 
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
@@ -204,81 +138,7 @@ class SimpleQueue(_QueueLocks, _StandardSimpleQueue, Generic[_T]):
         self._writer.send_last(held)
 
 
-class _Unsendable:
-    """An object in a queue that could not be pickled, and why."""
-
-    __slots__ = ("error", "is_under_way", "obj")
-
-    def __init__(self, obj: Any, error: Exception) -> None:
-        self.obj = obj
-        self.error = error
-        self.is_under_way = False
-        """As for :class:`Packet`."""
-
-    def finish(self) -> None:
-        """Do nothing: nothing was packed."""
-
-
-class _Feeder(NamedTuple):
-    """What the feeder thread needs of a queue; not the queue, which may be dropped meanwhile."""
-
-    buffer: collections.deque[Any]
-    not_empty: threading.Condition
-    """Guards ``buffer`` and ``busy``; notified when an item comes in."""
-    busy: list[bool]
-    """One element: whether the thread is sending an item, which ``put`` must not overtake."""
-    writer: Connection
-    close_reader: Callable[[], None]
-    ignores_broken_pipe: bool
-    on_error: Callable[[Exception, Any], None]
-    """Reports an error, and the object that could not be sent."""
-    free: Any
-    """The semaphore that counts the free places of the queue."""
-
-    def run(self) -> None:
-        """Send the items of the buffer until ``_END`` comes."""
-        debug("starting thread to feed data to pipe")
-        while True:
-            with self.not_empty:
-                self.busy[0] = False
-                while not self.buffer:
-                    self.not_empty.wait()
-                item = self.buffer.popleft()
-                # From now on put() must not send by itself, ahead of this item.
-                self.busy[0] = True
-                if item is not _END:
-                    item.is_under_way = True
-            if item is _END:
-                debug("feeder thread got sentinel -- exiting")
-                self.close_reader()
-                self.writer.close()
-                return
-            if not self._send(item):
-                return
-
-    def _send(self, item: Packet | _Unsendable) -> bool:
-        """Send one item; return whether to go on."""
-        try:
-            if isinstance(item, _Unsendable):
-                raise item.error
-            # Patient: put() has returned, so no caller is left who could try again.
-            self.writer.transmit(item, patient=True)
-        except Exception as error:
-            if self.ignores_broken_pipe and getattr(error, "errno", 0) == errno.EPIPE:
-                return False
-            # While the process exits, what the thread uses may be gone already.
-            if is_exiting():
-                info("error in queue thread: %s", error)
-                return False
-            # The object is dropped, so its place in the queue is free.
-            self.free.release()
-            # Reporting may fail, for example if standard error is closed. Go on with the next.
-            with contextlib.suppress(Exception):
-                self.on_error(error, item.obj if isinstance(item, _Unsendable) else item)
-        return True
-
-
-class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
+class Queue(QueueLocks, _StandardQueue, Generic[_T]):
     """A queue of any length or a bounded one; see :class:`multiprocessing.Queue`.
 
     ``put`` pickles the object, and writes it to the pipe if that is possible without
@@ -318,7 +178,7 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
     def __init__(self, maxsize: int = 0, *, ctx: Any) -> None:
         self._maxsize = maxsize if maxsize > 0 else _ANY_NUMBER
         self._reader, self._writer = Pipe(duplex=False)
-        self._promise_locks(ctx)
+        self._promise_locks(ctx, __name__)
         self._opid = os.getpid()
         self._sem = ctx.BoundedSemaphore(self._maxsize)
         self._ignore_epipe = False
@@ -443,7 +303,7 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
         if not self._sem.acquire(block, timeout):
             raise Full
 
-    def _pack(self, held: list[Any]) -> Packet | _Unsendable:
+    def _pack(self, held: list[Any]) -> Packet | Unsendable:
         try:
             return pack_last(held)
         except ShmreduceError:
@@ -454,12 +314,12 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
             if is_from_handler(error):
                 self._sem.release()
                 raise
-            return _Unsendable(held[0] if held else None, error)
+            return Unsendable(held[0] if held else None, error)
         except BaseException:
             self._sem.release()
             raise
 
-    def _add(self, item: Packet | _Unsendable) -> None:
+    def _add(self, item: Packet | Unsendable) -> None:
         try:
             with self._locked:
                 self._used = True
@@ -478,14 +338,14 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
                 self._take_back(item)
             raise
 
-    def _take_back(self, item: Packet | _Unsendable) -> None:
+    def _take_back(self, item: Packet | Unsendable) -> None:
         """Undo a ``put`` whose item nobody has seen."""
         if isinstance(item, Packet):
             item.discard()
         self._sem.release()
 
-    def _sent_at_once(self, item: Packet | _Unsendable) -> bool:
-        if self._buffer or self._busy[0] or isinstance(item, _Unsendable):
+    def _sent_at_once(self, item: Packet | Unsendable) -> bool:
+        if self._buffer or self._busy[0] or isinstance(item, Unsendable):
             return False
         try:
             self._writer.transmit(item, wait=False)
@@ -500,7 +360,7 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
 
     def _start_thread(self) -> None:
         debug("Queue._start_thread()")
-        feeder = _Feeder(
+        feeder = Feeder(
             self._buffer,
             self._notempty,
             self._busy,
@@ -515,10 +375,10 @@ class Queue(_QueueLocks, _StandardQueue, Generic[_T]):
         self._thread = thread
         if not self._joincancelled:  # type: ignore[attr-defined]
             self._jointhread = Finalize(
-                thread, _join, [weakref.ref(thread)], exitpriority=_FLUSH_PRIORITY
+                thread, join_feeder, [weakref.ref(thread)], exitpriority=_FLUSH_PRIORITY
             )
         self._close = Finalize(
-            self, _end, [self._buffer, self._notempty], exitpriority=_CLOSE_PRIORITY
+            self, end_feeder, [self._buffer, self._notempty], exitpriority=_CLOSE_PRIORITY
         )
 
 
@@ -576,31 +436,14 @@ class JoinableQueue(Queue[_T], _StandardJoinableQueue):
             self._add(item)
         item.finish()
 
-    def _take_back(self, item: Packet | _Unsendable) -> None:
+    def _take_back(self, item: Packet | Unsendable) -> None:
         self._unfinished_tasks.acquire(False)
         super()._take_back(item)
-
-
-_END = object()
 
 
 def _reset_after_fork(queue: Queue[Any]) -> None:
     debug("Queue._after_fork()")
     queue._reset(after_fork=True)
-
-
-def _join(reference: weakref.ref[threading.Thread]) -> None:
-    debug("joining queue thread")
-    thread = reference()
-    if thread is not None:
-        thread.join()
-
-
-def _end(buffer: collections.deque[Any], not_empty: threading.Condition) -> None:
-    debug("telling queue thread to quit")
-    with not_empty:
-        buffer.append(_END)
-        not_empty.notify()
 
 
 if not TYPE_CHECKING:

@@ -63,7 +63,7 @@ LAYERS = [
     {"descriptor", "extras", "launching", "managers", "packet_socket"},
     {"packets"},
     {"pool_backpressure", "pool_errors", "pool_results", "pool_self_pipe"},
-    {"connection", "interrupts", "prctl"},
+    {"connection", "interrupts", "prctl", "queue_feeder", "queue_locks"},
     {"pool_progress_bar", "pool_tasks", "pool_worker_progress"},
     {"parent_death", "pool_channel", "process_ends", "queues"},
     {"fresh_process", "pool_worker_handle", "pool_worker", "spawn_child"},
