@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from shmreduce.memory.family import Letter
+    from shmreduce.memory.mailbox import Letter
 
 _Reducer = TypeVar("_Reducer", bound=shmreduce.Reducer)
 
@@ -51,7 +51,7 @@ def letters() -> list[Letter]:
 
     def look() -> list[Letter]:
         found = []
-        for letter, fd in family._letters():
+        for letter, fd in family.mailbox.letters():
             found.append(letter)
             os.close(fd)
         return found

@@ -45,8 +45,9 @@ from shmreduce.strategies import find_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shmreduce.memory.family import Family, Letter
+    from shmreduce.memory.family import Family
     from shmreduce.memory.handle import Handle
+    from shmreduce.memory.mailbox import Letter
 
 __all__ = ["FEW", "Attachments", "boot_identity", "open_process_descriptor"]
 

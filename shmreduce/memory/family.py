@@ -1,7 +1,6 @@
 """Families: the processes that descend from one installation have one budget and one mailbox.
 
-May import errors, ``thread_locks``, ``standard_streams``, ``anonymous``, ``locks`` and
-``mapping``.
+May import errors, ``thread_locks``, ``anonymous``, ``locks``, ``mapping`` and ``mailbox``.
 
 A family shares one small file and one socket pair, which forked children inherit and spawned
 children are given. The file has an entry for each member: its pid and how many bytes of
@@ -9,20 +8,15 @@ shared memory it has reserved. An entry counts while its member holds the entry'
 So the entry of a killed member does not count any more, unless a forked child of it lives,
 which has inherited the lock and the mappings.
 
-The mailbox holds descriptors of segments whose maker ended normally before its messages
-were read. The kernel keeps them while any member of the family lives. When the last one
-ends, the kernel frees them, and with them the memory (unix(7), SCM_RIGHTS). Readers peek
-at the letters (``MSG_PEEK`` with ``SO_PEEK_OFF``, socket(7)).
+Byte locks of the file exclude members from the budget and from the mailbox while one of them
+changes it.
 """
 
 from __future__ import annotations
 
-import array
 import errno
 import fcntl
 import os
-import socket
-import struct
 import sys
 import threading
 from contextlib import suppress
@@ -31,17 +25,19 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
 from shmreduce.memory import locks
 from shmreduce.memory.anonymous import anonymous_file
+from shmreduce.memory.mailbox import Mailbox
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
-from shmreduce.memory.standard_streams import seqpacket_pair
 from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from shmreduce.memory.mailbox import Letter
 
     _P = ParamSpec("_P")
     _R = TypeVar("_R")
 
-__all__ = ["Family", "Letter"]
+__all__ = ["Family"]
 
 # The family's file: a page with its identity and its budget, then the members' pids, then the
 # bytes that each member has reserved.
@@ -51,71 +47,8 @@ _SIZE = PAGE_SIZE + 16 * _MEMBERS
 _LOCK_MEMBER = 1 << 40
 _LOCK_BUDGET = 1 << 41
 _LOCK_MAILBOX = 1 << 42
-_SO_PEEK_OFF = 42
-"""An option of socket(7) for which Python has no name."""
 _PATIENCE = 10.0
 """Seconds to wait for a lock of the family. It is usually held for a moment only."""
-# token, family, whether it names all unread messages, whether they carry the segment, since
-# when no message carries it any more (monotonic seconds)
-_LETTER = struct.Struct("<16s16s??6xd")
-# slot, nonce
-_UNREAD = struct.Struct("<IQ")
-_MOST_UNREAD = 4096
-"""The most messages that a letter names, since it must fit into one packet."""
-
-
-class Letter:
-    """A segment that was left in the mailbox.
-
-    Parameters
-    ----------
-    token : bytes
-        The segment's identity.
-    unread : list of (int, int)
-        Slot and nonce of each message that was unread when the letter was posted.
-    complete : bool
-        Whether ``unread`` names them all.
-    carried : bool
-        Whether all of them carry a descriptor of the segment. Then, when no packet with such a
-        descriptor exists any more, nobody can receive them.
-    astray : float
-        When that was first seen, in monotonic seconds; 0 if it has not been seen.
-    """
-
-    __slots__ = ("astray", "carried", "complete", "token", "unread")
-
-    def __init__(
-        self,
-        token: bytes,
-        unread: list[tuple[int, int]],
-        *,
-        complete: bool,
-        carried: bool = False,
-        astray: float = 0.0,
-    ) -> None:
-        self.token = token
-        self.unread = unread
-        self.complete = complete
-        self.carried = carried
-        self.astray = astray
-
-    def pack(self, family: bytes) -> bytes:
-        """Return the letter's bytes."""
-        # The last ones, which are mostly read last: while one of them is unread, the letter
-        # stays in any case.
-        some = self.unread[-_MOST_UNREAD:]
-        complete = self.complete and len(some) == len(self.unread)
-        head = _LETTER.pack(self.token, family, complete, self.carried, self.astray)
-        return head + b"".join(_UNREAD.pack(slot, nonce) for slot, nonce in some)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Letter:
-        """Read a letter's bytes. Other bytes give a letter about no segment, to be dropped."""
-        if len(data) < _LETTER.size or (len(data) - _LETTER.size) % _UNREAD.size:
-            return cls(bytes(16), [], complete=True)
-        token, _, complete, carried, astray = _LETTER.unpack_from(data)
-        unread = [(slot, nonce) for slot, nonce in _UNREAD.iter_unpack(data[_LETTER.size :])]
-        return cls(token, unread, complete=complete, carried=carried, astray=astray)
 
 
 class Reserving(Protocol):
@@ -132,11 +65,11 @@ class Family:
     fd : int
         The family's file, opened under an open file description of this process alone. The
         object owns it from now on, even if the constructor raises.
-    mailbox : (socket, socket)
-        The receiving and the sending end.
+    mailbox : Mailbox
+        The family's.
     """
 
-    def __init__(self, fd: int, mailbox: tuple[socket.socket, socket.socket]) -> None:
+    def __init__(self, fd: int, mailbox: Mailbox) -> None:
         self.fd = fd
         self.mailbox = mailbox
         self._identities = self._what_is_open()
@@ -178,17 +111,14 @@ class Family:
             os.posix_fallocate(fd, 0, _SIZE)
             _seal(fd)
             os.pwrite(fd, os.urandom(16) + budget.to_bytes(8, sys.byteorder), 0)
-            receiver, sender = seqpacket_pair()
-            receiver.setblocking(False)
-            sender.setblocking(False)
+            mailbox = Mailbox.made()
         except BaseException:
             os.close(fd)
             raise
         try:
-            return cls(fd, (receiver, sender))
+            return cls(fd, mailbox)
         except BaseException:
-            receiver.close()
-            sender.close()
+            mailbox.close()
             raise
 
     def _what_is_open(self) -> list[tuple[int, int] | None]:
@@ -204,8 +134,7 @@ class Family:
         the child may keep the parent's memory.
         """
         if self._what_is_open() != self._identities:
-            for end in self.mailbox:
-                end.detach()
+            self.mailbox.detach()
             return None
         return Family(locks.reopen(self.fd), self.mailbox)
 
@@ -228,8 +157,7 @@ class Family:
         fd, self.fd = self.fd, -1
         os.close(fd)
         if with_mailbox:
-            for end in self.mailbox:
-                end.close()
+            self.mailbox.close()
 
     def _join(self) -> int:
         for index in range(_MEMBERS):
@@ -367,7 +295,7 @@ class Family:
         OSError
             ``EAGAIN`` or ``ETOOMANYREFS`` if the mailbox is full.
         """
-        self._locked(_LOCK_MAILBOX, self._send, letter, fd)
+        self._locked(_LOCK_MAILBOX, self.mailbox.post, letter, fd, self.identity)
 
     def look_for(self, token: bytes) -> int | None:
         """Return a descriptor of the segment if it is in the mailbox; the caller owns it.
@@ -377,98 +305,17 @@ class Family:
         OSError
             ``EMFILE`` if the segment is there, but no descriptor is free.
         """
-        return self._locked(_LOCK_MAILBOX, self._look_for, token)
-
-    def _look_for(self, token: bytes) -> int | None:
-        found, is_there = None, False
-        for letter, fd in self._letters():
-            is_there = is_there or letter.token == token
-            if letter.token == token and found is None and fd != -1:
-                found = fd
-            else:
-                _close(fd)
-        if is_there and found is None:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return found
+        return self._locked(_LOCK_MAILBOX, self.mailbox.look_for, token)
 
     def tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
-        """Remove the letters whose messages have all been read.
-
-        ``is_read`` gets a letter and a descriptor of its segment. Only the first letter can
-        be removed, so one that stays is moved to the end: a copy is posted before the
-        original is removed. If the process is killed in between, the letter is there twice,
-        which does no harm.
-        """
+        """Remove the letters whose messages have all been read; see :meth:`Mailbox.tidy`."""
         self._locked(_LOCK_MAILBOX, self._tidy, is_read)
 
     def _tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
         if self._depth[_LOCK_MAILBOX] > 1:
             # Called by a signal handler or a destructor that interrupted another call.
             return
-        count = 0
-        for _, fd in self._letters():
-            _close(fd)
-            count += 1
-        for _ in range(count):
-            first = next(iter(self._letters()), None)
-            if first is None or not self._settle(*first, is_read):
-                return
-
-    def _settle(self, letter: Letter, fd: int, is_read: Callable[[Letter, int], bool]) -> bool:
-        """Drop the first letter or move it to the end; return whether that worked."""
-        if fd == -1:
-            return False
-        try:
-            if not is_read(letter, fd):
-                self._send(letter, fd)
-        except OSError:
-            # The mailbox is full, or too many descriptors are in flight.
-            return False
-        finally:
-            os.close(fd)
-        taken = self._receive(0)
-        if taken is not None:
-            _close(taken[1])
-        return True
-
-    def _send(self, letter: Letter, fd: int) -> None:
-        rights = array.array("i", [fd])
-        self.mailbox[1].sendmsg(
-            [letter.pack(self.identity)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-        )
-
-    def _letters(self) -> Iterable[tuple[Letter, int]]:
-        place = 0
-        while True:
-            # Set each time: a signal handler or a destructor may have peeked meanwhile.
-            self.mailbox[0].setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, place)
-            answer = self._receive(socket.MSG_PEEK)
-            if answer is None:
-                return
-            letter, fd, size = answer
-            place += size
-            yield letter, fd
-
-    def _receive(self, flags: int) -> tuple[Letter, int, int] | None:
-        """Return a letter, its descriptor and its size in bytes."""
-        try:
-            data, control, _, _ = self.mailbox[0].recvmsg(
-                _LETTER.size + _UNREAD.size * _MOST_UNREAD,
-                socket.CMSG_SPACE(4),
-                flags | socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0),
-            )
-        except BlockingIOError:
-            return None
-        if not data:
-            return None
-        fds = array.array("i")
-        for _, _, rights in control:
-            fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
-        # The buffer may have room for more than one.
-        for surplus in fds[1:]:
-            os.close(surplus)
-        # If no number is free for the descriptor (EMFILE), the kernel drops it silently.
-        return Letter.unpack(data), fds[0] if fds else -1, len(data)
+        self.mailbox.tidy(is_read, self.identity)
 
 
 def _seal(fd: int) -> None:
@@ -488,8 +335,3 @@ def _stayed_taken(waited: float) -> LeaseTimeoutError:
         block=0,
         waited=waited,
     )
-
-
-def _close(fd: int) -> None:
-    if fd != -1:
-        os.close(fd)

@@ -1,6 +1,6 @@
 """How a child that is spawned, not forked, becomes a member of its parent's family.
 
-May import ``standard_streams``, ``locks``, ``family`` and ``runtime``.
+May import ``standard_streams``, ``locks``, ``mailbox``, ``family`` and ``runtime``.
 
 An object that is pickled with the process gives it the descriptors of the family's file and
 mailbox.
@@ -15,6 +15,7 @@ from typing import Any
 
 from shmreduce.memory import locks
 from shmreduce.memory.family import Family
+from shmreduce.memory.mailbox import Mailbox
 from shmreduce.memory.runtime import current
 from shmreduce.memory.standard_streams import clear_of_streams
 
@@ -44,7 +45,7 @@ def _join_family(*descriptors: Any) -> None:
         # Its description is the parent's: if it stayed open here, the parent's membership
         # would not end with the parent.
         os.close(file)
-    current().join(Family(own, (_socket(receiver), _socket(sender))))
+    current().join(Family(own, Mailbox(_socket(receiver), _socket(sender))))
 
 
 def _socket(fd: int) -> socket.socket:

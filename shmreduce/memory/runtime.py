@@ -28,11 +28,12 @@ from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import locks
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
-from shmreduce.memory.family import Family, Letter
+from shmreduce.memory.family import Family
 from shmreduce.memory.headroom import headroom
 from shmreduce.memory.heap import Heap, HeapBusyError
 from shmreduce.memory.idle import IdleReturn
 from shmreduce.memory.ledger import Fork, ForkLedger, count_fork, mark_fork
+from shmreduce.memory.mailbox import Letter
 from shmreduce.memory.sweep import sweep
 from shmreduce.settings import get_settings
 from shmreduce.signals import is_from_system

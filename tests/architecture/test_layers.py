@@ -84,7 +84,7 @@ MEMORY_LAYERS = [
     {"lease_slots"},
     {"segment"},
     {"owned_segment"},
-    {"ledger", "sweep"},
+    {"ledger", "mailbox", "sweep"},
     {"family"},
     {"headroom"},
     {"reservation"},

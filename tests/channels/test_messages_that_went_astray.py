@@ -13,12 +13,13 @@ import pytest
 import shmreduce
 from shmreduce import packet_socket
 from shmreduce.memory import attachments, locks, segment
-from shmreduce.memory.family import Family, Letter
+from shmreduce.memory.family import Family
 from shmreduce.memory.runtime import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shmreduce.memory.mailbox import Letter
     from tests.conftest import Children
 
     Letters = Callable[[], list[Letter]]

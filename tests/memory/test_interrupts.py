@@ -199,7 +199,7 @@ def test_the_family_can_be_locked_while_the_traceback_is_kept() -> None:
 
     try:
         for number in interrupted_everywhere(
-            use, "/memory/family.py", "/memory/locks.py", "/thread_locks.py"
+            use, "/memory/family.py", "/memory/mailbox.py", "/memory/locks.py", "/thread_locks.py"
         ):
             assert not is_taken(family._threads), number
             assert set(family._depth.values()) == {0}, number

@@ -18,9 +18,9 @@ import pytest
 import shmreduce
 from shmreduce import AttachError, Message, import_block
 from shmreduce.memory import loading, locks, runtime
-from shmreduce.memory.family import Family
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.mailbox import Mailbox
 from shmreduce.testing.processes import OtherProcess
 from tests.conftest import STRATEGIES, letters
 from tests.memory.waiting import PATIENCE, eventually, receive
@@ -28,7 +28,7 @@ from tests.memory.waiting import PATIENCE, eventually, receive
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shmreduce.memory.family import Letter
+    from shmreduce.memory.mailbox import Letter
     from shmreduce.memory.segment import Segment
     from tests.conftest import Children
 
@@ -369,7 +369,7 @@ def test_the_mailbox_lets_go_of_more_than_a_letter_names(
     children: Children, new_letters: Callable[[], list[Letter]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A segment with more unread messages than a letter has room for goes with the last."""
-    monkeypatch.setattr("shmreduce.memory.family._MOST_UNREAD", 2)
+    monkeypatch.setattr("shmreduce.memory.mailbox._MOST_UNREAD", 2)
     queue = children.context.SimpleQueue()
     children.join(children.start(put_ones, queue, 4))
     for _ in range(4):
@@ -397,7 +397,7 @@ def test_no_array_is_lost_where_the_mailbox_is_full(
     queue = children.context.SimpleQueue()
     children.join(children.start(put_ones, queue, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(Family, "_send", refuse)
+        patch.setattr(Mailbox, "post", refuse)
         assert queue.get() is not None
     assert queue.get() is not None
     assert new_letters() == []
@@ -448,7 +448,7 @@ def test_two_looks_into_the_mailbox_at_once(children: Children) -> None:
         children.join(children.start(put_ones, queue, 1))
     family = runtime.current().family
     seen = []
-    for letter, fd in family._letters():
+    for letter, fd in family.mailbox.letters():
         seen.append(letter.token)
         os.close(fd)
         assert family.look_for(b"nobody's segment") is None

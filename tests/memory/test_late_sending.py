@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shmreduce import SharingStrategy
-    from shmreduce.memory.family import Letter
+    from shmreduce.memory.mailbox import Letter
     from shmreduce.memory.segment import Sent
 
 LENGTH = 300_000

@@ -28,6 +28,7 @@ from shmreduce.memory.family import _LOCK_BUDGET, Family
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS, LOCK_CHUNK, SHARED
 from shmreduce.memory.ledger import Fork, ForkLedger
+from shmreduce.memory.mailbox import Mailbox
 from shmreduce.memory.mapping import Mapping
 from shmreduce.memory.message import can_travel
 from shmreduce.memory.segment import Segment
@@ -576,9 +577,9 @@ def test_who_finds_no_descriptor_free_in_the_mailbox_can_look_again(
     sender = multiprocessing.get_context("fork").Process(target=writer.send, args=(data,))
     sender.start()
     sender.join(PATIENCE)
-    receive = Family._receive
+    receive = Mailbox._receive
 
-    def without_descriptor(self: Family, flags: int) -> Any:
+    def without_descriptor(self: Mailbox, flags: int) -> Any:
         answer = receive(self, flags)
         if answer is None:
             return None
@@ -587,7 +588,7 @@ def test_who_finds_no_descriptor_free_in_the_mailbox_can_look_again(
         return letter, -1, size
 
     with monkeypatch.context() as patch:
-        patch.setattr(Family, "_receive", without_descriptor)
+        patch.setattr(Mailbox, "_receive", without_descriptor)
         with pytest.raises(AttachError) as caught:
             reader.recv()
     assert caught.value.errno == errno.EMFILE

@@ -29,10 +29,11 @@ import shmreduce
 from shmreduce.contracts import SegmentFile
 from shmreduce.errors import ConfigurationError, ShmreduceError
 from shmreduce.memory import locks, runtime
-from shmreduce.memory.family import Family, Letter
+from shmreduce.memory.family import Family
 from shmreduce.memory.handle import MARK, Handle
 from shmreduce.memory.layout import Layout, SegmentHeader
 from shmreduce.memory.loading import discard_message
+from shmreduce.memory.mailbox import Letter
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.sweep import abandoned
@@ -342,7 +343,7 @@ def test_a_damaged_letter_hides_no_other() -> None:
     fd = os.memfd_create("posted", os.MFD_CLOEXEC)
     rights = array.array("i", [fd, fd])
     for bad in (b"x", b"y" * 37):
-        family.mailbox[1].sendmsg([bad], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        family.mailbox.sender.sendmsg([bad], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     family.post(Letter(b"t" * 16, [], complete=True), fd)
     before = open_files()
     found = family.look_for(b"t" * 16)
@@ -355,8 +356,7 @@ def test_a_damaged_letter_hides_no_other() -> None:
     assert again is not None
     for number in (again, fd, family.fd, family._lock_fd):
         os.close(number)
-    for end in family.mailbox:
-        end.close()
+    family.mailbox.close()
 
 
 @FUZZ
@@ -379,8 +379,7 @@ def test_any_family_file_gives_an_answer(entries: list[tuple[int, int, int, bool
         family.reserve(4096, 1 << 30)
     for number in (family.fd, family._lock_fd):
         os.close(number)
-    for end in family.mailbox:
-        end.close()
+    family.mailbox.close()
 
 
 def test_the_family_file_cannot_be_cut_off() -> None:

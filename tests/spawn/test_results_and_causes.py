@@ -29,7 +29,7 @@ from tests.spawn import functions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shmreduce.memory.family import Letter
+    from shmreduce.memory.mailbox import Letter
 
 
 def failure_of(method: str, function: Callable[..., Any], *arguments: Any) -> Any:
