@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shmreduce.memory import runtime, segment_creation
+from shmreduce.memory import process_memory, segment_creation
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment import Segment
 from shmreduce.packets import Packet
@@ -80,7 +80,7 @@ def _leave_files_open() -> None:
 def _leave_names() -> None:
     patch: Any = FileSystemStrategy
     patch.unlink = lambda _strategy, _name: None
-    patch = runtime
+    patch = process_memory
     patch.sweep = lambda _strategy: None
 
 

@@ -101,9 +101,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         f"{_MEMORY}.family:Family._join",
     ),
     "end": (
-        f"{_MEMORY}.runtime:Runtime.leave",
-        f"{_MEMORY}.runtime:Runtime._post",
-        f"{_MEMORY}.runtime:Runtime._put_into_mailbox",
+        f"{_MEMORY}.process_memory:Runtime.leave",
+        f"{_MEMORY}.handover:Handover._post",
+        f"{_MEMORY}.handover:Handover._put_into_mailbox",
         f"{_MEMORY}.heap:Heap.leave",
         f"{_MEMORY}.family:Family.post",
         f"{_MEMORY}.family:Family.tidy",

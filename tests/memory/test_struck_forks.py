@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("installed")
 
 LENGTH = 300_000
-FILES = tuple(f"/memory/{name}.py" for name in ("runtime", "ledger", "blocks", "idle"))
+FILES = (
+    "/shmreduce/fork_hooks.py",
+    *(
+        f"/memory/{name}.py"
+        for name in ("runtime", "process_memory", "handover", "ledger", "blocks", "idle")
+    ),
+)
 
 
 class Strike:
