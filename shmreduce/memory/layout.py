@@ -6,7 +6,7 @@ May import :mod:`shmreduce.errors` and ``mapping`` (for the page size).
 
     header page | importer table | block table | hints | lease slots | data
 
-Each table entry has one writer at a time, see ``segment``. Words are read and written as
+Each table entry has one writer at a time, see ``lease_transitions``. Words are read and written as
 items of a cast ``memoryview``, each by one aligned access. ``struct.pack_into`` would clear
 a word before it writes it, and other processes could see the cleared word.
 """

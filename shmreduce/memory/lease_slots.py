@@ -3,8 +3,8 @@
 May import errors, signals, ``locks``, ``block_locks``, ``mapping``, ``layout``,
 ``segment_file`` and ``quick_slots``.
 
-A slot's word is 0 (free), a *message* or a *holder*; ``segment`` explains them. A link is
-the number of a slot plus one; 0 ends a chain.
+A slot's word is 0 (free), a *message* or a *holder*; ``lease_transitions`` explains them. A
+link is the number of a slot plus one; 0 ends a chain.
 
 The stores are ordered so that a process that is killed between them leaves the block
 held; it is never free too early. So a slot is unlinked before it is cleared, and only
@@ -13,6 +13,7 @@ the forward links are trusted.
 
 from __future__ import annotations
 
+import os
 from threading import get_ident
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,16 @@ class LeaseSlots(BlockLocks):
         # lock would stay with a child that knows nothing of it.
         super().__init__(locks.reopen(fd))
         self._quick = quick_slots(self.tables.pages, layout, self._busy)
+
+    def give_up_locks(self) -> None:
+        """Close the descriptor of the blocks' locks; a forked child closes its parent's."""
+        fd, self.lock_fd = self.lock_fd, -1
+        self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        # The number may belong to another file by now; that one is not closed.
+        if fd != -1 and locks.identity_of(fd) == self._identity:
+            os.close(fd)
 
     @property
     def is_open(self) -> bool:

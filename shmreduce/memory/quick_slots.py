@@ -2,7 +2,7 @@
 
 May import :mod:`shmreduce.compiled` and ``layout``.
 
-A transition by the long way, in ``segment``, takes microseconds, most of them for the
+A transition by the long way, in ``lease_transitions``, takes microseconds, most of them for the
 block's lock. ``_quick_slots.c`` is the short way, and explains why it is safe. It does the
 usual case completely, and does nothing in any other case.
 """

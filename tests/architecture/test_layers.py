@@ -82,6 +82,7 @@ MEMORY_LAYERS = [
     {"layout"},
     {"block_locks", "quick_slots", "segment_file", "size_classes"},
     {"lease_slots"},
+    {"lease_transitions"},
     {"segment"},
     {"owned_segment"},
     {"ledger", "mailbox", "sweep"},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shmreduce
-from shmreduce.memory import locks, segment
+from shmreduce.memory import lease_transitions, locks
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import LOCK_BLOCK
 from shmreduce.memory.processes import is_alive, is_closing
@@ -94,7 +94,7 @@ def test_a_holder_that_still_closes_its_files_counts(monkeypatch: pytest.MonkeyP
     with OtherProcess("spawn") as other:
         assert other.ask(hold, send(block))
         pid = other.ask(os.getpid)
-        monkeypatch.setattr(segment, "is_closing", lambda found: found == pid)
+        monkeypatch.setattr(lease_transitions, "is_closing", lambda found: found == pid)
         other.kill()
         # Which ends the leases of killed processes.
         process_state()
