@@ -2,7 +2,8 @@
 
 May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
 :mod:`shmreduce.settings`, :mod:`shmreduce.hookspecs`, :mod:`shmreduce.registry`,
-:mod:`shmreduce.entry_points`, :mod:`shmreduce.signals` and pluggy.
+:mod:`shmreduce.entry_points`, ``plugin``, ``plugin_import``, :mod:`shmreduce.signals` and
+pluggy.
 
 Plugins are the entry points of group ``shmreduce``. If one cannot be used,
 shmreduce records the reason, warns once and goes on with the others. If two
@@ -11,11 +12,9 @@ plugins claim the same type or name, it raises: choosing either would be a guess
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -23,7 +22,6 @@ from shmreduce import hookspecs
 from shmreduce.contracts import ArrayFactory, MemoryHandlers
 from shmreduce.entry_points import (
     installed_entry_points,
-    name_and_version,
     search_path,
     sorted_and_unique,
     tell,
@@ -34,173 +32,27 @@ from shmreduce.errors import (
     ShmreduceWarning,
     StrategyConflictError,
 )
-from shmreduce.registry import Registry, qualified_name
+from shmreduce.plugin import Plugin, wanted_by
+from shmreduce.plugin_import import Importer
 from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    from shmreduce.contracts import Reducer, SharingStrategy
     from shmreduce.entry_points import Found, Told
+    from shmreduce.plugin import PluginReport, Status, Wanted
+    from shmreduce.plugin_import import Imported
+    from shmreduce.registry import Registry
     from shmreduce.settings import Settings
 
-__all__ = ["PluginReport", "Plugins"]
-
-Status = Literal["loaded", "blocked", "not loaded", "broken", "conflict"]
-
-_Wanted = tuple[bool, tuple[str, ...], tuple[str, ...]]
-"""The settings that concern plugins: ``autoload``, ``plugins`` and ``blocked``."""
-
-
-@dataclass(frozen=True)
-class PluginReport:
-    """What is known about one plugin.
-
-    Parameters
-    ----------
-    name : str
-        The entry point's name; ``SHMREDUCE_BLOCK`` takes it.
-    module : str
-        The module, or the object in it, that the entry point names.
-    distribution, version : str
-        The distribution that ships it.
-    path : str
-        The plugin's file, or the folder of its distribution if it is not
-        loaded.
-    status : str
-        ``loaded``, ``blocked`` (by name), ``not loaded`` (autoload is off),
-        ``broken`` or ``conflict``.
-    reason : str
-        Why it is not loaded; empty if it is.
-    reducers : tuple of str
-        The types it claims.
-    strategies : tuple of str
-        The names of its sharing strategies.
-    array_factory : bool
-        Whether it makes arrays for ``shmreduce.empty`` and the like.
-    unusable : tuple of str
-        Which of its reducers do not work on this machine, and why. Empty if they were
-        not asked, see :meth:`Plugins.reports`.
-    """
-
-    name: str
-    module: str
-    distribution: str
-    version: str
-    path: str
-    status: Status
-    reason: str
-    reducers: tuple[str, ...]
-    strategies: tuple[str, ...]
-    array_factory: bool
-    unusable: tuple[str, ...] = ()
-
-
-@dataclass
-class _Plugin:
-    """One entry point, and what its hooks returned when it was loaded."""
-
-    name: str
-    entry_point: Found
-    status: Status = "not loaded"
-    reason: str = ""
-    warned: bool = False
-    conflict: Exception | None = None
-    instance: Any = None
-    failure: str = ""
-    """Why the last attempt to import it failed."""
-    failed_with: _Wanted | None = None
-    """The settings of that attempt: with other settings it is tried again."""
-    reducers: list[Reducer] = field(default_factory=list)
-    strategies: list[SharingStrategy] = field(default_factory=list)
-    array_factory: ArrayFactory | None = None
-
-    @property
-    def distribution(self) -> str:
-        return name_and_version(self.entry_point.dist)[0]
-
-    @property
-    def version(self) -> str:
-        return name_and_version(self.entry_point.dist)[1]
-
-    @property
-    def path(self) -> str:
-        file = getattr(self.instance, "__file__", None)
-        if file is None:
-            # Not EntryPoint.module, which raises if it cannot parse the value.
-            named = self.entry_point.value.partition(":")[0].strip()
-            module = sys.modules.get(getattr(self.instance, "__module__", named))
-            file = getattr(module, "__file__", None)
-        if file is not None:
-            return str(file)
-        distribution = self.entry_point.dist
-        return "unknown" if distribution is None else str(distribution.locate_file(""))
-
-    def outcome(self, wanted: _Wanted) -> Literal["imported", "failed"] | None:
-        """Return how its import ended; None if it was not tried with these settings."""
-        if self.instance is not None:
-            return "imported"
-        return "failed" if self.failed_with == wanted else None
-
-    @property
-    def is_half_imported(self) -> bool:
-        """Whether its module is being executed now: its hooks may not be defined yet."""
-        module = sys.modules.get(self.entry_point.value.partition(":")[0].strip())
-        # importlib sets this while it executes a module, so that other threads wait for it.
-        return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-    @property
-    def origin(self) -> str:
-        return (
-            f"plugin {self.name!r} of distribution {self.distribution} {self.version}, {self.path}"
-        )
-
-    def report(self, *, ask: bool) -> PluginReport:
-        return PluginReport(
-            name=self.name,
-            module=self.entry_point.value,
-            distribution=self.distribution,
-            version=self.version,
-            path=self.path,
-            status=self.status,
-            reason=self.reason,
-            reducers=tuple(
-                each if isinstance(each, str) else qualified_name(each)
-                for reducer in self.reducers
-                for each in reducer.types
-            ),
-            strategies=tuple(strategy.name for strategy in self.strategies),
-            array_factory=self.array_factory is not None,
-            unusable=tuple(self._unusable()) if ask and self.status == "loaded" else (),
-        )
-
-    def _unusable(self) -> Iterator[str]:
-        for reducer in self.reducers:
-            try:
-                reason = reducer.unusable_reason()
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-            if reason is not None:
-                yield f"{type(reducer).__qualname__}: {reason}"
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The result of an attempt to import a plugin: the plugin's object, or why it failed."""
-
-    plugin: _Plugin
-    wanted: _Wanted
-    instance: Any = None
-    failure: str = ""
+__all__ = ["Plugins"]
 
 
 class _Thread(threading.local):
     """What one thread is doing. Per thread, so a forked child does not inherit other threads'."""
 
     def __init__(self) -> None:
-        self.importing: list[tuple[_Plugin, Settings]] = []
-        """The plugins whose modules the thread is executing, and for which settings."""
-        self.asking: list[tuple[_Plugin, str]] = []
+        self.asking: list[tuple[Plugin, str]] = []
         """The plugins whose hooks the thread is executing, and which hook."""
 
 
@@ -224,6 +76,7 @@ class Plugins:
     Examples
     --------
     >>> from shmreduce import Settings
+    >>> from shmreduce.registry import Registry
     >>> plugins = Plugins(Registry())
     >>> settings = Settings(blocked=("numpy",))
     >>> for imported in plugins.import_wanted(settings):
@@ -239,11 +92,12 @@ class Plugins:
         self.registry = registry
         self._searched = search_path()
         entries = installed_entry_points(told) if found is None else found
-        self._plugins = [_Plugin(each.name, each) for each in sorted_and_unique(entries)]
+        self._plugins = [Plugin(each.name, each) for each in sorted_and_unique(entries)]
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._registered: tuple[object, ...] | None = None
         """The result of :meth:`_state` when the plugins were last registered."""
+        self._importer = Importer()
         self._thread = _Thread()
         self.settled_with: Settings | None = None
         """Settings for which every plugin is loaded, and every fault has been reported."""
@@ -262,13 +116,12 @@ class Plugins:
         PluginError
             If ``settings.plugins`` names a plugin that is not installed.
         """
-        wanted = _wanted(settings)
-        if self._registered == self._state(wanted) and not self._missing(settings):
+        if self._registered == self._state(wanted_by(settings)) and not self._missing(settings):
             return
         self._refuse_hooks()
         self._check_names(settings)
         for plugin in self._missing(settings):
-            imported = self._import(plugin, settings)
+            imported = self._importer.attempt(plugin, settings)
             if imported is not None:
                 yield imported
 
@@ -299,7 +152,7 @@ class Plugins:
             Once for each broken plugin.
         """
         self.settled_with = None
-        state = self._state(_wanted(settings))
+        state = self._state(wanted_by(settings))
         if state != self._registered:
             self._refuse_hooks()
             # If anything interrupts this, such as Ctrl-C, the next call starts afresh.
@@ -311,18 +164,18 @@ class Plugins:
         if not self._missing(settings):
             self.settled_with = settings
 
-    def _state(self, wanted: _Wanted) -> tuple[object, ...]:
+    def _state(self, wanted: Wanted) -> tuple[object, ...]:
         """Return what determines which plugins are registered, to notice a change."""
         return (wanted, *(each.outcome(wanted) for each in self._plugins))
 
-    def _missing(self, settings: Settings) -> list[_Plugin]:
+    def _missing(self, settings: Settings) -> list[Plugin]:
         """List the wanted plugins that have been neither imported nor found to fail.
 
         A plugin's module may use shmreduce while it is imported, which leads back here. The
         plugin is still missing then: the others are registered, and all of them again once
         the import has ended.
         """
-        wanted = _wanted(settings)
+        wanted = wanted_by(settings)
         return [
             plugin
             for plugin in self._plugins
@@ -331,7 +184,7 @@ class Plugins:
 
     def _judge_all(self, settings: Settings) -> None:
         """Withdraw every plugin, and decide which to register, as far as that is known."""
-        wanted = _wanted(settings)
+        wanted = wanted_by(settings)
         for plugin in self._plugins:
             self._withdraw(plugin)
             plugin.status, plugin.reason = _verdict(plugin.name, settings)
@@ -413,34 +266,7 @@ class Plugins:
         They may not be in force yet. If the plugin's module uses shmreduce, that must not
         load plugins that these settings block.
         """
-        importing = self._thread.importing
-        return importing[-1][1] if importing else None
-
-    def _import(self, plugin: _Plugin, settings: Settings) -> Imported | None:
-        """Import a plugin; return None if there is nothing to take, or nothing yet."""
-        wanted = _wanted(settings)
-        if plugin.outcome(wanted) is not None:
-            # A plugin's module that used shmreduce, or another thread, has imported it.
-            return None
-        if any(plugin is each for each, _ in self._thread.importing):
-            return None
-        self._thread.importing.append((plugin, settings))
-        try:
-            instance = plugin.entry_point.load()
-        except BaseException as error:
-            # BaseException: PyO3's PanicException does not derive from Exception, and a
-            # script that an entry point names by mistake may call sys.exit().
-            if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
-                # Not the plugin's fault: the next call imports it again.
-                raise
-            if _is_deadlock(error) or plugin.is_half_imported:
-                return None
-            return Imported(plugin, wanted, failure=f"{type(error).__name__}: {error}")
-        finally:
-            self._thread.importing.pop()
-        # The program itself may be importing the module, which used shmreduce before it
-        # defined its hooks.
-        return None if plugin.is_half_imported else Imported(plugin, wanted, instance)
+        return self._importer.settings
 
     def _refuse_hooks(self) -> None:
         """Raise if this thread is in a plugin's hook, which has used shmreduce."""
@@ -454,7 +280,7 @@ class Plugins:
                 reason=f"{hook}() needs the plugins",
             )
 
-    def _register(self, plugin: _Plugin) -> None:
+    def _register(self, plugin: Plugin) -> None:
         namesake = self._manager.get_plugin(plugin.name)
         if namesake is not None:
             other = self._owner_of(namesake, but=plugin)
@@ -470,13 +296,13 @@ class Plugins:
         self._manager.check_pending()
         self._ask(plugin)
 
-    def _claim(self, plugin: _Plugin) -> None:
+    def _claim(self, plugin: Plugin) -> None:
         for reducer in plugin.reducers:
             self.registry.register(reducer, plugin.origin)
         for strategy in plugin.strategies:
             self.registry.register_strategy(strategy, plugin.origin)
 
-    def _attempt(self, plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
+    def _attempt(self, plugin: Plugin, step: Callable[[Plugin], None]) -> None:
         """Take a step with a plugin; withdraw the plugin if the step fails."""
         try:
             step(plugin)
@@ -484,7 +310,7 @@ class Plugins:
             self._withdraw(plugin)
             plugin.status, plugin.reason, plugin.conflict = "conflict", str(error), error
         except BaseException as error:
-            # BaseException for the same reason as in _import().
+            # BaseException for the same reason as in Importer.attempt().
             if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
                 # Not the plugin's fault: the next call asks all plugins again.
                 raise
@@ -492,7 +318,7 @@ class Plugins:
             plugin.reducers, plugin.strategies, plugin.array_factory = [], [], None
             plugin.status, plugin.reason = "broken", f"{type(error).__name__}: {error}"
 
-    def _owner_of(self, instance: object, but: _Plugin) -> _Plugin:
+    def _owner_of(self, instance: object, but: Plugin) -> Plugin:
         """Return the plugin under whose name an object is registered."""
         name = self._manager.get_name(instance)
         return next(
@@ -501,7 +327,7 @@ class Plugins:
             if each.instance is instance and each.name == name and each is not but
         )
 
-    def _ask(self, plugin: _Plugin) -> None:
+    def _ask(self, plugin: Plugin) -> None:
         """Call the hooks of this plugin only, and keep what they return."""
         if plugin.reducers or plugin.strategies or plugin.array_factory:
             return
@@ -515,10 +341,10 @@ class Plugins:
         plugin.reducers, plugin.strategies = reducers, strategies
         plugin.array_factory = factory
 
-    def _ask_for_memory_handlers(self, plugin: _Plugin) -> None:
+    def _ask_for_memory_handlers(self, plugin: Plugin) -> None:
         self._call_for_one(plugin, "shmreduce_memory_handlers", MemoryHandlers)
 
-    def _call_for_one(self, plugin: _Plugin, hook: str, kind: type) -> Any:
+    def _call_for_one(self, plugin: Plugin, hook: str, kind: type) -> Any:
         """Call a hook that returns one object or None, and raise if it returns another kind."""
         answer = self._call(plugin, hook)
         if answer is not None and not isinstance(answer, kind):
@@ -531,7 +357,7 @@ class Plugins:
             )
         return answer
 
-    def _call(self, plugin: _Plugin, hook: str) -> Any:
+    def _call(self, plugin: Plugin, hook: str) -> Any:
         """Call a hook of this plugin only, and return its result."""
         others = [each for each in self._manager.get_plugins() if each is not plugin.instance]
         self._thread.asking.append((plugin, hook))
@@ -540,7 +366,7 @@ class Plugins:
         finally:
             self._thread.asking.pop()
 
-    def _withdraw(self, plugin: _Plugin) -> None:
+    def _withdraw(self, plugin: Plugin) -> None:
         plugin.conflict = None
         if plugin.instance is not None and self._manager.is_registered(plugin.instance):
             self._manager.unregister(plugin.instance)
@@ -570,15 +396,6 @@ class Plugins:
         for plugin in self._plugins:
             if plugin.conflict is not None:
                 raise plugin.conflict
-
-
-def _wanted(settings: Settings) -> _Wanted:
-    return settings.autoload, settings.plugins, settings.blocked
-
-
-def _is_deadlock(error: BaseException) -> bool:
-    """Return whether importlib stopped this thread, since two wait for each other's modules."""
-    return type(error).__name__ == "_DeadlockError"
 
 
 def _verdict(name: str, settings: Settings) -> tuple[Status, str]:

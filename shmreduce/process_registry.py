@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from shmreduce.contracts import ArrayFactory, MemoryHandlers, Reducer
-    from shmreduce.discovery import PluginReport, Plugins
+    from shmreduce.discovery import Plugins
     from shmreduce.entry_points import Told
+    from shmreduce.plugin import PluginReport
     from shmreduce.settings import Settings
 
 __all__ = [

@@ -1,6 +1,6 @@
 """``shmreduce plugins``: lists the plugins, where they come from, and why some do not work.
 
-May import ``text`` of this package, errors, discovery and process_registry.
+May import ``text`` of this package, errors, process_registry and, for a type, ``plugin``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shmreduce.cli.text import Table, print_json
 if TYPE_CHECKING:
     import argparse
 
-    from shmreduce.discovery import PluginReport
+    from shmreduce.plugin import PluginReport
 
 __all__ = ["add_command", "find_plugins", "is_usable"]
 

@@ -43,6 +43,8 @@ LAYERS = [
     {"settings"},
     {"hookspecs", "registry"},
     {"entry_points"},
+    {"plugin"},
+    {"plugin_import"},
     {"discovery"},
     {"process_registry"},
     {"strategies"},

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from shmreduce.discovery import PluginReport
+    from shmreduce.plugin import PluginReport
     from tests.conftest import Children
 
 REDUCER = """

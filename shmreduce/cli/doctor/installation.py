@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shmreduce.contracts import SharingStrategy
-    from shmreduce.discovery import PluginReport
     from shmreduce.memory.headroom import Machine
+    from shmreduce.plugin import PluginReport
 
 __all__ = ["allocator", "compiled_modules", "leftovers", "plugins", "settings", "strategies"]
 
