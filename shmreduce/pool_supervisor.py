@@ -1,10 +1,9 @@
-"""The workers of one pool, and the thread that starts, watches and ends them.
+"""The workers of one pool, and the thread that watches, replaces and ends them.
 
-May import errors, ``fork_hooks``, ``interrupts``, ``parent_death``, ``pool_backpressure``,
-``pool_channel``, ``pool_dispatch``, ``pool_errors``, ``pool_self_pipe``, ``pool_worker``,
-``pool_worker_handle``, ``pool_worker_progress``, ``lending`` of the memory, and for types alone
-``pool_results`` and ``pool_tasks``. :mod:`shmreduce.pool_dispatch` decides which worker gets
-which task.
+May import errors, ``interrupts``, ``pool_backpressure``, ``pool_channel``, ``pool_dispatch``,
+``pool_errors``, ``pool_self_pipe``, ``pool_worker_handle``, ``pool_worker_start``, ``lending``
+of the memory, and for types alone ``pool_results``, ``pool_tasks`` and ``pool_worker``.
+:mod:`shmreduce.pool_dispatch` decides which worker gets which task.
 
 The protocol
 ------------
@@ -51,10 +50,8 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import InheritedPoolError, ProducerDied, TaskAbandonedError
-from shmreduce.fork_hooks import renew_in_children
 from shmreduce.interrupts import Interrupts
 from shmreduce.memory.lending import Lender
-from shmreduce.parent_death import Lifeline
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_channel import (
     FAILED,
@@ -62,15 +59,12 @@ from shmreduce.pool_channel import (
     RETURNED,
     STOP,
     channel_class,
-    close_in_forked_children,
-    make_channels,
 )
 from shmreduce.pool_dispatch import Dispatcher
 from shmreduce.pool_errors import expect_answer, explained
 from shmreduce.pool_self_pipe import SelfPipe
-from shmreduce.pool_worker import WorkerOptions, work
-from shmreduce.pool_worker_handle import WorkerHandle, death_error
-from shmreduce.pool_worker_progress import ProgressTable, WorkerProgress
+from shmreduce.pool_worker_handle import death_error
+from shmreduce.pool_worker_start import WorkerStarter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +72,8 @@ if TYPE_CHECKING:
 
     from shmreduce.pool_results import Receiver
     from shmreduce.pool_tasks import Task
+    from shmreduce.pool_worker import WorkerOptions
+    from shmreduce.pool_worker_handle import WorkerHandle
 
 __all__ = ["Supervisor", "make_abandoned"]
 
@@ -91,8 +87,6 @@ _LONGEST_RETRY_DELAY = 1.0
 """Seconds."""
 _FAILED_STARTS = 10
 """This many workers more than the pool's size may fail to start in a row."""
-_LOCK_POLL = 0.1
-"""Seconds to wait for ``_starting`` before checking whether the pool is terminated."""
 
 
 def make_abandoned() -> BaseException:
@@ -101,20 +95,6 @@ def make_abandoned() -> BaseException:
         "the pool was terminated before this result arrived: call close() and join() instead of "
         "terminate(), or get the results before the end of the `with` block"
     )
-
-
-_starting = threading.Lock()
-"""Held while any pool starts a worker: another worker that was forked meanwhile would
-inherit both ends of the connection."""
-
-
-def _renew_lock() -> None:
-    # The lock was held when a worker was forked, and nobody releases the worker's copy.
-    global _starting
-    _starting = threading.Lock()
-
-
-renew_in_children(_renew_lock)
 
 
 class Supervisor:
@@ -157,13 +137,10 @@ class Supervisor:
         self.backpressure = Backpressure(size)
         self.dumps = channel_class(context).dumps
         """The pickling function for :func:`~shmreduce.pool_tasks.make_task`."""
-        self._context = context
-        self._make_process = make_process
         self._options = options
         self._died = died
         self._abandoned = abandoned
         self._dispatcher = Dispatcher(options.max_tasks, died, broken)
-        self._table = ProgressTable.for_workers(size)
         self._failures = 0
         self._next_start = 0.0
         self._closing = self._terminating = self._stopping = self.ended = False
@@ -176,6 +153,7 @@ class Supervisor:
         self._self_pipe: SelfPipe
         self._selector: selectors.BaseSelector
         self._lender = Lender(self.wake)
+        self._starter = WorkerStarter(context, make_process, size, options, self._lender)
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
     # From other threads
@@ -381,18 +359,7 @@ class Supervisor:
 
     def _add_worker(self) -> None:
         slot = next(i for i in itertools.count() if all(i != w.slot for w in self.workers))
-        progress = WorkerProgress(self._table, slot)
-        progress.begin(0)
-        turn = _starting
-        while not turn.acquire(timeout=_LOCK_POLL):
-            # The cycle collector may run this pool's finalizer in the thread that holds the
-            # lock. That thread then waits for this one, so this one must stop waiting.
-            if self._terminating:
-                raise InterruptedError("the pool is terminated")
-        try:
-            worker = self._start_worker(slot, progress)
-        finally:
-            turn.release()
+        worker = self._starter.start(slot, lambda: self._terminating)
         self.workers.append(worker)
         try:
             self._selector.register(worker.channel.fileno(), selectors.EVENT_READ, worker)
@@ -404,34 +371,6 @@ class Supervisor:
             worker.exit_code()
             self._remove(worker)
             raise
-
-    def _start_worker(self, slot: int, progress: WorkerProgress) -> WorkerHandle:
-        # Under the lock from here on: a worker that another pool forks must not inherit
-        # these ends.
-        ours, theirs = make_channels(self._context)
-        lifeline = Lifeline()
-        try:
-            close_in_forked_children(ours)
-            process = self._make_process(
-                self._context,
-                target=work,
-                args=(theirs, lifeline.reader, progress, self._options),
-            )
-            process.name = process.name.replace("Process", "PoolWorker")
-            process.start()
-            theirs.close()
-            if not self._options.shared_allocations:
-                # With shared_allocations, memory that the program drops must go back to the
-                # worker at once, which allocates its next results there.
-                ours.have_lender(self._lender)
-            return WorkerHandle(process, ours, lifeline, progress, slot)
-        except BaseException:
-            ours.close()
-            lifeline.cut()
-            raise
-        finally:
-            theirs.close()
-            lifeline.reader.close()
 
     def _handle_death(self, worker: WorkerHandle) -> None:
         """Read the last answers of a worker that has died, and reassign its tasks."""

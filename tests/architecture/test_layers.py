@@ -69,7 +69,7 @@ LAYERS = [
     {"pool_progress_bar", "pool_tasks", "pool_worker_progress"},
     {"parent_death", "pool_channel", "process_ends", "queues"},
     {"fresh_process", "pool_worker_handle", "pool_worker", "spawn_child"},
-    {"pool_dispatch", "process_context"},
+    {"pool_dispatch", "pool_worker_start", "process_context"},
     {"pool_arguments", "pool_supervisor"},
     {"context", "interpreter_shutdown", "pool_feeding"},
     {"pool"},

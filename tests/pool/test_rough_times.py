@@ -21,12 +21,14 @@ from shmreduce import (
     SegmentError,
     TaskAbandonedError,
     pool_supervisor,
+    pool_worker_start,
 )
 from shmreduce.connection import Connection
 from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import Pool
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_supervisor import Supervisor
+from shmreduce.pool_worker_start import WorkerStarter
 from tests.channels.channels import eventually
 from tests.conftest import PATIENCE, descendants
 from tests.open_files import open_files
@@ -311,7 +313,7 @@ def test_a_worker_that_cannot_be_replaced_for_lack_of_memory_is_later(
 ) -> None:
     """The pool goes on; another try succeeds."""
     with Pool(2, maxtasksperchild=1, context=FORK) as pool:
-        once(monkeypatch, Supervisor, "_start_worker", OutOfSharedMemoryError("none free"))
+        once(monkeypatch, WorkerStarter, "_start", OutOfSharedMemoryError("none free"))
         assert pool.map(abs, range(-6, 0), chunksize=1) == [6, 5, 4, 3, 2, 1]
 
 
@@ -379,14 +381,14 @@ def test_system_exit_in_a_callback_of_a_future_ends_no_executor(
 def test_the_ends_of_one_pools_worker_are_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one pool makes the connection of a worker, no other pool starts one."""
     inside: list[bool] = []
-    supervisors: Any = pool_supervisor
-    make_channels: Callable[[Any], Any] = supervisors.make_channels
+    starting: Any = pool_worker_start
+    make_channels: Callable[[Any], Any] = starting.make_channels
 
     def watched(context: Any) -> Any:
-        inside.append(supervisors._starting.locked())
+        inside.append(starting._starting.locked())
         return make_channels(context)
 
-    monkeypatch.setattr(supervisors, "make_channels", watched)
+    monkeypatch.setattr(starting, "make_channels", watched)
     with Pool(2, context=FORK) as pool:
         assert pool.apply(abs, (-1,)) == 1
     assert inside == [True, True]
