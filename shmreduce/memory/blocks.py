@@ -203,11 +203,6 @@ class LiveBlocks:
     def __len__(self) -> int:
         return len(self._roots)
 
-    @property
-    def exposed_by_parent(self) -> int:
-        """Received arrays that this forked child shares with its parent."""
-        return 0 if self._inherited is None else self._inherited.exposed
-
     def places(self) -> list[tuple[Segment, int]]:
         """Return segment and number of each block that has views in this process."""
         records = [reference.record for reference in list(self._roots.values())]

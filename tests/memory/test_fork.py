@@ -573,7 +573,7 @@ def test_ctrl_c_while_the_last_view_dies_does_not_free_what_a_child_sees(
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_that_cannot_keep_arrays_apart_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room for private pages a received array is shared with the child: the
-    parent is warned of how many there are, and so is told who looks in the child.
+    parent is warned of how many there are, and what the child inherits says so, too.
     """
     received = [resent(np.ones(LENGTH, np.uint8)) for _ in range(3)]
     shared = shmreduce.share(np.ones(LENGTH, np.uint8))
@@ -585,16 +585,14 @@ def test_a_fork_that_cannot_keep_arrays_apart_says_so(monkeypatch: pytest.Monkey
             return ctypes.c_void_p(-1).value
         return map_pages(address, size, protection, flags, *rest)
 
-    def told() -> int:
-        return runtime.current().live.exposed_by_parent
-
+    live = runtime.current().live
     with monkeypatch.context() as patch:
         patch.setattr(mapping, "_mmap", no_room)
         with pytest.warns(shmreduce.ShmreduceWarning, match="3 arrays .*max_map_count"):
-            pid = in_forked_child(lambda: told() == 3)
+            pid = in_forked_child(lambda: live.exposed == 3)
         assert wait_for_exit(pid) == 0
     # Now there is room: this child has its own.
-    assert wait_for_exit(in_forked_child(lambda: told() == 0)) == 0
+    assert wait_for_exit(in_forked_child(lambda: live.exposed == 0)) == 0
     assert all(each.all() for each in (*received, shared))
 
 

@@ -765,7 +765,7 @@ def test_a_fork_waits_for_a_thread_that_makes_pages_private(
         patch.setattr("shmreduce.memory.blocks.time", clock)
         thread.start()
         assert inside.wait(PATIENCE)
-        pid = in_forked_child(lambda: runtime.current().live.exposed_by_parent == 0)
+        pid = in_forked_child(lambda: live.exposed == 0)
     assert wait_for_exit(pid) == 0
     assert record.private
 
@@ -787,8 +787,9 @@ def test_a_fork_keeps_apart_what_another_thread_gives_back_in_vain(
         finally:
             record.ended = False
 
+    inherited = runtime.current().live
     monkeypatch.setattr(LiveBlocks, "make_private", look)
-    pid = in_forked_child(lambda: runtime.current().live.exposed_by_parent == 0)
+    pid = in_forked_child(lambda: inherited.exposed == 0)
     assert wait_for_exit(pid) == 0
     assert block._record.private
 
@@ -799,17 +800,18 @@ def test_a_fork_does_not_wait_for_what_it_has_interrupted(monkeypatch: pytest.Mo
     block = find_block_of(array)
     assert block is not None
     cover, pids = Mapping.cover, list[int]()
+    live = runtime.current().live
 
     def interrupted(mapping: Mapping, *where: int, private: bool) -> None:
         monkeypatch.undo()
         monkeypatch.setattr("shmreduce.memory.blocks.time", clock)
         with pytest.warns(shmreduce.ShmreduceWarning, match="1 arrays"):
-            pids.append(in_forked_child(lambda: runtime.current().live.exposed_by_parent == 1))
+            pids.append(in_forked_child(lambda: live.exposed == 1))
         cover(mapping, *where, private=private)
 
     clock = Clock(2, lambda: pytest.fail("it waits"))
     monkeypatch.setattr(Mapping, "cover", interrupted)
-    assert runtime.current().live.make_private(block._record)
+    assert live.make_private(block._record)
     assert wait_for_exit(pids[0]) == 0
 
 

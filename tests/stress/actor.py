@@ -423,6 +423,7 @@ class Actor:
             return
         reader, writer = Pipe(duplex=False)
         choice = self.random.getrandbits(64)
+        live = runtime.current().live
         with warnings.catch_warnings():
             # Queues have threads, and CPython 3.12 warns of every fork beside one.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -430,7 +431,7 @@ class Actor:
             warnings.simplefilter("ignore", shmreduce.ShmreduceWarning)
             pid = os.fork()
         if pid == 0:
-            if runtime.current().live.exposed_by_parent:
+            if live.exposed:
                 os._exit(0)
             try:
                 reader.close()

@@ -440,6 +440,7 @@ class Worker:
         """Have a child look at what this thread has, while it goes on."""
         if self._children:
             return
+        live = runtime.current().live
         pid = os.fork()
         if pid:
             self._children.append(pid)
@@ -447,7 +448,7 @@ class Worker:
             return
         code = 0
         try:
-            if not runtime.current().live.exposed_by_parent:
+            if not live.exposed:
                 wrong = [complaint(item.array, item.seed) for item in self.held if item.own]
                 time.sleep(self._random.uniform(0.0, 0.01))
                 wrong += [complaint(item.array, item.seed) for item in self.held if item.own]
