@@ -28,6 +28,7 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, cast
 
 from shmreduce.borrowed_socket import ask_socket
+from shmreduce.descriptor import take_over
 from shmreduce.errors import ConfigurationError
 from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory import locks
@@ -468,10 +469,7 @@ def supported() -> bool:
 
 
 def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: bool) -> Any:
-    number = clear_of_streams(descriptor.detach())
-    # A spawned child inherits it over exec; the child's own children must not.
-    os.set_inheritable(number, False)
-    return kind(number, readable, writable)
+    return kind(clear_of_streams(take_over(descriptor)), readable, writable)
 
 
 def take_buffer() -> ReceiveBuffer:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Descriptor"]
+__all__ = ["Descriptor", "take_over"]
 
 
 class Descriptor:
@@ -62,7 +62,12 @@ class Descriptor:
 
 
 def _received(duplicate: Any) -> Descriptor:
-    number = duplicate.detach()
+    return Descriptor(take_over(duplicate))
+
+
+def take_over(duplicate: Any) -> int:
+    """Return the descriptor that came as a :func:`reduction.DupFd`; the caller owns it."""
+    number: int = duplicate.detach()
     # A spawned child inherits it over exec; the child's own children must not.
     os.set_inheritable(number, False)
-    return Descriptor(number)
+    return number

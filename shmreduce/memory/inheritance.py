@@ -1,6 +1,7 @@
 """How a child that is spawned, not forked, becomes a member of its parent's family.
 
-May import ``standard_streams``, ``locks``, ``mailbox``, ``family`` and ``runtime``.
+May import :mod:`shmreduce.descriptor`, ``standard_streams``, ``locks``, ``mailbox``, ``family``
+and ``runtime``.
 
 An object that is pickled with the process gives it the descriptors of the family's file and
 mailbox.
@@ -13,6 +14,7 @@ import socket
 from multiprocessing import context, reduction
 from typing import Any
 
+from shmreduce.descriptor import take_over
 from shmreduce.memory import locks
 from shmreduce.memory.family import Family
 from shmreduce.memory.mailbox import Mailbox
@@ -34,11 +36,7 @@ class _Inheritance:
 
 def _join_family(*descriptors: Any) -> None:
     """Join the parent's family. This runs in the child."""
-    numbers = [clear_of_streams(descriptor.detach()) for descriptor in descriptors]
-    for number in numbers:
-        # The descriptor was inheritable, so that it could pass the child's exec.
-        os.set_inheritable(number, False)
-    file, receiver, sender = numbers
+    file, receiver, sender = [clear_of_streams(take_over(each)) for each in descriptors]
     try:
         own = locks.reopen(file)
     finally:

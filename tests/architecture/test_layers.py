@@ -30,6 +30,7 @@ LAYERS = [
     {
         "borrowed_socket",
         "compiled",
+        "descriptor",
         "fork_hooks",
         "interpreter",
         "pickled_calls",
@@ -62,7 +63,7 @@ LAYERS = [
     },
     {"handle_calls", "pickling"},
     {"forking"},
-    {"descriptor", "extras", "launching", "managers", "packet_socket"},
+    {"extras", "launching", "managers", "packet_socket"},
     {"packets"},
     {"pool_backpressure", "pool_errors", "pool_results", "pool_self_pipe"},
     {"connection", "interrupts", "prctl", "queue_feeder", "queue_locks"},
