@@ -72,12 +72,13 @@ LAYERS = [
     {"fresh_process", "pool_worker_handle", "pool_worker", "spawn_child"},
     {"pool_dispatch", "pool_worker_start", "process_context"},
     {"pool_arguments", "pool_supervisor"},
-    {"context", "interpreter_shutdown", "pool_feeding"},
+    {"channel_factories", "interpreter_shutdown", "pool_feeding"},
+    {"context"},
     {"pool"},
     {"executor", "spawning"},
 ]
 """Lowest first. What is not named here stands above all of these."""
-UPWARDS = {("context", "pool")}
+UPWARDS = {("channel_factories", "pool")}
 """Each of the two needs the other: the method of a context that makes a pool imports it then."""
 MEMORY_LAYERS = [
     {"quick_blocks", "standard_streams"},
