@@ -142,8 +142,8 @@ def ask_reducer(
     message = state[_MESSAGE]
     if message is None:
         message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], limits=limits)
-    message._before_many -= 1
-    if not message._before_many:
+    message.before_many -= 1
+    if not message.before_many:
         message.has_many = True
     result = claim.reducer.reduce(obj, message)
     if not isinstance(result, _REDUCED) and result is not NotImplemented:
@@ -430,8 +430,8 @@ class Pickler(ForkingPickler):
         asked = self._asked.get(id(type(obj)))
         if asked is not None:
             message = self.__dict__[_MESSAGE]
-            message._before_many -= 1
-            if not message._before_many:
+            message.before_many -= 1
+            if not message.before_many:
                 message.has_many = True
             result = asked[0](obj, message)
             if type(result) is tuple:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,10 @@ __all__ = ["buffer_of_array", "reduce_array"]
 
 _KINDS = {id(dtype): kind for kind, dtype in rebuild.DTYPES.items()}
 """The characters of NumPy's built-in dtype objects, by ``id(dtype)``."""
+_latest: tuple[Callable[[], Any], bool, int] = (lambda: None), False, 0
+"""The memoryview that was last found to lie in a block, whether that is a shared one, and its
+bytes: thousands of received arrays, sent on, may be pieces of one. While the memoryview lives
+they do not change."""
 _SMALLEST_PIECE = 256
 """Bytes. Ten thousand arrays of 100 bytes took as long as pieces as in the pickle."""
 
@@ -134,6 +139,7 @@ def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
 
 def _must_be_copied(array: np.ndarray[Any, Any]) -> bool:
     """Return whether a plain array certainly has no block that can be sent in its place."""
+    global _latest
     bottom: Any = array.base
     while type(bottom) is np.ndarray:
         bottom = bottom.base
@@ -143,8 +149,14 @@ def _must_be_copied(array: np.ndarray[Any, Any]) -> bool:
     if type(bottom) is not memoryview or isinstance(bottom.obj, np.ndarray):
         # Unusual: see find_block_of().
         return False
-    block = find_block(bottom)
-    return block is None or not (block.shared or block.nbytes == array.nbytes)
+    reference, shared, nbytes = _latest
+    if reference() is not bottom:
+        block = find_block(bottom)
+        if block is None:
+            return True
+        shared, nbytes = block.shared, block.nbytes
+        _latest = weakref.ref(bottom), shared, nbytes
+    return not (shared or nbytes == array.nbytes)
 
 
 def _reduce_whole(

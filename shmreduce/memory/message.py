@@ -139,12 +139,12 @@ class Message:
 
     __slots__ = (
         "_batches",
-        "_before_many",
         "_borrowed",
         "_limits",
         "_mover",
         "_runtime",
         "_taken",
+        "before_many",
         "has_many",
         "inline_limit",
         "shared_memory",
@@ -171,8 +171,9 @@ class Message:
         self._borrowed: list[tuple[Lease, Borrowed]] = []
         self._batches: Batches | None = None
         """The blocks that carry several buffers each; made when there may be one."""
-        self._before_many = limits.many
-        """How often reducers must still be asked until the message has many objects."""
+        self.before_many = limits.many
+        """How often reducers must still be asked until the message has many objects; the pickler
+        counts."""
         self.has_many = False
         """Whether it has: :meth:`add_piece` may be worth a call."""
 

@@ -321,6 +321,7 @@ class Recorder:
     ) -> None:
         del mover, limits
         self.shared_memory = shared_memory
+        self.before_many = 100
         self.fate: list[str] = []
         self.made.append(self)
 
