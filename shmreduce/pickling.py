@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from shmreduce.memory.parts import Limits
     from shmreduce.registry import ReducerClaim
 
+    _Reduce = Callable[[Any, Message], Any]
+
 __all__ = [
     "Begun",
     "Pickled",
@@ -416,9 +418,9 @@ class Pickler(ForkingPickler):
         self._find = get_registry().find
         self._begun = begun
         # By the class's identity, as in the registry: a metaclass may define __eq__.
-        self._asked: dict[int, tuple[Callable[[Any, Message], Any], type, ReducerClaim]] = {}
-        """Reducers that nobody outranks, with class and claim: a list of many arrays need not
-        find that out for each."""
+        self._asked: dict[int, tuple[_Reduce, Message, type, ReducerClaim]] = {}
+        """During a dump, the reducers that nobody outranks, with its message, their class and
+        claim: a list of many arrays need not find that out for each."""
         self._message = message
         self._mover = mover
         self._limits = limits
@@ -429,15 +431,15 @@ class Pickler(ForkingPickler):
             return self._begun.reduced
         asked = self._asked.get(id(type(obj)))
         if asked is not None:
-            message = self.__dict__[_MESSAGE]
+            reduce, message, _, claim = asked
             message.before_many -= 1
             if not message.before_many:
                 message.has_many = True
-            result = asked[0](obj, message)
+            result = reduce(obj, message)
             if type(result) is tuple:
                 return result
             if not isinstance(result, _REDUCED) and result is not NotImplemented:
-                _reject_result(asked[2], obj, result)
+                _reject_result(claim, obj, result)
         else:
             result = self._ask(obj)
         if result is NotImplemented:
@@ -463,7 +465,7 @@ class Pickler(ForkingPickler):
             limits=self._limits,
         )
         if result is not NotImplemented:
-            self._asked[id(cls)] = claim.reducer.reduce, cls, claim
+            self._asked[id(cls)] = claim.reducer.reduce, self.__dict__[_MESSAGE], cls, claim
         return result
 
     def dump(self, obj: Any) -> Message | None:  # type: ignore[override]

@@ -362,9 +362,10 @@ def _reduce_to_piece(array: np.ndarray[Any, Any], nbytes: int, message: Message)
     if found is None:
         return None
     pieces, offset = found
+    itemsize = pieces.itemsize
     # The offset is a multiple, since the sizes of all pieces are.
-    start = offset // pieces.itemsize
-    stop = start + nbytes // pieces.itemsize
+    start = offset // itemsize
+    stop = (offset + nbytes) // itemsize
     apart = pieces.short or nbytes < message.smallest_part
     rebuilt = rebuild.rebuild_piece_apart if apart else rebuild.rebuild_piece
     shape = array.shape
