@@ -82,13 +82,14 @@ def _ratio(
     above: str | tuple[str, ...],
     below: str | tuple[str, ...],
     *,
+    workload_below: str | None = None,
     row_below: str | None = None,
 ) -> Callable[[Report], float | None]:
     """Return a figure that divides medians; of several systems, the best one counts."""
 
     def figure(report: Report) -> float | None:
         over = _least(report, workload, row, _several(above))
-        under = _least(report, workload, row_below or row, _several(below))
+        under = _least(report, workload_below or workload, row_below or row, _several(below))
         return None if over is None or under is None else over / under
 
     return figure
@@ -142,15 +143,23 @@ def _against_one_copy() -> Iterator[Target]:
             )
 
 
-def _against_the_pipe() -> Iterator[Target]:
+def _against_ten_bytes() -> Iterator[Target]:
+    """Against ten bytes over a bare pipe, and shared arrays also over the standard queue."""
     for workload, system in (("shared", OURS), ("born", _BORN)):
-        for size in (128, 64 * _KIB, _MIB, 64 * _MIB, _GIB):
-            row = size_name(size)
+        for row in map(size_name, (128, 64 * _KIB, _MIB, 64 * _MIB, _GIB)):
             yield Target(
                 f"{workload} {row}: {system} / ten bytes",
                 _ratio(workload, row, system, _PIPE),
                 at_most=1.3,
             )
+            if workload == "shared":
+                yield Target(
+                    f"shared {row}: {system} / {_STOCK} 10 B",
+                    _ratio(
+                        workload, row, system, _STOCK, workload_below="fresh", row_below="10 B"
+                    ),
+                    at_most=1.3,
+                )
     for system in (OURS, _INSTALLED):
         yield Target(f"shared: slowest / quickest size of {system}", _growth(system), at_most=1.5)
 
@@ -265,7 +274,7 @@ def _of_ourselves() -> Iterator[Target]:
 
 TARGETS = [
     *_against_one_copy(),
-    *_against_the_pipe(),
+    *_against_ten_bytes(),
     *_against_stock(),
     *_against_torch(),
     *_of_ourselves(),
