@@ -542,12 +542,11 @@ class Message:
         inherited = record.live is not runtime.live
         if not can_travel(record, used, inherited):
             return None
-        mover = None
+        mover, room = None, 0
         if not record.shared:
-            mover = self._mover_for(record)
+            mover, room = self._mover_for(runtime, record)
             if mover is None and not runtime.live.make_private(record):
                 return None
-        room = 0 if mover is None else ROOM_FOR_ANOTHER
         if inherited:
             handle, taken = self._add_inherited(runtime, record, room)
         else:
@@ -675,21 +674,27 @@ class Message:
         while self._is_ours():
             self._taken.pop().undo()
 
-    def _mover_for(self, record: Record) -> Mover | None:
+    def _mover_for(self, runtime: Runtime, record: Record) -> tuple[Mover | None, int]:
         """Return the mover that sends a received block on, if that can wait until commit.
 
         At that time something may still refer to the block, and the kernel may refuse private
         pages. Then the block is copied, so there must be memory for the copy, and the copy's
-        handle must have the same length.
+        handle must have the same length. The second result is the room that it needs for that.
         """
+        made = list(runtime.heap(BY_VALUE).segments)
         if (
             self._mover is None
             or not self._mover.passes_on
             or get_settings().on_exhausted == "pickle"
             or current_strategy() is not record.segment.strategy
+            # How long the handle of a copy will be is not known before there is a segment.
+            or not made
         ):
-            return None
-        return self._mover
+            return None, 0
+        # A segment that came with its descriptor has no path here, but the copy's may have one.
+        longest = max(map(_size_of_locator, made))
+        room = max(longest - _size_of_locator(record.segment), 0)
+        return self._mover, room + ROOM_FOR_ANOTHER
 
     def _close_batches(self) -> None:
         if self._batches is not None:
@@ -741,6 +746,10 @@ class Message:
             self._batches = None
             self._runtime = runtime
         return runtime
+
+
+def _size_of_locator(segment: Segment) -> int:
+    return len(segment.locator.encode(errors="surrogateescape"))
 
 
 def _contiguous(memory: Any) -> memoryview:

@@ -374,6 +374,37 @@ def test_a_handle_that_cannot_be_replaced_is_told_of(
         assert (kept == 1).all()
 
 
+def pass_on_without_private_pages(reader: Any, writer: Any, sends_before: bool) -> None:
+    LiveBlocks.make_private = lambda *_: False  # type: ignore[method-assign]
+    if sends_before:
+        writer.send(filled(7))
+    kept = reader.recv()
+    writer.send([kept, "and more"])
+    kept[:] = 9
+
+
+@pytest.mark.parametrize("sends_before", [False, True], ids=["first", "later"])
+def test_what_came_from_another_process_is_copied_where_it_must_be(
+    children: Children, sends_before: bool
+) -> None:
+    """Its segment has no path in the process that sends it on, but that of the copy may have one,
+    so the copy's handle is much longer.
+    """
+    context = context_of(children)
+    reader, to_child = context.Pipe(duplex=False)
+    from_child, writer = context.Pipe(duplex=False)
+    process = children.start(pass_on_without_private_pages, reader, writer, sends_before)
+    to_child.send(filled(1))
+    children.join(process)
+    if sends_before:
+        assert within(from_child.recv).max() == 7
+    array, text = within(from_child.recv)
+    assert (array == 1).all()
+    assert text == "and more"
+    for each in (reader, to_child, from_child, writer):
+        each.close()
+
+
 def change_and_pass_on(reader: Any, writer: Any) -> None:
     held = [reader.recv()]
     held[0][:] += 1
