@@ -25,7 +25,7 @@ from contextlib import suppress
 from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shmreduce.copying import copy_bytes
 from shmreduce.errors import (
@@ -148,8 +148,7 @@ def ask_reducer(
     if not message.before_many:
         message.has_many = True
     result = claim.reducer.reduce(obj, message)
-    if not isinstance(result, _REDUCED) and result is not NotImplemented:
-        _reject_result(claim, obj, result)
+    _check_result(claim, obj, result)
     return result
 
 
@@ -350,7 +349,9 @@ def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
     )
 
 
-def _reject_result(claim: ReducerClaim, obj: Any, result: Any) -> NoReturn:
+def _check_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
+    if isinstance(result, _REDUCED) or result is NotImplemented:
+        return
     type_name = qualified_name(type(obj))
     raise ReducerError(
         f"reducer {describe(claim.reducer)} ({claim.origin}) returned "
@@ -431,6 +432,7 @@ class Pickler(ForkingPickler):
             return self._begun.reduced
         asked = self._asked.get(id(type(obj)))
         if asked is not None:
+            # As in ask_reducer(), without a call: a list may have ten thousand arrays.
             reduce, message, _, claim = asked
             message.before_many -= 1
             if not message.before_many:
@@ -438,8 +440,7 @@ class Pickler(ForkingPickler):
             result = reduce(obj, message)
             if type(result) is tuple:
                 return result
-            if not isinstance(result, _REDUCED) and result is not NotImplemented:
-                _reject_result(claim, obj, result)
+            _check_result(claim, obj, result)
         else:
             result = self._ask(obj)
         if result is NotImplemented:

@@ -74,8 +74,8 @@ def anonymous_zeros(name: str, size: int) -> int:
         os.close(made)
         if isinstance(error, OSError) and is_from_system(error):
             raise SegmentError(
-                f"an anonymous file of {size} bytes ({name}) could not be made: {error}. Raise "
-                "the limit of file sizes (ulimit -f)",
+                f"an anonymous file of {size} bytes ({name}) could not be made: {error}. If it "
+                "is too large, raise the limit of file sizes (ulimit -f)",
                 operation="resize",
                 errno=error.errno,
                 segment=name,

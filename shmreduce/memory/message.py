@@ -70,6 +70,8 @@ __all__ = [
     "next_nonce",
 ]
 
+_LONGEST_PATH = 4096
+"""Bytes of PATH_MAX: how long a locator may be of which nothing is known yet."""
 _PRIVATE_FROM = 256 << 10
 """A received array of this many bytes or more is sent on by private pages, not by a copy."""
 
@@ -681,16 +683,16 @@ class Message:
         pages. Then the block is copied, so there must be memory for the copy, and the copy's
         handle must have the same length. The second result is the room that it needs for that.
         """
-        made = list(runtime.heap(BY_VALUE).segments)
         if (
             self._mover is None
             or not self._mover.passes_on
             or get_settings().on_exhausted == "pickle"
             or current_strategy() is not record.segment.strategy
-            # How long the handle of a copy will be is not known before there is a segment.
-            or not made
         ):
             return None, 0
+        made = list(runtime.heap(BY_VALUE).segments)
+        if not made:
+            return self._mover, _LONGEST_PATH
         # A segment that came with its descriptor has no path here, but the copy's may have one.
         longest = max(map(_size_of_locator, made))
         room = max(longest - _size_of_locator(record.segment), 0)

@@ -13,10 +13,7 @@ import shmreduce
 from shmreduce import (
     AlreadyLoadedError,
     InvalidHandleError,
-    LeaseTimeoutError,
     Message,
-    OutOfLeasesError,
-    SegmentError,
     pickling,
 )
 from shmreduce.memory import parts, runtime
@@ -24,7 +21,16 @@ from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce_numpy import rebuild
 from shmreduce_numpy.blocks import find_block_of
-from tests.arrays.ways import PICKLES, WAYS, dumps, sizes_out, standard_pickle, transfer
+from tests.arrays.ways import (
+    LACKS,
+    PICKLES,
+    WAYS,
+    Unpicklable,
+    dumps,
+    sizes_out,
+    standard_pickle,
+    transfer,
+)
 from tests.memory.forks import Forks
 
 if TYPE_CHECKING:
@@ -219,13 +225,6 @@ def test_where_there_is_no_room_they_are_pickled() -> None:
     assert all((array == each % 251).all() for each, array in enumerate(found))
 
 
-LACKS = [
-    SegmentError("no descriptor is free", operation="open", errno=24, segment=None),
-    OutOfLeasesError("all are in use", segment="", slots=1),
-    LeaseTimeoutError("somebody is stopped", segment="", block=0, waited=30.0),
-]
-
-
 @pytest.mark.usefixtures("shmreduce_no_leaks", "long_way")
 @pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
 def test_whatever_a_block_lacks_they_are_pickled(
@@ -242,11 +241,6 @@ def test_whatever_a_block_lacks_they_are_pickled(
     found = transfer(many())
     assert all((array == each % 251).all() for each, array in enumerate(found))
     assert len(attempts) == 1
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise ZeroDivisionError
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")

@@ -15,19 +15,16 @@ from shmreduce import (
     AlreadyLoadedError,
     ConfigurationError,
     InvalidHandleError,
-    LeaseTimeoutError,
     Message,
-    OutOfLeasesError,
-    SegmentError,
     pickling,
 )
 from shmreduce.memory import parts, runtime
-from shmreduce.memory.handle import Handle, find_mark
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.layout import BY_VALUE
+from shmreduce.memory.loading import _handles_in
 from shmreduce_numpy import pieces, rebuild
 from shmreduce_numpy.blocks import find_block_of
-from tests.arrays.ways import PICKLES, WAYS, dumps, sizes_out, transfer
+from tests.arrays.ways import LACKS, PICKLES, WAYS, Unpicklable, dumps, sizes_out, transfer
 from tests.memory.forks import Forks
 
 if TYPE_CHECKING:
@@ -331,13 +328,6 @@ def test_where_there_is_no_room_they_are_pickled() -> None:
         check(transfer(many(LARGE)), many(LARGE))
 
 
-LACKS = [
-    SegmentError("no descriptor is free", operation="open", errno=24, segment=None),
-    OutOfLeasesError("all are in use", segment="", slots=1),
-    LeaseTimeoutError("somebody is stopped", segment="", block=0, waited=30.0),
-]
-
-
 @pytest.mark.usefixtures("shmreduce_no_leaks", "long_way")
 @pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
 def test_whatever_a_block_lacks_they_are_pickled(
@@ -353,11 +343,6 @@ def test_whatever_a_block_lacks_they_are_pickled(
     monkeypatch.setattr(Heap, "allocate", fail)
     check(transfer(many(LARGE)), many(LARGE))
     assert len(attempts) == 1
-
-
-class Unpicklable:
-    def __reduce__(self) -> Any:
-        raise ZeroDivisionError
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
@@ -394,16 +379,6 @@ def test_a_complete_message_holds_its_blocks_by_leases_alone() -> None:
     assert sizes_out() == before
 
 
-def handles_in(data: bytes) -> list[Handle]:
-    found = []
-    start = find_mark(data, 0)
-    while start != -1:
-        end = start + Handle.size_at(data, start)
-        found.append(Handle.unpack(data[start:end]))
-        start = find_mark(data, end)
-    return found
-
-
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_a_child_that_is_forked_meanwhile_goes_on_with_blocks_of_its_own() -> None:
     """What it adds to the message is in its own memory, not in its parent's block."""
@@ -423,7 +398,7 @@ def test_a_child_that_is_forked_meanwhile_goes_on_with_blocks_of_its_own() -> No
         message.commit()
         if os.getpid() != parent:
             made_here = {each.token for each in runtime.current().heap(BY_VALUE).segments}
-            before, *after = [what.token in made_here for what in handles_in(bytes(data))]
+            before, *after = [what.token in made_here for what in _handles_in(data)]
             os._exit(0 if not before and after and all(after) else 1)
     finally:
         if os.getpid() != parent:

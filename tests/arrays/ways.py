@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 import shmreduce
-from shmreduce import pickling
+from shmreduce import LeaseTimeoutError, OutOfLeasesError, SegmentError, pickling
 from shmreduce.memory import runtime
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.packets import INLINE_BODY
 from shmreduce.pool_channel import channel_class
 
 __all__ = [
+    "LACKS",
     "PICKLES",
     "WAYS",
+    "Unpicklable",
     "dumps",
     "pickled_task",
     "sizes_out",
@@ -69,3 +71,16 @@ def sizes_out() -> list[int]:
     heap = runtime.current().heap(BY_VALUE)
     heap.collect()
     return [segment.capacities[block] for segment in heap.segments for block in segment.out]
+
+
+LACKS = [
+    SegmentError("no descriptor is free", operation="open", errno=24, segment=None),
+    OutOfLeasesError("all are in use", segment="", slots=1),
+    LeaseTimeoutError("somebody is stopped", segment="", block=0, waited=30.0),
+]
+"""Errors for want of which no block is made."""
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError

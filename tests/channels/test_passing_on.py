@@ -405,6 +405,29 @@ def test_what_came_from_another_process_is_copied_where_it_must_be(
         each.close()
 
 
+def pass_on_and_count_cuts(reader: Any, writer: Any) -> None:
+    cuts = []
+    LiveBlocks.make_private = lambda *given: cuts.append(given)  # type: ignore[method-assign]
+    writer.send_last([[reader.recv(), "and more"]])
+    writer.send(len(cuts))
+
+
+def test_a_process_that_has_sent_nothing_of_its_own_cuts_nothing_off(children: Children) -> None:
+    """It has no segment yet: what it receives and does not keep goes on as it came."""
+    context = context_of(children)
+    reader, to_child = context.Pipe(duplex=False)
+    from_child, writer = context.Pipe(duplex=False)
+    process = children.start(pass_on_and_count_cuts, reader, writer)
+    to_child.send(filled(1))
+    children.join(process)
+    array, text = within(from_child.recv)
+    assert (array == 1).all()
+    assert text == "and more"
+    assert within(from_child.recv) == 0
+    for each in (reader, to_child, from_child, writer):
+        each.close()
+
+
 def change_and_pass_on(reader: Any, writer: Any) -> None:
     held = [reader.recv()]
     held[0][:] += 1
