@@ -12,23 +12,20 @@ the device's memory.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from ctypes import byref, c_int, c_uint, c_void_p, create_string_buffer
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shmreduce_cuda.driver import Bytes16, get_driver
 from shmreduce_cuda.errors import CudaDeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shmreduce_cuda.driver import Driver
 
 __all__ = [
     "current_context",
     "device_name",
     "ordinal_of",
+    "primary_context",
     "synchronise",
     "uuid_of",
     "uuid_text",
@@ -37,9 +34,13 @@ __all__ = [
 
 _uuids: dict[int, bytes] = {}
 _contexts: dict[int, c_void_p] = {}
+_visible = 0
+"""How many devices this process sees; 0 before it was asked for."""
 
 
 def _forget() -> None:
+    global _visible
+    _visible = 0
     _uuids.clear()
     _contexts.clear()
 
@@ -75,9 +76,7 @@ def uuid_of(ordinal: int) -> bytes:
 
 def visible_uuids() -> list[bytes]:
     """Return the UUIDs of the devices that this process sees, by ordinal."""
-    count = c_int()
-    get_driver().call("cuDeviceGetCount", byref(count))
-    return [uuid_of(ordinal) for ordinal in range(count.value)]
+    return [uuid_of(ordinal) for ordinal in range(_count(get_driver()))]
 
 
 def ordinal_of(uuid: bytes) -> int:
@@ -112,24 +111,36 @@ def device_name(ordinal: int) -> str:
     return name.value.decode(errors="replace")
 
 
-@contextmanager
-def current_context(ordinal: int, context: c_void_p | None = None) -> Iterator[Driver]:
+class current_context:  # noqa: N801 - it is used like a function
     """Make a device's context current in this thread, by default its primary one.
 
-    Yields the driver.
+    A context manager, whose value is the driver. It is a class because one of
+    ``contextlib`` takes as long as the two calls of the driver.
     """
-    driver = get_driver()
+
+    __slots__ = ("_context", "_driver")
+
+    def __init__(self, ordinal: int, context: c_void_p | None = None) -> None:
+        self._driver = get_driver()
+        self._context = primary_context(ordinal) if context is None else context
+
+    def __enter__(self) -> Driver:
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        return self._driver
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
+def primary_context(ordinal: int) -> c_void_p:
+    """Return the primary context of a device, which this process keeps from now on."""
+    context = _contexts.get(ordinal)
     if context is None:
-        context = _contexts.get(ordinal)
-    if context is None:
+        driver = get_driver()
         context = c_void_p()
         driver.call("cuDevicePrimaryCtxRetain", byref(context), _device(driver, ordinal))
         _contexts[ordinal] = context
-    driver.call("cuCtxPushCurrent_v2", context)
-    try:
-        yield driver
-    finally:
-        driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+    return context
 
 
 def synchronise(ordinal: int) -> None:
@@ -139,10 +150,25 @@ def synchronise(ordinal: int) -> None:
     memory of a peer device. ``ordinal`` is waited for last.
     """
     driver = get_driver()
-    others = set(range(len(visible_uuids()))) - {ordinal}
-    for each in (*filter(partial(_is_in_use, driver), others), ordinal):
-        with current_context(each):
-            driver.call("cuCtxSynchronize")
+    for each in range(_count(driver)):
+        if each != ordinal and _is_in_use(driver, each):
+            _wait_for(each)
+    _wait_for(ordinal)
+
+
+def _wait_for(ordinal: int) -> None:
+    with current_context(ordinal) as driver:
+        driver.call("cuCtxSynchronize")
+
+
+def _count(driver: Driver) -> int:
+    """Return how many devices this process sees, which does not change."""
+    global _visible
+    if not _visible:
+        count = c_int()
+        driver.call("cuDeviceGetCount", byref(count))
+        _visible = count.value
+    return _visible
 
 
 def _is_in_use(driver: Driver, ordinal: int) -> bool:

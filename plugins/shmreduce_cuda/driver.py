@@ -90,7 +90,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuCtxSynchronize": (),
-    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
+    "cuPointerGetAttributes": (c_uint, c_void_p, c_void_p, c_uint64),
     "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
     "cuIpcGetMemHandle": (POINTER(Bytes64), c_uint64),
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), Bytes64, c_uint),

@@ -17,18 +17,19 @@ import itertools
 import os
 import struct
 import threading
+from collections import deque
 from ctypes import byref, c_int, c_uint64, c_void_p, cast
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import allocate
-from shmreduce_cuda.devices import current_context, synchronise, uuid_of
+from shmreduce_cuda.devices import current_context, primary_context, synchronise, uuid_of
 from shmreduce_cuda.driver import Bytes64, get_driver
 from shmreduce_cuda.errors import CudaDriverError
 from shmreduce_cuda.kinds import (
     POSIX_FD,
     check_extent,
+    facts_at,
     find_memory,
-    ordinal_at,
     pieces_of,
     refuse,
 )
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from shmreduce import Block
     from shmreduce_cuda.driver import Driver
+    from shmreduce_cuda.errors import CudaMemoryError
     from shmreduce_cuda.kinds import Memory
     from shmreduce_cuda.messages import Place
     from shmreduce_cuda.offers import Offer, Offers
@@ -52,6 +54,8 @@ _REFUSALS = frozenset((1, 201, 400, 800, 801))
 These are invalid value, context or handle, not permitted, and not supported. Others, such
 as out of memory, may be temporary.
 """
+_LOOKS = 4
+"""How many exports are looked at with each send: more than one, so that they become fewer."""
 _LEASE = struct.Struct("<16sQ")
 LEASE_BYTES = _LEASE.size
 
@@ -128,6 +132,7 @@ class Exports:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._live: dict[int, Export] = {}
+        self._turn: deque[int] = deque()
         self.given_up = 0
         """How many exports were dropped."""
 
@@ -153,9 +158,10 @@ class Exports:
             If its memory is of a kind that cannot be sent.
         """
         low, high = (source.pointer + offset for offset in source.layout.extent)
-        ordinal = ordinal_at(get_driver(), low)
+        facts = facts_at(get_driver(), low)
+        ordinal = facts.ordinal
         with current_context(ordinal) as driver:
-            memory = find_memory(driver, low)
+            memory = find_memory(driver, low, facts)
             pieces = [(memory.base, memory.size)]
             if memory.kind == "virtual":
                 pieces = pieces_of(driver, memory, high)
@@ -164,26 +170,19 @@ class Exports:
             export = Export(next(self._numbers), source, ordinal, memory)
             try:
                 self._place(export, driver, memory, pieces)
-            except CudaDriverError as error:
-                if error.code not in _REFUSALS:
-                    raise
-                raise refuse(
-                    f"{memory.kind} memory for which the driver makes no handle ({error.name} "
-                    f"from {error.function})",
-                    "perhaps it belongs to another process, and another library has opened it "
-                    "here: copy it",
-                ) from error
-        try:
-            export.lease = allocate(LEASE_BYTES)
-            export.lease.buffer[:] = lease_text(self._token, export.number)
-        except BaseException:
-            self._drop_offer(export)
-            raise
+                export.lease = allocate(LEASE_BYTES)
+                export.lease.buffer[:] = lease_text(self._token, export.number)
+            except BaseException as error:
+                self._drop_offer(export)
+                if isinstance(error, CudaDriverError) and error.code in _REFUSALS:
+                    raise _without_handle(memory, error) from error
+                raise
         return export
 
     def hold(self, export: Export) -> None:
         """Keep an export, which is in a message, until nobody has its lease."""
         self._live[export.number] = export
+        self._turn.append(export.number)
 
     def reclaim(self) -> int:
         """Drop the arrays that no other process has any more; return how many."""
@@ -199,6 +198,27 @@ class Exports:
         finally:
             self._lock.release()
         return self.given_up - before
+
+    def reclaim_some(self) -> None:
+        """Do so for a few exports, in turn, for the price of a few looks.
+
+        Each array that is sent calls it. So a process that sends without a pause holds
+        little more than what its receivers have, though the thread looks only now and then.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            for _ in range(min(_LOOKS, len(self._turn))):
+                number = self._turn.popleft()
+                export = self._live.get(number)
+                if export is None:
+                    continue
+                if not export.kept and export.lease.reclaim():
+                    self._let_go(export)
+                else:
+                    self._turn.append(number)
+        finally:
+            self._lock.release()
 
     def _let_go(self, export: Export) -> None:
         try:
@@ -232,16 +252,26 @@ class Exports:
             export.place = Legacy(bytes(handle))
             return
         if memory.kind == "pool":
-            driver.call("cuMemPoolExportPointer", byref(handle), memory.base)
+            # The pool first: a driver refuses to export the pointers of a pool that was never
+            # exported itself (CUDA_ERROR_INVALID_VALUE, seen with driver 580).
             export.offer = self._offers.take(
                 ("pool", memory.pool), lambda: [_descriptor_of_pool(driver, memory.pool)]
             )
+            driver.call("cuMemPoolExportPointer", byref(handle), memory.base)
             export.place = Pooled(export.offer.number, memory.base, bytes(handle))
             return
         export.offer = self._offers.take(
             ("virtual", export.ordinal, tuple(pieces)), lambda: _descriptors_of(driver, pieces)
         )
         export.place = Virtual(export.offer.number, tuple(size for _, size in pieces))
+
+
+def _without_handle(memory: Memory, error: CudaDriverError) -> CudaMemoryError:
+    return refuse(
+        f"{memory.kind} memory for which the driver makes no handle ({error.name} from "
+        f"{error.function})",
+        "perhaps it belongs to another process, and another library has opened it here: copy it",
+    )
 
 
 def lease_text(token: bytes, number: int) -> bytes:
@@ -262,8 +292,8 @@ def synchronise_export(export: Export) -> None:
     current stream is a property of the thread that wrote it.
     """
     synchronise(export.ordinal)
-    if export.context:
-        # The library may use a context other than the primary one.
+    if export.context not in (0, primary_context(export.ordinal).value):
+        # The library uses another context than the primary one.
         with current_context(export.ordinal, c_void_p(export.context)) as driver:
             driver.call("cuCtxSynchronize")
 

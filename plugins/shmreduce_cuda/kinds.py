@@ -6,7 +6,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__UNIFIED.html
 
 from __future__ import annotations
 
-from ctypes import byref, c_size_t, c_uint64
+from ctypes import addressof, byref, c_int, c_size_t, c_uint64, c_void_p, sizeof
 from typing import TYPE_CHECKING, NamedTuple
 
 from shmreduce_cuda.errors import CudaMemoryError
@@ -16,24 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POSIX_FD",
+    "Facts",
     "Memory",
     "check_extent",
+    "facts_at",
     "find_memory",
-    "ordinal_at",
     "pieces_of",
     "refuse",
 ]
 
-_CONTEXT = 1
-_MEMORY_TYPE = 2
-_IS_MANAGED = 8
-_DEVICE_ORDINAL = 9
-_IS_LEGACY_CAPABLE = 10
-_HANDLE_TYPES = 14
-_POOL = 17
-"""Attributes of a pointer (``CUpointer_attribute``)."""
-_HOST = 1
-"""``CU_MEMORYTYPE_HOST``"""
+_ATTRIBUTES = (2, 9, 1, 8, 10, 14, 17)
+"""Attributes of a pointer (``CUpointer_attribute``), in the order of ``Facts``."""
+_UNKNOWN, _HOST = 0, 1
+"""``CU_MEMORYTYPE_HOST``; the driver says 0 of an address that it does not know."""
 POSIX_FD = 1
 """``CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR``"""
 
@@ -60,12 +55,60 @@ class Memory(NamedTuple):
     context: int
 
 
-def _attribute(driver: Driver, which: int, pointer: int) -> int:
-    # Booleans are written as one byte, handles as eight.
-    value = c_uint64()
-    return (
-        0 if driver.attempt("cuPointerGetAttribute", byref(value), which, pointer) else value.value
-    )
+class Facts(NamedTuple):
+    """What the driver tells of an address in memory of a device.
+
+    Parameters
+    ----------
+    memory_type : int
+        2 for memory of a device.
+    ordinal : int
+        The device's ordinal in this process.
+    context, pool : int
+        The context and the pool that the memory belongs to, or 0.
+    managed, legacy : int
+        Whether it is managed memory, and whether it can have a legacy IPC handle.
+    handle_types : int
+        The types of handle that it can be exported as.
+    """
+
+    memory_type: int
+    ordinal: int
+    context: int
+    managed: int
+    legacy: int
+    handle_types: int
+    pool: int
+
+
+_Values = c_uint64 * len(_ATTRIBUTES)
+_asked = (c_int * len(_ATTRIBUTES))(*_ATTRIBUTES)
+
+
+def facts_at(driver: Driver, pointer: int) -> Facts:
+    """Return what the driver tells of an address, in one call, for which no context is needed.
+
+    Raises
+    ------
+    CudaMemoryError
+        If the driver does not know the address, or it is in host memory.
+    """
+    # The driver writes as many bytes as each attribute has, from one to eight.
+    values = _Values()
+    first, step = addressof(values), sizeof(c_uint64)
+    places = (c_void_p * len(values))(*range(first, first + sizeof(values), step))
+    code = driver.attempt("cuPointerGetAttributes", len(values), _asked, places, pointer)
+    found = Facts(*values)
+    if code or found.memory_type == _UNKNOWN:
+        raise refuse(
+            f"memory at {pointer:#x}, which CUDA does not know",
+            "it was freed, or is memory of the host: send a NumPy array",
+        )
+    if found.memory_type == _HOST and not found.managed:
+        raise refuse(
+            "pinned memory of the host", "copy it to a device, or send it as a NumPy array"
+        )
+    return found
 
 
 def refuse(kind: str, remedy: str) -> CudaMemoryError:
@@ -73,28 +116,7 @@ def refuse(kind: str, remedy: str) -> CudaMemoryError:
     return CudaMemoryError(f"{kind} cannot be sent: {remedy}", kind=kind, remedy=remedy)
 
 
-def ordinal_at(driver: Driver, pointer: int) -> int:
-    """Return the ordinal of the device whose memory is at an address.
-
-    Raises
-    ------
-    CudaMemoryError
-        If the driver does not know the address, or it is in host memory.
-    """
-    value = c_uint64()
-    if driver.attempt("cuPointerGetAttribute", byref(value), _MEMORY_TYPE, pointer):
-        raise refuse(
-            f"memory at {pointer:#x}, which CUDA does not know",
-            "it was freed, or is memory of the host: send a NumPy array",
-        )
-    if value.value == _HOST and not _attribute(driver, _IS_MANAGED, pointer):
-        raise refuse(
-            "pinned memory of the host", "copy it to a device, or send it as a NumPy array"
-        )
-    return _attribute(driver, _DEVICE_ORDINAL, pointer)
-
-
-def find_memory(driver: Driver, pointer: int) -> Memory:
+def find_memory(driver: Driver, pointer: int, facts: Facts) -> Memory:
     """Return the allocation that has an address. The device's context must be current.
 
     Raises
@@ -102,19 +124,17 @@ def find_memory(driver: Driver, pointer: int) -> Memory:
     CudaMemoryError
         If it is of a kind that cannot be shared.
     """
-    if _attribute(driver, _IS_MANAGED, pointer):
+    if facts.managed:
         raise refuse(
             "managed memory",
             "CUDA cannot share it between processes; copy it to memory of a device",
         )
     base, size = c_uint64(), c_size_t()
     driver.call("cuMemGetAddressRange_v2", byref(base), byref(size), pointer)
-    context = _attribute(driver, _CONTEXT, pointer)
-    pool = _attribute(driver, _POOL, pointer)
-    if _attribute(driver, _IS_LEGACY_CAPABLE, pointer):
-        return Memory("legacy", base.value, size.value, 0, context)
-    exportable = bool(_attribute(driver, _HANDLE_TYPES, pointer) & POSIX_FD)
-    if pool:
+    if facts.legacy:
+        return Memory("legacy", base.value, size.value, 0, facts.context)
+    exportable = bool(facts.handle_types & POSIX_FD)
+    if facts.pool:
         if not exportable:
             raise refuse(
                 "memory of a pool that is not exportable (cudaMallocAsync)",
@@ -122,7 +142,7 @@ def find_memory(driver: Driver, pointer: int) -> Memory:
                 "(CuPy: set_allocator(cupy.cuda.MemoryPool().malloc); torch: "
                 "PYTORCH_CUDA_ALLOC_CONF=backend:native)",
             )
-        return Memory("pool", base.value, size.value, pool, context)
+        return Memory("pool", base.value, size.value, facts.pool, facts.context)
     if _is_virtual(driver, pointer):
         if not exportable:
             raise refuse(
@@ -130,7 +150,7 @@ def find_memory(driver: Driver, pointer: int) -> Memory:
                 "make it with handle type POSIX file descriptor, or allocate by cudaMalloc "
                 "(torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
             )
-        return Memory("virtual", base.value, size.value, 0, context)
+        return Memory("virtual", base.value, size.value, 0, facts.context)
     raise refuse(
         f"memory at {pointer:#x}, for which the driver offers no way of sharing,",
         "copy it to memory from cudaMalloc",
@@ -158,7 +178,7 @@ def pieces_of(driver: Driver, memory: Memory, high: int) -> list[tuple[int, int]
     pieces = [(memory.base, memory.size)]
     end = memory.base + memory.size
     while end < high:
-        following = find_memory(driver, end)
+        following = find_memory(driver, end, facts_at(driver, end))
         if following.kind != "virtual" or following.base != end:
             break
         pieces.append((following.base, following.size))

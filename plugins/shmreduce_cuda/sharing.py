@@ -7,10 +7,11 @@ May import public names of :mod:`shmreduce`, and ``errors``, ``events``,
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from shmreduce import ShmreduceError
 from shmreduce_cuda.errors import CudaSharingError
 from shmreduce_cuda.events import stream_handle
 from shmreduce_cuda.runtime import current
@@ -134,6 +135,10 @@ def _discarding(outgoing: Outgoing) -> Iterator[None]:
 def _hold(outgoing: OwnArray) -> None:
     runtime = current()
     runtime.exports.hold(outgoing.export)
+    # What is wrong with an earlier array must not keep this one from being sent; the thread
+    # finds it, too, and stats() reports it.
+    with suppress(ShmreduceError, OSError):
+        runtime.exports.reclaim_some()
     if len(runtime.offers):
         runtime.keeper.listen()
     runtime.keeper.look_after()

@@ -127,7 +127,8 @@ def _run_apart(case: Case, *, quick: bool) -> Outcome:
         detail = f"exit status {child.returncode}: {last[0]}"
         return Outcome(case.name, case.about, "failed", detail)
     outcome = Outcome(**json.loads(lines[-1]))
-    said = errors.strip().splitlines()
+    # Not the line of code that Python prints below a warning.
+    said = [line for line in errors.splitlines() if line.strip() and not line.startswith(" ")]
     if outcome.status == "failed" and said:
         # Perhaps a process that the case had started has printed the reason.
         outcome = replace(outcome, detail=f"{outcome.detail} ({said[-1]})")

@@ -17,7 +17,7 @@ import numpy as np
 from shmreduce_cuda.devices import current_context, device_name, uuid_text, visible_uuids
 from shmreduce_cuda.driver import LIBRARY, Bytes64, get_driver
 from shmreduce_cuda.errors import CudaMemoryError
-from shmreduce_cuda.kinds import find_memory, ordinal_at
+from shmreduce_cuda.kinds import facts_at, find_memory
 from shmreduce_cuda.verify.lab import KINDS, Memory
 from shmreduce_cuda.verify.outcomes import Case, Scale, expect
 from shmreduce_cuda.verify.partner import partner
@@ -141,8 +141,8 @@ def _kinds(_: Scale) -> dict[str, Any]:
         with current_context(0):
             code = driver.attempt("cuIpcGetMemHandle", byref(Bytes64()), memory.pointer)
             try:
-                ordinal_at(driver, memory.pointer)
-                found = find_memory(driver, memory.pointer)
+                facts = facts_at(driver, memory.pointer)
+                found = find_memory(driver, memory.pointer, facts)
                 told = found.kind
                 expect(found.base == memory.pointer, f"{kind}: the base is elsewhere")
             except CudaMemoryError as error:

@@ -309,8 +309,14 @@ def read(array: Any, ordinal: int = 0) -> np.ndarray[Any, Any]:
 
 
 def write(array: Any, values: Any, ordinal: int = 0) -> None:
-    """Set the values of an array without gaps."""
+    """Set the values of an array without gaps, and wait until they are there.
+
+    From pageable memory of the host, ``cuMemcpyHtoD`` may return while the last bytes are
+    on their way to the device, which another process would notice
+    (https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html).
+    """
     interface = array.__cuda_array_interface__
     host = np.asarray(values, order="C")
     with current_context(getattr(getattr(array, "memory", None), "ordinal", ordinal)) as driver:
         driver.call("cuMemcpyHtoD_v2", interface["data"][0], host.ctypes.data, host.nbytes)
+        driver.call("cuStreamSynchronize", None)

@@ -272,44 +272,52 @@ API int cuMemGetAddressRange_v2(address *base, size_t *size, address pointer)
     return code;
 }
 
-API int cuPointerGetAttribute(void *value, int attribute, address pointer)
+static int attribute_of(const struct mapping *mapping, int attribute, void *value)
 {
-    int code = enter("cuPointerGetAttribute", false, "attribute=%d ", attribute);
+    switch (attribute) {
+    case 1: /* the context; there is none for pools and virtual memory */
+        *(void **)value = NULL;
+        return SUCCESS;
+    case 2: /* memory type: host or device */
+        *(unsigned *)value = mapping->kind == HOST ? 1 : 2;
+        return SUCCESS;
+    case 8: /* managed */
+        *(bool *)value = mapping->kind == MANAGED;
+        return SUCCESS;
+    case 9: { /* ordinal */
+        unsigned char uuid[16];
+        *(int *)value = 0;
+        for (int i = 0; i < DEVICES; i++)
+            if (cuDeviceGetUuid_v2(uuid, i) == SUCCESS && uuid[15] == '0' + mapping->device)
+                *(int *)value = i;
+        return SUCCESS;
+    }
+    case 10: /* may have a legacy handle */
+        *(bool *)value = mapping->kind == LEGACY && !mapping->imported;
+        return SUCCESS;
+    case 14: /* allowed handle types */
+        *(uint64_t *)value = mapping->kind == LEGACY ? 0 : mapping->types;
+        return SUCCESS;
+    case 17: /* pool */
+        *(uint64_t *)value = mapping->kind == POOLED ? 0x1000 + mapping->pool : 0;
+        return SUCCESS;
+    default:
+        return INVALID_VALUE;
+    }
+}
+
+/* Of an address that it does not know, a driver says 0 to all, and -2 to the ordinal. */
+API int cuPointerGetAttributes(unsigned count, const int *attributes, void **values,
+                               address pointer)
+{
+    int code = enter("cuPointerGetAttributes", false, "pointer=%#llx ", pointer);
     memory_lock();
     struct mapping *mapping = find_mapping(pointer);
-    if (mapping == NULL)
-        code = code ? code : INVALID_VALUE;
-    if (code == SUCCESS)
-        switch (attribute) {
-        case 1: /* the context; there is none for pools and virtual memory */
-            *(void **)value = NULL;
-            break;
-        case 2: /* memory type: host or device */
-            *(unsigned *)value = mapping->kind == HOST ? 1 : 2;
-            break;
-        case 8: /* managed */
-            *(bool *)value = mapping->kind == MANAGED;
-            break;
-        case 9: { /* ordinal */
-            unsigned char uuid[16];
-            *(int *)value = 0;
-            for (int i = 0; i < DEVICES; i++)
-                if (cuDeviceGetUuid_v2(uuid, i) == SUCCESS && uuid[15] == '0' + mapping->device)
-                    *(int *)value = i;
-            break;
-        }
-        case 10: /* may have a legacy handle */
-            *(bool *)value = mapping->kind == LEGACY && !mapping->imported;
-            break;
-        case 14: /* allowed handle types */
-            *(uint64_t *)value = mapping->kind == LEGACY ? 0 : mapping->types;
-            break;
-        case 17: /* pool */
-            *(uint64_t *)value = mapping->kind == POOLED ? 0x1000 + mapping->pool : 0;
-            break;
-        default:
-            code = INVALID_VALUE;
-        }
+    for (unsigned i = 0; i < count && code == SUCCESS; i++)
+        if (mapping != NULL)
+            code = attribute_of(mapping, attributes[i], values[i]);
+        else
+            *(unsigned *)values[i] = attributes[i] == 9 ? -2 : 0;
     memory_unlock();
     return code;
 }
@@ -398,8 +406,10 @@ API int cuIpcCloseMemHandle(address pointer)
 API int cuMemcpyDtoH_v2(void *target, address source, size_t size)
 {
     int code = enter("cuMemcpyDtoH_v2", true, "pointer=%#llx ", source);
-    if (code == SUCCESS)
+    if (code == SUCCESS) {
+        wait_for_default_stream();
         memcpy(target, (void *)(uintptr_t)source, size);
+    }
     return code;
 }
 
@@ -407,6 +417,6 @@ API int cuMemcpyHtoD_v2(address target, const void *source, size_t size)
 {
     int code = enter("cuMemcpyHtoD_v2", true, "pointer=%#llx ", target);
     if (code == SUCCESS)
-        memcpy((void *)(uintptr_t)target, source, size);
+        copy_later(target, source, size);
     return code;
 }

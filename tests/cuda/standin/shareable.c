@@ -68,7 +68,7 @@ static int make_pool(int device, int types, int from)
 {
     for (int i = from; i < POOLS; i++)
         if (shared->pools[i].id == 0) {
-            shared->pools[i] = (struct pool){++shared->next, me, device, types};
+            shared->pools[i] = (struct pool){++shared->next, me, device, types, 0};
             return i;
         }
     return -1;
@@ -145,6 +145,8 @@ API int cuMemPoolExportToShareableHandle(int *descriptor, void *pool, int type,
         code = INVALID_VALUE;
     if (code == SUCCESS && (*descriptor = export_descriptor(found->id)) == -1)
         code = OUT_OF_MEMORY;
+    if (code == SUCCESS)
+        found->exported = 1;
     return code;
 }
 
@@ -171,7 +173,9 @@ API int cuMemPoolExportPointer(struct pointer_data *data, address pointer)
     memory_lock();
     struct mapping *mapping = find_mapping(pointer);
     if (code == SUCCESS && (mapping == NULL || mapping->kind != POOLED || mapping->imported
-                            || mapping->base != pointer || !(mapping->types & POSIX_FD)))
+                            || mapping->base != pointer || !(mapping->types & POSIX_FD)
+                            /* as driver 580 has it */
+                            || !shared->pools[mapping->pool].exported))
         code = INVALID_VALUE;
     if (code == SUCCESS) {
         memset(data, 0, sizeof *data);

@@ -52,7 +52,7 @@ struct object { uint64_t id; int32_t process, device, kind, pool, types; uint64_
 struct import { uint64_t object; int32_t process, count; };
 struct event { uint64_t id; int32_t process; uint64_t recorded, done; };
 struct exported { uint64_t inode; uint64_t target; int32_t process; };
-struct pool { uint64_t id; int32_t process, device, types; };
+struct pool { uint64_t id; int32_t process, device, types, exported; };
 
 /* What all processes share; under the lock. A process is alive while it holds
  * the lock on its byte, so one that is killed is found out. */
@@ -106,6 +106,8 @@ void memory_unlock(void);
 
 /* streams.c */
 void wait_for_streams(int device);
+void wait_for_default_stream(void);
+void copy_later(address target, const void *source, size_t size);
 
 #define API __attribute__((visibility("default")))
 

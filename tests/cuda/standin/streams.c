@@ -10,7 +10,7 @@
 enum { STREAMS = 64, OPERATIONS = 4096 };
 
 struct operation { int what; address target; unsigned value; size_t count; struct local_event *event;
-                   uint64_t number; };
+                   uint64_t number; void *staging; };
 struct stream {
     int device;
     bool used, started, destroyed;
@@ -37,6 +37,12 @@ static void perform(struct operation *operation)
         while (event->done < operation->number)
             pthread_cond_wait(&changed, &mutex);
         pthread_mutex_unlock(&mutex);
+        return;
+    }
+    if (operation->what == 3) { /* a copy from the host's memory */
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+        memcpy((void *)(uintptr_t)operation->target, operation->staging, operation->count);
+        free(operation->staging);
         return;
     }
     pause_for("STANDIN_CUDA_DELAY");
@@ -118,6 +124,19 @@ void wait_for_streams(int device)
             wait_for(&streams[i]);
 }
 
+void wait_for_default_stream(void) { wait_for(stream_of(NULL)); }
+
+/* A driver copies from pageable memory to memory of its own, and returns; the bytes reach the
+ * device a moment later. */
+void copy_later(address target, const void *source, size_t size)
+{
+    void *staging = malloc(size);
+    if (staging == NULL)
+        abort();
+    memcpy(staging, source, size);
+    enqueue(stream_of(NULL), (struct operation){3, target, 0, size, NULL, 0, staging});
+}
+
 API int cuStreamCreate(void **stream, unsigned flags)
 {
     int code = enter("cuStreamCreate", true, "flags=%u ", flags);
@@ -167,7 +186,7 @@ API int cuMemsetD32Async(address target, unsigned value, size_t count, void *str
 {
     int code = enter("cuMemsetD32Async", true, "pointer=%#llx ", target);
     if (code == SUCCESS)
-        enqueue(stream_of(stream), (struct operation){0, target, value, count, NULL, 0});
+        enqueue(stream_of(stream), (struct operation){0, target, value, count, NULL, 0, NULL});
     return code;
 }
 
@@ -208,7 +227,7 @@ API int cuStreamWaitEvent(void *stream, struct local_event *event, unsigned flag
     int code = enter("cuStreamWaitEvent", true, " ");
     if (code != SUCCESS || flags || event->foreign)
         return code ? code : INVALID_VALUE;
-    enqueue(stream_of(stream), (struct operation){2, 0, 0, 0, event, event->recorded});
+    enqueue(stream_of(stream), (struct operation){2, 0, 0, 0, event, event->recorded, NULL});
     return SUCCESS;
 }
 
@@ -222,7 +241,7 @@ API int cuEventRecord(struct local_event *event, void *stream)
     pthread_mutex_unlock(&mutex);
     if (event->index >= 0)
         shared->events[event->index].recorded = number;
-    enqueue(stream_of(stream), (struct operation){1, 0, 0, 0, event, number});
+    enqueue(stream_of(stream), (struct operation){1, 0, 0, 0, event, number, NULL});
     return SUCCESS;
 }
 
