@@ -54,7 +54,7 @@ _REFUSALS = frozenset((1, 201, 400, 800, 801))
 These are invalid value, context or handle, not permitted, and not supported. Others, such
 as out of memory, may be temporary.
 """
-_LOOKS = 4
+_LOOKS = 2
 """How many exports are looked at with each send: more than one, so that they become fewer."""
 _LEASE = struct.Struct("<16sQ")
 LEASE_BYTES = _LEASE.size

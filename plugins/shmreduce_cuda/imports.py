@@ -8,8 +8,14 @@ array there is an *attachment*, which the array and its views keep alive. When i
 these steps follow in this order:
 
 1. wait for the devices, since kernels may still work on the array;
-2. close the mapping, if this was its last attachment;
+2. if this was the last attachment of its mapping, keep the mapping open for a moment, with
+   the lease, so that the next array in the same memory need not open it again. Opening and
+   closing take a driver longer than all else together, and the allocators of array
+   libraries use the same memory again and again. Then close it;
 3. release the lease. From now on the sender may free the memory.
+
+A mapping that nobody uses is *idle*. The keeper's thread closes it; closing does not wait
+for anything, so it does not disturb a graph that another thread is capturing.
 
 An attachment may die in any thread, inside the garbage collector, in the middle of any
 function here. So its death is only noted, and the steps are done by the thread that gets
@@ -21,10 +27,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from shmreduce_cuda.devices import synchronise
 from shmreduce_cuda.errors import CudaDriverError, CudaSharingError
@@ -41,6 +49,18 @@ __all__ = ["Attachment", "Imports"]
 
 _PATIENCE = 60.0
 """Seconds to wait for another thread that opens or closes memory."""
+_IDLE_SECONDS = 0.1
+"""Seconds for which a mapping that nobody uses is kept, at least."""
+_QUICK = 0.05
+"""Seconds to wait for the keeper's thread, which closes idle mappings."""
+_MOST_IDLE = 64
+"""How many idle mappings are kept."""
+_MOST_IDLE_BYTES = 1 << 30
+"""How many bytes they have together, unless it is a single one.
+
+Its sender cannot use this memory for something else. The larger a mapping is, the more it
+keeps from the sender, for nearly the same time saved.
+"""
 
 
 class Attachment:
@@ -78,16 +98,35 @@ class Attachment:
         return first + lowest <= low and high <= first + highest
 
 
-class Imports:
-    """The mappings of one process."""
+class _Idle(NamedTuple):
+    """A mapping that nobody uses, and the lease of its last array."""
 
-    def __init__(self) -> None:
+    mapping: Mapping
+    lease: Block
+    since: float
+
+
+class Imports:
+    """The mappings of one process.
+
+    Parameters
+    ----------
+    attend : callable
+        Called when a mapping becomes idle, perhaps in a destructor. Returns whether somebody
+        will call :meth:`close_idle`; if not, the mapping is closed at once.
+    """
+
+    def __init__(self, attend: Callable[[], bool]) -> None:
+        self._attend = attend
         self._lock = threading.Lock()
         self._inside: int | None = None
+        self._closes_idle = False
         self._opener = Opener()
         self._mappings: dict[tuple[Any, ...], Mapping] = {}
         self._attachments: dict[int, weakref.ref[Attachment]] = {}
         self._ended: deque[tuple[Mapping, Block]] = deque()
+        # The one that has been idle for longest is the first.
+        self._idle: dict[tuple[Any, ...], _Idle] = {}
         self._stuck: deque[tuple[Mapping, Block]] = deque()
         self._lost: list[tuple[Mapping, Block]] = []
         self.retired = False
@@ -101,6 +140,11 @@ class Imports:
     def mappings(self) -> int:
         """How many mappings are open."""
         return len(self._mappings)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is something to be closed."""
+        return bool(self._idle or self._ended)
 
     @property
     def arrays(self) -> int:
@@ -130,6 +174,8 @@ class Imports:
                 self.opened += 1
             attachment = Attachment(self, mapping, lease, description)
             mapping.users += 1
+            # The lease of its last array may go now: the new one's keeps the memory as well.
+            self._idle.pop(key, None)
         finally:
             self._leave()
         self._attachments[id(attachment)] = weakref.ref(
@@ -171,13 +217,23 @@ class Imports:
 
     def settle(self) -> None:
         """Close what has ended, unless another call is doing that and will see it."""
-        while self._ended and self._lock.acquire(blocking=False):
+        while self._ended and self._take_over():
             self._inside = threading.get_ident()
             try:
                 self._close_ended()
             finally:
                 self._inside = None
                 self._lock.release()
+
+    def _take_over(self) -> bool:
+        """Take the lock if it is free, or if the keeper's thread has it and will be quick.
+
+        That thread must not be left to wait for the devices: the program knows when this
+        thread drops an array, and may start to capture a graph as soon as it has.
+        """
+        if self._closes_idle and self._inside != threading.get_ident():
+            return self._lock.acquire(timeout=_QUICK)
+        return self._lock.acquire(blocking=False)
 
     def _close_ended(self) -> None:
         while self._ended:
@@ -190,19 +246,53 @@ class Imports:
                 self._stuck.append((mapping, lease))
                 continue
             self._take_up_stuck()
-            try:
-                self._detach(mapping)
-            except CudaDriverError:
-                # It may be half closed, so do not try again: the lease ends with the process.
-                self._lost.append((mapping, lease))
+            mapping.users -= 1
+            if not mapping.users:
+                self._idle[mapping.key] = _Idle(mapping, lease, time.monotonic())
+                self._limit_idle()
+                if not self._attend():
+                    self._close_until(inf)
 
-    def _detach(self, mapping: Mapping) -> None:
-        if mapping.users == 1:
-            # Removed first: if closing fails half-way, nobody may use it again.
-            self._mappings.pop(mapping.key, None)
+    def _limit_idle(self) -> None:
+        """Close those that have been idle for longest, if there are too many."""
+        while len(self._idle) > 1 and (
+            len(self._idle) > _MOST_IDLE
+            or sum(each.mapping.size for each in self._idle.values()) > _MOST_IDLE_BYTES
+        ):
+            self._close(next(iter(self._idle.values())))
+
+    def close_idle(self, seconds: float = _IDLE_SECONDS) -> None:
+        """Close what nobody has used for some time, unless the lock is taken now."""
+        if self._idle and self._lock.acquire(blocking=False):
+            self._inside = threading.get_ident()
+            self._closes_idle = True
+            try:
+                self._close_until(time.monotonic() - seconds)
+            finally:
+                self._closes_idle = False
+                self._inside = None
+                # What has ended meanwhile is left to the thread that is waiting for the lock.
+                self._lock.release()
+
+    def _close_until(self, moment: float) -> None:
+        for each in list(self._idle.values()):
+            if each.since > moment:
+                return
+            self._close(each)
+
+    def _close(self, idle: _Idle) -> None:
+        """Close an idle mapping. Its lease ends with the caller's reference, so afterwards."""
+        mapping = idle.mapping
+        # Removed first: if closing fails half-way, nobody may use it again.
+        del self._idle[mapping.key]
+        self._mappings.pop(mapping.key, None)
+        try:
             self._opener.close(mapping)
+        except CudaDriverError:
+            # It may be half closed, so do not try again: the lease ends with the process.
+            self._lost.append((mapping, idle.lease))
+        else:
             self.closed += 1
-        mapping.users -= 1
 
     def _enter(self) -> None:
         me = threading.get_ident()

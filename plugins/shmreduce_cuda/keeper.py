@@ -1,11 +1,12 @@
-"""The thread that frees arrays that were sent, while the program does something else.
+"""The thread that frees memory while the program does something else.
 
-May import public names of :mod:`shmreduce`, and ``descriptors``, ``exports`` and ``offers`` of
-this plugin.
+May import public names of :mod:`shmreduce`, and ``descriptors`` and ``offers`` of this
+plugin.
 
 A process that waits for its next message cannot notice that its receivers have dropped
-an array, or were killed. So while there are exports, a thread checks several times a
-second. It also passes descriptors to receivers. If there is nothing to do, it sleeps
+an array, or were killed; nor that it should close what it has received and dropped. So
+while there are arrays that were sent, or idle mappings, a thread checks several times a
+second. It also passes descriptors to receivers. If there is nothing to do, it rests
 until it is woken. It is ended during a fork, because CPython 3.12 and later warn about
 forking with other threads.
 """
@@ -24,8 +25,8 @@ from shmreduce_cuda.descriptors import open_listener, serve
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
-    from shmreduce_cuda.exports import Exports
     from shmreduce_cuda.offers import Offers
 
 __all__ = ["Keeper"]
@@ -47,17 +48,18 @@ class Keeper:
     ----------
     token : bytes
         This process's token.
-    exports : Exports
-        The arrays to be freed.
     offers : Offers
         The descriptors to be passed to receivers.
+    check : callable
+        Frees what can be freed; returns whether there is more to come.
     """
 
-    def __init__(self, token: bytes, exports: Exports, offers: Offers) -> None:
+    def __init__(self, token: bytes, offers: Offers, check: Callable[[], bool]) -> None:
         self._token = token
-        self._exports = exports
         self._offers = offers
+        self._check = check
         self._thread: threading.Thread | None = None
+        self._resting = False
         self._starting = threading.Lock()
         self._bell = -1
         self._ending = False
@@ -67,12 +69,19 @@ class Keeper:
         """The error of the last check, None if there was none."""
 
     def look_after(self) -> None:
-        """Start the thread if it does not run, and let it check."""
-        thread = self._thread
-        if thread is None or not thread.is_alive():
+        """Start the thread if it does not run, and wake it if it rests."""
+        if not self.attend():
             with self._starting:
                 self._start()
-        os.eventfd_write(self._bell, 1)
+
+    def attend(self) -> bool:
+        """Wake the thread if it rests; return whether it runs. For destructors, too."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return False
+        if self._resting:
+            os.eventfd_write(self._bell, 1)
+        return True
 
     def listen(self) -> None:
         """Open the socket at which receivers ask for descriptors, if it is not open."""
@@ -80,6 +89,9 @@ class Keeper:
         with self._starting:
             if self.listener is None:
                 self.listener = open_listener(self._token)
+                if self._bell != -1:
+                    # The thread may be waiting, for anything but the new socket.
+                    os.eventfd_write(self._bell, 1)
 
     def stop(self) -> bool:
         """End the thread, waiting for a limited time; return whether there was one."""
@@ -129,16 +141,24 @@ class Keeper:
             if self._ending:
                 return
             began = time.monotonic()
-            try:
-                self._exports.reclaim()
-                self.fault = None
-            except (ShmreduceError, OSError) as error:
-                # stats() reports it. The next check may succeed.
-                self.fault = error
+            # Said first: what comes after the check, by another thread, finds it said.
+            self._resting = True
+            busy = self._looked()
+            if busy:
+                self._resting = False
             took = time.monotonic() - began
-            pause = min(max(_PAUSE, _SHARE * took), _LONGEST_PAUSE)
-            if not len(self._exports):
-                pause = None
+            pause = min(max(_PAUSE, _SHARE * took), _LONGEST_PAUSE) if busy else None
+
+    def _looked(self) -> bool:
+        """Check; return whether there is more to come."""
+        try:
+            busy = self._check()
+        except (ShmreduceError, OSError) as error:
+            # stats() reports it. The next check may succeed.
+            self.fault = error
+            return True
+        self.fault = None
+        return busy
 
     def _wait(self, pause: float | None) -> None:
         """Wait until there is something to do; answer requests for descriptors meanwhile."""

@@ -34,18 +34,27 @@ class Runtime:
         self.token = secrets.token_bytes(16)
         self.offers = Offers()
         self.exports = Exports(self.token, self.offers)
-        self.imports = Imports()
         self.events = Events()
-        self.keeper = Keeper(self.token, self.exports, self.offers)
+        self.keeper = Keeper(self.token, self.offers, self._check)
+        self.imports = Imports(self.keeper.attend)
 
     def collect(self) -> int:
         """Close and free what is not used any more; return how many sent arrays were freed."""
         self.imports.retry()
+        self.imports.close_idle(0.0)
         return self.exports.reclaim()
+
+    def _check(self) -> bool:
+        """Do so for what has been idle for a while; return whether something is left."""
+        self.imports.settle()
+        self.imports.close_idle()
+        self.exports.reclaim()
+        return bool(len(self.exports) or self.imports.unsettled)
 
     def leave(self) -> None:
         """Free what can be freed, at the end of the process."""
         self.keeper.stop()
+        self.imports.close_idle(0.0)
         self.exports.reclaim()
         left = len(self.exports)
         if left:

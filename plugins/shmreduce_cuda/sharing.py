@@ -147,8 +147,8 @@ def _hold(outgoing: OwnArray) -> None:
 def collect() -> int:
     """Free the sent arrays that their receivers have dropped; return how many.
 
-    It need not be called, since a thread does this several times a second. It also tries
-    again to close received arrays that could not be closed.
+    It need not be called, since a thread does this several times a second. It also closes
+    the memory of received arrays that were dropped, and tries again where that failed.
 
     Examples
     --------
@@ -173,7 +173,8 @@ class Stats:
     arrays : int
         Received arrays that are alive.
     mappings : int
-        Allocations of other processes that are open.
+        Allocations of other processes that are open, also those that nobody uses any more
+        and that will be closed in a moment.
     opened, closed : int
         How many such allocations were opened and closed so far.
     offers : int

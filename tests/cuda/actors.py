@@ -163,12 +163,19 @@ def address(name: str) -> int:
 
 
 def drop(*names: str) -> None:
-    for name in names or list(arrays):
-        del arrays[name]
-    gc.collect()
+    """Drop arrays, all if none is named, and close the memory that nobody uses any more."""
+    drop_only(*names)
+    shmreduce_cuda.collect()
     # A lease that ends at the moment when its owner looks at it is given back at the next
     # use of shared memory, and a process that waits to be asked makes none.
     eventually(lambda: not process_state().waiting, "all leases that ended were given back")
+
+
+def drop_only(*names: str) -> None:
+    """Drop arrays, and leave it to the plugin when their memory is closed."""
+    for name in names or list(arrays):
+        del arrays[name]
+    gc.collect()
 
 
 def share(name: str, source: str, stream: Any = None) -> None:

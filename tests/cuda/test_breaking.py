@@ -29,6 +29,7 @@ from shmreduce_cuda.messages import Description
 from tests.cuda import actors as act
 from tests.cuda.actors import actors, connect
 from tests.cuda.conftest import standing_in
+from tests.cuda.test_lifetimes import keep_idle_for
 from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
@@ -79,6 +80,17 @@ def release_before_closing() -> None:
         attachment._imports.ended(attachment.mapping, None)
 
     replace(imports.Attachment, __del__=end)
+
+
+def keep_idle_without_lease() -> None:
+    """A mapping that nobody uses stays open, but its lease ends."""
+
+    class Idle(imports._Idle):
+        def __new__(cls, mapping: Any, _lease: Any, since: float) -> Any:
+            nothing: Any = None
+            return super().__new__(cls, mapping, nothing, since)
+
+    replace(imports, _Idle=Idle)
 
 
 def forget_the_array() -> None:
@@ -178,12 +190,28 @@ def test_faults_of_the_receiver_show(broken: Broken) -> None:
         assert broken.standin.violations() == []
         receiver.ask(act.drop)
         broken.notices("was freed while another process has it open")
+        receiver.ask(act.set_delays)
         sender.ask(act.make, "x", BASE)
         exchange(sender, receiver)
         receiver.ask(open_every_time)
         sender.ask(act.send, "x")
         with pytest.raises(CudaDriverError, match="ALREADY_MAPPED"):
             receiver.ask(act.receive, "again")
+        receiver.kill()
+
+
+def test_an_idle_mapping_without_a_lease_shows(broken: Broken) -> None:
+    """The sender frees memory that is still open elsewhere."""
+    with actors(2) as (sender, receiver):
+        connect(sender, receiver)
+        receiver.ask(keep_idle_without_lease)
+        receiver.ask(keep_idle_for, 600.0)
+        sender.ask(act.make, "x", BASE)
+        exchange(sender, receiver)
+        sender.ask(act.drop)
+        assert broken.standin.violations() == []
+        receiver.ask(act.drop_only)
+        broken.notices("was freed while another process has it open")
         receiver.kill()
 
 

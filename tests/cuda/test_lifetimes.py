@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import shmreduce_cuda
-from shmreduce_cuda import CudaExpiredError, CudaProducerDied, CudaSharingError, runtime
-from shmreduce_cuda.devices import current_context
+from shmreduce_cuda import CudaExpiredError, CudaProducerDied, CudaSharingError, imports, runtime
+from shmreduce_cuda.devices import current_context, synchronise
 from shmreduce_cuda.verify.lab import DeviceArray, Stream, read
 from tests.cuda import actors as act
 from tests.cuda.actors import Actor, actors, connect, nothing_is_out
 from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.cuda.conftest import Pair, Standin
 
 KINDS = ("legacy", "pool", "virtual")
@@ -269,21 +271,168 @@ def drop_while_opening(name: str) -> tuple[int, int]:
     """Drop an array at a moment at which this thread is opening another one."""
     imports = runtime.current().imports
     imports._enter()
-    act.drop(name)
-    during = imports.closed
+    act.drop_only(name)
+    during = imports.arrays
     imports._leave()
-    return during, imports.closed
+    return during, imports.arrays
 
 
 def test_an_array_that_dies_while_another_is_opened(pair: Pair) -> None:
-    """The garbage collector may end an array in the middle of opening another one: it
-    is closed when that is done, and nobody waits for himself.
+    """The garbage collector may end an array in the middle of opening another one: its
+    end is seen to when that is done, and nobody waits for himself.
     """
     pair.sender.ask(act.make, "x", BASE)
     pair.sender.ask(act.send, "x")
     pair.receiver.ask(act.receive, "x")
-    during, after = pair.receiver.ask(drop_while_opening, "x")
-    assert after == during + 1
+    assert pair.receiver.ask(drop_while_opening, "x") == (1, 0)
+
+
+def keep_idle_for(seconds: float) -> None:
+    """Let idle mappings be kept for another time in this process."""
+    imports.Imports.close_idle.__defaults__ = (seconds,)
+
+
+@pytest.fixture
+def patient(pair: Pair) -> Iterator[Pair]:
+    """A pair whose receiver keeps idle mappings until it is asked to collect."""
+    pair.receiver.ask(keep_idle_for, 600.0)
+    yield pair
+    pair.receiver.ask(keep_idle_for, imports._IDLE_SECONDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_sent_again_is_not_opened_again(patient: Pair, kind: str) -> None:
+    """It stays open for a while after its last array was dropped. The arrays that come
+    meanwhile use it, with leases of their own.
+    """
+    sender, receiver = patient.sender, patient.receiver
+    sender.ask(act.make, "x", BASE, kind)
+    before = receiver.ask(act.stats).opened
+    for number in range(3):
+        sender.ask(act.set_values, "x", BASE + number)
+        sender.ask(act.send, "x")
+        receiver.ask(act.receive, "x")
+        assert np.array_equal(receiver.ask(act.values, "x"), BASE + number)
+        receiver.ask(act.drop_only)
+    found = receiver.ask(act.stats)
+    assert (found.opened, found.mappings, found.arrays) == (before + 1, 1, 0)
+    # Only the last one's lease is left.
+    eventually(lambda: sender.ask(act.stats).exports == 1, "the leases before it ended")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_is_open_but_not_used_is_not_freed(patient: Pair, kind: str) -> None:
+    """The sender frees it when the receiver has closed it, and not before."""
+    sender, receiver = patient.sender, patient.receiver
+    sender.ask(act.make, "x", BASE, kind)
+    sender.ask(act.send, "x")
+    sender.ask(act.drop)
+    receiver.ask(act.receive, "x")
+    receiver.ask(act.drop_only)
+    assert sender.ask(act.collect) == 0
+    assert sender.ask(act.device_state)["bytes"] > 0
+    receiver.ask(act.collect)
+    eventually(lambda: sender.ask(act.device_state)["bytes"] == 0, "the sender frees the memory")
+
+
+def test_a_receiver_that_waits_closes_what_it_does_not_use(pair: Pair) -> None:
+    """A moment later, without a call of the program."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(act.send, "x")
+    pair.sender.ask(act.drop)
+    pair.receiver.ask(act.receive, "x")
+    pair.receiver.ask(act.drop_only)
+    nothing_is_out(pair.sender)
+    assert pair.receiver.ask(act.stats).mappings == 0
+
+
+def test_only_so_many_mappings_are_kept(patient: Pair) -> None:
+    """The one that has been idle for longest is closed then."""
+    names = [f"x{number}" for number in range(imports._MOST_IDLE + 6)]
+    for name in names:
+        patient.sender.ask(act.make, name, BASE)
+        patient.sender.ask(act.send, name)
+    patient.receiver.ask(act.receive, *names)
+    patient.receiver.ask(act.drop_only)
+    assert patient.receiver.ask(act.stats).mappings == imports._MOST_IDLE
+    # The last ones are open still.
+    before = patient.receiver.ask(act.stats).opened
+    for name, opened in ((names[-1], 0), (names[0], 1)):
+        patient.sender.ask(act.send, name)
+        patient.receiver.ask(act.receive, name)
+        assert patient.receiver.ask(act.stats).opened == before + opened
+
+
+def keep_idle_bytes(most: int) -> None:
+    """Let idle mappings have another number of bytes in this process."""
+    imports._MOST_IDLE_BYTES = most
+
+
+def test_only_so_many_bytes_are_kept(patient: Pair) -> None:
+    """All but the last are closed if they have too many; the last one is always kept."""
+    names = ["x", "y", "z"]
+    for name in names:
+        patient.sender.ask(act.make, name, BASE)
+    for most, mappings in ((2 * BASE.nbytes + 1, 2), (BASE.nbytes - 1, 1)):
+        patient.receiver.ask(keep_idle_bytes, most)
+        patient.sender.ask(act.send, *names)
+        patient.receiver.ask(act.receive, *names)
+        patient.receiver.ask(act.drop_only)
+        assert patient.receiver.ask(act.stats).mappings == mappings
+    patient.receiver.ask(keep_idle_bytes, imports._MOST_IDLE_BYTES)
+
+
+def stop_thread() -> None:
+    assert runtime.current().keeper.stop()
+
+
+def test_without_a_thread_mappings_are_closed_at_once(patient: Pair) -> None:
+    """As during a fork, for which the thread is ended, or where no thread can be started."""
+    patient.sender.ask(act.make, "x", BASE)
+    patient.sender.ask(act.send, "x")
+    patient.receiver.ask(act.receive, "x")
+    patient.receiver.ask(stop_thread)
+    patient.receiver.ask(act.drop_only)
+    assert patient.receiver.ask(act.stats).mappings == 0
+
+
+def drop_while_the_thread_closes(idle: str, dropped: str) -> list[str]:
+    """Return the names of the threads that wait for the devices for what is dropped."""
+    waiting: list[str] = []
+
+    def note(ordinal: int) -> None:
+        waiting.append(threading.current_thread().name)
+        synchronise(ordinal)
+
+    state = runtime.current().imports
+    closing = threading.Event()
+    close = state._opener.close
+
+    def close_slowly(mapping: Any) -> None:
+        closing.set()
+        close(mapping)
+
+    with pytest.MonkeyPatch.context() as patch:
+        act.drop_only(idle)
+        patch.setattr(imports, "synchronise", note)
+        patch.setattr(state._opener, "close", close_slowly)
+        assert closing.wait(30)
+        act.drop_only(dropped)
+    return waiting
+
+
+def test_who_drops_an_array_waits_for_the_devices_himself(pair: Pair) -> None:
+    """Also at a moment when the thread is closing another one's memory: a graph that this
+    thread captures next must not be disturbed by the other's waiting.
+    """
+    for name in ("x", "y"):
+        pair.sender.ask(act.make, name, BASE)
+        pair.sender.ask(act.send, name)
+    pair.receiver.ask(act.receive, "x", "y")
+    pair.receiver.ask(act.set_delays, 0, 20)
+    waiting = pair.receiver.ask(drop_while_the_thread_closes, "x", "y")
+    pair.receiver.ask(act.set_delays)
+    assert waiting == ["MainThread"]
 
 
 def send_many(count: int) -> None:

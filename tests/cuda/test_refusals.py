@@ -244,7 +244,7 @@ def test_what_could_not_be_closed_is_tried_again(pair: Pair, by: str) -> None:
     pair.sender.ask(act.send, "x", "y")
     pair.receiver.ask(act.receive, "x", "y")
     pair.receiver.ask(act.fail, "cuCtxSynchronize", 900)
-    pair.receiver.ask(act.drop, "x")
+    pair.receiver.ask(act.drop_only, "x")
     assert pair.receiver.ask(act.stats).stuck == 1
     if by == "collect":
         pair.receiver.ask(act.collect)

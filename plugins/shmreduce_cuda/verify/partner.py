@@ -28,6 +28,7 @@ __all__ = [
     "PATIENCE",
     "Partner",
     "drop",
+    "drop_only",
     "eventually",
     "free_bytes",
     "installed",
@@ -151,7 +152,13 @@ def keep_loaded(name: str, message: bytes) -> None:
 
 
 def drop(*names: str) -> None:
-    """Drop arrays, all that are kept if none is named."""
+    """Drop arrays, all that are kept if none is named, and close their memory now."""
+    drop_only(*names)
+    shmreduce_cuda.collect()
+
+
+def drop_only(*names: str) -> None:
+    """Drop arrays, as a program does that has other things to do."""
     for name in names or list(received):
         del received[name]
     gc.collect()

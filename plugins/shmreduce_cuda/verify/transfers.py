@@ -74,6 +74,23 @@ def _views(_: Scale) -> dict[str, Any]:
     return {"opened": during.opened, "closed": after.closed}
 
 
+def _again(_: Scale) -> dict[str, Any]:
+    """Send arrays of the same memory one after another, to a receiver that drops each."""
+    count = 20
+    with installed(), partner() as other:
+        array = DeviceArray.of(np.arange(1000.0))
+        for _number in range(count):
+            other.ask(far.keep, "x", array)
+            other.ask(far.drop_only)
+        opened = other.ask(far.own_stats).opened
+        del array
+        seconds = eventually(lambda: not other.ask(far.own_stats).mappings, "it is closed")
+        _nothing_is_out()
+    expect(opened < count, f"the memory was opened {opened} times")
+    expect(seconds < _RECLAIM_SECONDS, f"it was closed after {seconds} s")
+    return {"sends": count, "opened": opened, "closed_after": round(seconds, 3)}
+
+
 def _refusals(_: Scale) -> dict[str, Any]:
     figures = {}
     with installed():
@@ -254,6 +271,7 @@ CASES = [
     ),
     Case("writes", "each side sees the other's writes", _writes),
     Case("views", "100 views of one allocation are one mapping", _views),
+    Case("again", "memory that is sent again and again is not opened each time", _again),
     Case("refusals", "kinds that cannot be shared are refused by name", _refusals),
     Case("loads", "same process, twice, two receivers, back and on", _loads),
     Case("addresses", "freed and allocated again at one address", _addresses),
