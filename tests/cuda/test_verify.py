@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shmreduce_cuda.verify import __main__ as script
+from shmreduce_cuda.verify import libraries
 from tests.cuda.conftest import standing_in
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.cuda.conftest import Standin
 
-LIBRARIES = {"cupy", "numba", "torch", "bfloat16"}
+LIBRARIES = {case.name for case in libraries.CASES}
 # What takes longest, apart, so that both halves end at about the same time.
 SLOW = {"round trip", "loads", "order", "many", "receiver dies", "sender dies", "latency"}
 

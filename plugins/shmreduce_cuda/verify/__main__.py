@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shmreduce_cuda.driver import unusable_reason
-from shmreduce_cuda.verify import facts, timing, transfers
+from shmreduce_cuda.verify import facts, libraries, timing, transfers
 from shmreduce_cuda.verify.outcomes import (
     Case,
     Outcome,
@@ -31,9 +31,18 @@ from shmreduce_cuda.verify.outcomes import (
     UnexpectedResultError,
 )
 
-CASES: list[Case] = [*facts.CASES, *transfers.CASES, *timing.CASES]
+CASES: list[Case] = [*facts.CASES, *transfers.CASES, *libraries.CASES, *timing.CASES]
 QUICK = Scale(trials=12, sends=100, messages=10, largest=1 << 24, busy=1 << 18)
-_PACKAGES = ("shmreduce", "numpy", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "torch")
+_PACKAGES = (
+    "shmreduce",
+    "numpy",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "numba",
+    "numba-cuda",
+    "torch",
+    "jax",
+)
 
 
 def main() -> int:
