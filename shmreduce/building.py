@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "compile_command"]
 
-_OPTIONS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
+_OPTIONS = (
+    *("-std=c11", "-O2", "-fPIC", "-shared", "-pthread"),
+    *("-fvisibility=hidden", "-Wall", "-Wextra"),
+)
 _PATIENCE = 120
 """Seconds to wait for the compiler."""
 

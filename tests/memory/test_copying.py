@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +19,9 @@ from tests.conftest import PATIENCE
 from tests.faults.injection import no_descriptors
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import FrameType
 
+TASKS = Path("/proc/self/task")
 LENGTHS = [0, 1, 63, 64, 65, 1000, 4096, 100_003]
 
 
@@ -31,7 +33,7 @@ def random_bytes(length: int) -> bytes:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are copied in one of the ways, whatever their number."""
     if request.param == "plainly":
-        monkeypatch.setattr(copying, "_copy", copying._copy_plainly)
+        monkeypatch.setattr(copying, "_COMPILED", None)
         return
     needs_module(COPIES)
     kept = 1 << 40 if request.param == "through caches" else -1
@@ -50,8 +52,9 @@ def test_every_byte_is_copied_and_none_beside(
     length: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every distance from a line of the cache; what stands before and behind stays."""
-    monkeypatch.setattr(copying, "_PARALLEL_FROM", 1)
-    monkeypatch.setattr(copying, "usable_processors", lambda: threads)
+    for name in ("_PARALLEL_FROM", "_SPARE_FROM", "_SHARE"):
+        monkeypatch.setattr(copying, name, 1)
+    monkeypatch.setattr(copying, "usable_processors", lambda: threads + 1)
     source = random_bytes(length)
     for before in (0, 1, 17, 63):
         memory = bytearray(b"." * (length + before + 70))
@@ -162,16 +165,17 @@ def test_the_quicker_way_is_taken(
     """After the trials; what is hardly quicker is not worth what it costs the reader."""
     taken = []
     monkeypatch.setattr(copying, "_rates", {False: [1.0] * 3, True: [past] * 3})
-    monkeypatch.setattr(copying, "_copy", lambda _target, _source, past: taken.append(past))
-    copying._copy_large(memoryview(bytearray(10)), memoryview(b"0123456789"))
-    assert taken == [chosen]
+    monkeypatch.setattr(copying, "_copy", lambda *arguments: taken.append(arguments[2:]))
+    copying._copy_large(memoryview(bytearray(10)), memoryview(b"0123456789"), 3)
+    assert taken == [(chosen, 3)]
 
 
-def test_trials_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three copies are begun with a piece of either kind, the next are not."""
+@pytest.mark.parametrize(("threads", "lengths"), [(1, [2, 2, 6]), (2, [4, 4, 2])])
+def test_trials_end(threads: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three copies are begun with a piece of either kind for each thread, the next are not."""
     taken = []
 
-    def copy(target: Any, source: Any, past_caches: bool) -> None:
+    def copy(target: Any, source: Any, _past_caches: bool, _threads: int) -> None:
         taken.append(len(target))
         target[:] = source
 
@@ -180,9 +184,75 @@ def test_trials_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "_copy", copy)
     for _ in range(5):
         target = memoryview(bytearray(10))
-        copying._copy_large(target, memoryview(b"0123456789"))
+        copying._copy_large(target, memoryview(b"0123456789"), threads)
         assert bytes(target) == b"0123456789"
-    assert taken == [2, 2, 6] * 3 + [10, 10]
+    assert taken == lengths * 3 + [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("processors", "mebibytes", "threads"),
+    [
+        (1, 100, 1),
+        (2, 23, 1),
+        (2, 24, 2),
+        (3, 2, 1),
+        (3, 3, 2),
+        (4, 100, 3),
+        (16, 3, 3),
+        (16, 7, 7),
+        (16, 8, 8),
+        (16, 1000, 8),
+    ],
+)
+def test_threads_are_as_many_as_are_worth_it(
+    processors: int, mebibytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each mebibyte; one processor is left to the reader if there are more than two."""
+    monkeypatch.setattr(copying, "usable_processors", lambda: processors)
+    assert copying._threads_for(mebibytes << 20) == threads
+
+
+@pytest.mark.parametrize("threads", [0, 2, 5, 32, 1000])
+def test_threads_of_the_compiled_module_copy_all(threads: int) -> None:
+    """However many, and whatever is left for the last one; none is there afterwards."""
+    needs_module(COPIES)
+    before = list(TASKS.iterdir())
+    for length in (0, 1, 4095, 4096, 4097, 5 * 4096, 123_457):
+        for past_caches in (False, True):
+            source = random_bytes(length)
+            target = bytearray(length)
+            copying._copy(target, source, past_caches, threads)
+            assert target == source
+    assert list(TASKS.iterdir()) == before
+
+
+WITHOUT_THREADS = """
+import os, resource
+from shmreduce import copying
+source = os.urandom(1 << 20) * 4
+target = bytearray(len(source))
+used = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (used, used))
+try:
+    bytearray(1 << 20)
+except MemoryError:
+    print("full")
+copying._copy(target, source, False, 8)
+print(target == source)
+"""
+
+
+def test_where_no_thread_can_be_started_the_caller_copies() -> None:
+    """As where the limit of the address space leaves no room for their stacks."""
+    needs_module(COPIES)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THREADS],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.stdout.split(), done.stderr) == (["full", "True"], "")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of any size are made by three threads and the caller."""
     monkeypatch.setattr(copying, "_LARGE", 1)
     monkeypatch.setattr(shmreduce.copying, "_PARALLEL_FROM", 1)
-    monkeypatch.setattr(shmreduce.copying, "usable_processors", lambda: 8)
+    monkeypatch.setattr(shmreduce.copying, "usable_processors", lambda: 4)
 
 
 def with_gaps(length: int) -> Any:
@@ -172,7 +172,7 @@ def test_threads_that_are_late_keep_nothing_in_use(monkeypatch: pytest.MonkeyPat
             function()
 
     monkeypatch.setattr("shmreduce.copying._thread.start_new_thread", start)
-    arrays = [np.zeros(400), np.ones(400)]
+    arrays = [np.zeros(400), with_gaps(400)]
     seen = [weakref.ref(each) for each in arrays]
     copying.copy_elements(*arrays)
     assert (arrays.pop(0) == 1).all()
