@@ -11,6 +11,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -21,7 +22,7 @@
 
 #define SHMREDUCE_VERSION 7
 #define LINE ((size_t)64) /* bytes that move between a cache and memory at once */
-#define PAGE ((size_t)4096)
+#define PIECE ((size_t)256 << 10) /* bytes */
 #define MOST_THREADS 32
 #define STACK ((size_t)64 << 10) /* bytes; what a thread does here needs next to nothing */
 #define AHEAD ((size_t)1024) /* bytes between the address that is read and the one prefetched */
@@ -71,61 +72,71 @@ static void copy_past_caches(char *target, const char *source, size_t size)
 
 #endif
 
-struct part {
+/* Threads take a piece each, until none is left. So one that gets no processor for a while
+ * leaves its share to the others. */
+struct job {
     char *target;
     const char *source;
     size_t size;
-    bool past_caches, started;
-    pthread_t thread;
+    bool past_caches;
+    atomic_size_t taken;
 };
 
-static void *copy_part(void *argument)
+static void *copy_pieces(void *argument)
 {
-    struct part *part = argument;
+    struct job *job = argument;
 
-    if (part->past_caches)
-        copy_past_caches(part->target, part->source, part->size);
-    else
-        memcpy(part->target, part->source, part->size);
-    return NULL;
+    for (;;) {
+        size_t place = atomic_fetch_add(&job->taken, PIECE), size;
+
+        if (place >= job->size)
+            return NULL;
+        size = job->size - place < PIECE ? job->size - place : PIECE;
+        if (job->past_caches)
+            copy_past_caches(job->target + place, job->source + place, size);
+        else
+            memcpy(job->target + place, job->source + place, size);
+    }
 }
 
-/* The threads are started here and ended here, while the caller cannot be interrupted. They
- * are not Python's: they need not wait for the interpreter's lock before they begin. A child
- * that another thread forks meanwhile lacks them, and the caller's thread as well. */
-static void copy_parts(struct part whole, int threads)
+/* Starts threads and ends them, while the caller cannot be interrupted. They are not Python's:
+ * they need not wait for the interpreter's lock before they begin. A child that another
+ * thread forks meanwhile lacks them, and the caller's thread as well. */
+static void copy_by_threads(struct job *job, int threads)
 {
-    struct part parts[MOST_THREADS];
-    size_t step = (whole.size / (size_t)threads / PAGE + 1) * PAGE;
+    pthread_t started[MOST_THREADS];
     int count = 0;
     pthread_attr_t attributes;
     sigset_t all, before;
 
-    if (threads == 1 || pthread_attr_init(&attributes)) {
-        copy_part(&whole);
-        return;
+    if (pthread_attr_init(&attributes) == 0) {
+        pthread_attr_setstacksize(&attributes, STACK);
+        /* Signals are for the threads that Python knows. */
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        while (count < threads - 1
+               && pthread_create(&started[count], &attributes, copy_pieces, job) == 0)
+            count++;
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        pthread_attr_destroy(&attributes);
     }
-    pthread_attr_setstacksize(&attributes, STACK);
-    /* Signals are for the threads that Python knows. */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (size_t done = 0; done < whole.size; done += step, count++) {
-        parts[count] = whole;
-        parts[count].target += done;
-        parts[count].source += done;
-        parts[count].size = whole.size - done < step ? whole.size - done : step;
-        /* The first part is the caller's. */
-        parts[count].started
-            = count && !pthread_create(&parts[count].thread, &attributes, copy_part, parts + count);
+    copy_pieces(job);
+    while (count > 0)
+        pthread_join(started[--count], NULL);
+}
+
+static void copy_whole(char *target, const char *source, size_t size, bool past_caches, int threads)
+{
+    if (threads > 1) {
+        struct job job = {.target = target, .source = source, .size = size,
+                          .past_caches = past_caches};
+
+        copy_by_threads(&job, threads < MOST_THREADS ? threads : MOST_THREADS);
+    } else if (past_caches) {
+        copy_past_caches(target, source, size);
+    } else {
+        memcpy(target, source, size);
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attributes);
-    for (int i = 0; i < count; i++)
-        if (!parts[i].started)
-            copy_part(parts + i);
-    for (int i = 0; i < count; i++)
-        if (parts[i].started)
-            pthread_join(parts[i].thread, NULL);
 }
 
 static PyObject *copy(PyObject *module, PyObject *arguments)
@@ -139,12 +150,8 @@ static PyObject *copy(PyObject *module, PyObject *arguments)
     if (target.len != source.len) {
         PyErr_Format(PyExc_ValueError, "%zd bytes do not fill %zd", source.len, target.len);
     } else {
-        struct part whole = {.target = target.buf, .source = source.buf,
-                             .size = (size_t)source.len, .past_caches = past_caches};
-
-        threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
         Py_BEGIN_ALLOW_THREADS
-        copy_parts(whole, threads);
+        copy_whole(target.buf, source.buf, (size_t)source.len, past_caches, threads);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&target);

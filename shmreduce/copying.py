@@ -29,15 +29,18 @@ if TYPE_CHECKING:
 __all__ = ["copy_bytes", "copy_in_parts", "copy_run"]
 
 _PARALLEL_FROM = 24 << 20
-"""Bytes, with two processors, or with threads of Python. Two threads copy a quarter faster.
-But starting one takes as long as copying a mebibyte, and it needs a processor, which a polling
-reader of the message may occupy."""
+"""Bytes, with threads of Python: starting one takes as long as copying a mebibyte, and it needs
+a processor, which a polling reader of the message may occupy."""
+_TWO_FROM = 6 << 20
+"""Bytes, with the compiled module's threads and two processors. In a queue 8 MiB took a third
+less than with one thread, 4 MiB a tenth less. Where both processors are busy without that,
+as those of a pool with two workers, 8 MiB took a tenth more."""
+_SPARE_FROM = 3 << 20
+"""Bytes, with these threads and more processors."""
+_SHARE = 1 << 20
+"""Bytes for each of these threads at least: starting one takes half as long as copying them."""
 _FEW = 2
 """With so many processors, none is to spare."""
-_SPARE_FROM = 3 << 20
-"""Bytes, with more processors and the compiled module's threads."""
-_SHARE = 1 << 20
-"""Bytes that one of these copies at least: starting it takes half as long as copying them."""
 _MOST_THREADS = 8
 """More threads do not make it faster, since the memory is the limit. With sixteen processors
 eight threads copied 64 MiB in an eighth of the time of one, four in a quarter. That is worth it
@@ -208,7 +211,7 @@ def _threads_for(nbytes: int) -> int:
         return 1
     processors = usable_processors()
     if processors <= _FEW:
-        return processors if nbytes >= _PARALLEL_FROM else 1
+        return processors if nbytes >= _TWO_FROM else 1
     # One processor is left for the reader of the message, who may be polling for it.
     return min(processors - 1, _MOST_THREADS, nbytes // _SHARE)
 

@@ -52,7 +52,7 @@ def test_every_byte_is_copied_and_none_beside(
     length: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every distance from a line of the cache; what stands before and behind stays."""
-    for name in ("_PARALLEL_FROM", "_SPARE_FROM", "_SHARE"):
+    for name in ("_PARALLEL_FROM", "_TWO_FROM", "_SPARE_FROM", "_SHARE"):
         monkeypatch.setattr(copying, name, 1)
     monkeypatch.setattr(copying, "usable_processors", lambda: threads + 1)
     source = random_bytes(length)
@@ -193,8 +193,8 @@ def test_trials_end(threads: int, lengths: list[int], monkeypatch: pytest.Monkey
     ("processors", "mebibytes", "threads"),
     [
         (1, 100, 1),
-        (2, 23, 1),
-        (2, 24, 2),
+        (2, 5, 1),
+        (2, 6, 2),
         (3, 2, 1),
         (3, 3, 2),
         (4, 100, 3),
