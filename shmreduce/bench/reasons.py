@@ -20,8 +20,8 @@ REASONS: dict[str, str] = {
     ),
     "fresh 8 MiB: shmreduce / one copy": (
         "Besides the copy there is the work for two messages: 0.05 ms with warm caches, which the "
-        "copy has emptied. Also, a cache that holds the 8 MiB makes the bare copy faster. One "
-        "thread copies, because the reader that waits for the message uses the other processor. "
+        "copy has emptied. Also, a cache that holds the 8 MiB makes the bare copy faster. Two "
+        "threads copy, but the reader that waits for the message uses one of two processors, too. "
         "Needed: all of that work in C."
     ),
     "born *: shmreduce born shared / ten bytes": (
@@ -39,8 +39,8 @@ REASONS: dict[str, str] = {
     ),
     "fresh *: *torch*": (
         "This cannot be met if one copy takes more than a tenth of torch's time; otherwise see "
-        "the spread. From 64 MiB on, shmreduce takes 0.5 to 1.25 times as long as one copy by one "
-        "thread."
+        "the spread. From 8 MiB on, shmreduce takes 0.16 to 1.25 times as long as one copy by one "
+        "thread, depending on the processors."
     ),
     "exchange *: a message among 16 / among 2": (
         "On two processors, two processes can answer each other without sleeping, and sixteen "
