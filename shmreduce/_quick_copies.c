@@ -24,7 +24,9 @@
 #define LINE ((size_t)64) /* bytes that move between a cache and memory at once */
 #define PIECE ((size_t)256 << 10) /* bytes */
 #define MOST_THREADS 32
-#define STACK ((size_t)64 << 10) /* bytes; what a thread does here needs next to nothing */
+/* Bytes. A thread here needs next to none of them, but the C library takes the libraries'
+ * thread-local variables from its stack, too. */
+#define STACK ((size_t)1 << 20)
 #define AHEAD ((size_t)1024) /* bytes between the address that is read and the one prefetched */
 
 #ifdef __SSE2__

@@ -12,6 +12,7 @@ import shmreduce_cuda
 from shmreduce_cuda import CudaExpiredError, CudaProducerDied, CudaSharingError, imports, runtime
 from shmreduce_cuda.devices import current_context, synchronise
 from shmreduce_cuda.verify.lab import DeviceArray, Stream, read
+from tests.conftest import PATIENCE
 from tests.cuda import actors as act
 from tests.cuda.actors import Actor, actors, connect, nothing_is_out
 from tests.memory.waiting import eventually
@@ -415,6 +416,8 @@ def drop_while_the_thread_closes(idle: str, dropped: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         act.drop_only(idle)
         patch.setattr(imports, "synchronise", note)
+        # However busy the machine is.
+        patch.setattr(imports, "_QUICK", PATIENCE)
         patch.setattr(state._opener, "close", close_slowly)
         assert closing.wait(30)
         act.drop_only(dropped)

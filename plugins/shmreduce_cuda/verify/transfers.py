@@ -87,7 +87,6 @@ def _again(_: Scale) -> dict[str, Any]:
         seconds = eventually(lambda: not other.ask(far.own_stats).mappings, "it is closed")
         _nothing_is_out()
     expect(opened < count, f"the memory was opened {opened} times")
-    expect(seconds < _RECLAIM_SECONDS, f"it was closed after {seconds} s")
     return {"sends": count, "opened": opened, "closed_after": round(seconds, 3)}
 
 
