@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce_cuda import keeper, runtime
 from shmreduce_cuda.descriptors import open_listener
+from shmreduce_cuda.offers import Offers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,3 +63,28 @@ def test_threads_that_listen_at_once_have_one_socket(monkeypatch: pytest.MonkeyP
         assert state.keeper.listener is not None
     finally:
         state.keeper.forget()
+
+
+def test_what_comes_during_a_look_is_seen() -> None:
+    """The thread says that it rests before it looks: who has something for it after the look,
+    and before it sleeps, wakes it.
+    """
+    looks: list[int] = []
+    again = threading.Event()
+
+    def check() -> bool:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            # As another thread would, at this moment.
+            assert thread.attend()
+        else:
+            again.set()
+        return False
+
+    thread = keeper.Keeper(bytes(16), Offers(), check)
+    thread.look_after()
+    try:
+        assert again.wait(30)
+    finally:
+        assert thread.stop()
+        thread.forget()
