@@ -10,7 +10,7 @@ these steps follow in this order:
 1. wait for the devices, since kernels may still work on the array;
 2. if this was the last attachment of its mapping, keep the mapping open for a moment, with
    the lease, so that the next array in the same memory need not open it again. Opening and
-   closing take a driver longer than all else together, and the allocators of array
+   closing take a driver as long as the rest of a message, and the allocators of array
    libraries use the same memory again and again. Then close it;
 3. release the lease. From now on the sender may free the memory.
 
@@ -261,18 +261,24 @@ class Imports:
         ):
             self._close(next(iter(self._idle.values())))
 
-    def close_idle(self, seconds: float = _IDLE_SECONDS) -> None:
-        """Close what nobody has used for some time, unless the lock is taken now."""
-        if self._idle and self._lock.acquire(blocking=False):
-            self._inside = threading.get_ident()
-            self._closes_idle = True
-            try:
-                self._close_until(time.monotonic() - seconds)
-            finally:
-                self._closes_idle = False
-                self._inside = None
-                # What has ended meanwhile is left to the thread that is waiting for the lock.
-                self._lock.release()
+    def close_idle(self, seconds: float = _IDLE_SECONDS, *, patient: bool = False) -> None:
+        """Close what nobody has used for some time, if the lock is free; or wait for the lock."""
+        me = threading.get_ident()
+        patience = _PATIENCE if patient and self._inside != me else 0.0
+        if not (self._idle and self._lock.acquire(timeout=patience)):
+            return
+        self._inside = me
+        self._closes_idle = True
+        try:
+            self._close_until(time.monotonic() - seconds)
+        finally:
+            self._closes_idle = False
+            self._inside = None
+            self._lock.release()
+        # What has ended meanwhile is for the thread that waits for the lock; but perhaps it
+        # waits no longer.
+        if self._ended and not self._attend():
+            self.settle()
 
     def _close_until(self, moment: float) -> None:
         for each in list(self._idle.values()):

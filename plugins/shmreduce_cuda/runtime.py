@@ -41,7 +41,7 @@ class Runtime:
     def collect(self) -> int:
         """Close and free what is not used any more; return how many sent arrays were freed."""
         self.imports.retry()
-        self.imports.close_idle(0.0)
+        self.imports.close_idle(0.0, patient=True)
         return self.exports.reclaim()
 
     def _check(self) -> bool:

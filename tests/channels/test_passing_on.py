@@ -375,7 +375,7 @@ def test_a_handle_that_cannot_be_replaced_is_told_of(
 
 
 def pass_on_without_private_pages(reader: Any, writer: Any, sends_before: bool) -> None:
-    LiveBlocks.make_private = lambda *_: False  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(LiveBlocks, "make_private", lambda *_: False)
     if sends_before:
         writer.send(filled(7))
     kept = reader.recv()
@@ -406,8 +406,8 @@ def test_what_came_from_another_process_is_copied_where_it_must_be(
 
 
 def pass_on_and_count_cuts(reader: Any, writer: Any) -> None:
-    cuts = []
-    LiveBlocks.make_private = lambda *given: cuts.append(given)  # type: ignore[method-assign]
+    cuts: list[Any] = []
+    pytest.MonkeyPatch().setattr(LiveBlocks, "make_private", lambda *given: cuts.append(given))
     writer.send_last([[reader.recv(), "and more"]])
     writer.send(len(cuts))
 

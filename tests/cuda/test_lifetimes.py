@@ -397,6 +397,28 @@ def test_without_a_thread_mappings_are_closed_at_once(patient: Pair) -> None:
     assert patient.receiver.ask(act.stats).mappings == 0
 
 
+def collect_while_another_has_the_lock() -> int:
+    """Return how many mappings are open afterwards."""
+    state = runtime.current().imports
+    collecting = threading.Thread(target=act.collect)
+    with state._lock:
+        collecting.start()
+        # Time to go by without closing anything.
+        collecting.join(0.2)
+    collecting.join(PATIENCE)
+    return state.mappings
+
+
+def test_who_collects_waits_for_who_opens_or_closes(patient: Pair) -> None:
+    """What nobody uses is closed when ``collect()`` returns, whatever other threads do."""
+    patient.sender.ask(act.make, "x", BASE)
+    patient.sender.ask(act.send, "x")
+    patient.receiver.ask(act.receive, "x")
+    patient.receiver.ask(act.drop_only)
+    assert patient.receiver.ask(act.stats).mappings == 1
+    assert patient.receiver.ask(collect_while_another_has_the_lock) == 0
+
+
 def drop_while_the_thread_closes(idle: str, dropped: str) -> list[str]:
     """Return the names of the threads that wait for the devices for what is dropped."""
     waiting: list[str] = []

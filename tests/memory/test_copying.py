@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 TASKS = Path("/proc/self/task")
-LENGTHS = [0, 1, 63, 64, 65, 1000, 4096, 100_003]
+PIECE = 256 << 10
+"""Bytes that a thread of the compiled module copies at a time."""
+LENGTHS = [0, 1, 63, 64, 65, 1000, 4096, 100_003, 3 * PIECE + 17]
 
 
 def random_bytes(length: int) -> bytes:
@@ -217,7 +219,7 @@ def test_threads_of_the_compiled_module_copy_all(threads: int) -> None:
     """However many, and whatever is left for the last one; none is there afterwards."""
     needs_module(COPIES)
     before = list(TASKS.iterdir())
-    for length in (0, 1, 4095, 4096, 4097, 5 * 4096, 123_457):
+    for length in (0, 1, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE, 7 * PIECE + 123):
         for past_caches in (False, True):
             source = random_bytes(length)
             target = bytearray(length)

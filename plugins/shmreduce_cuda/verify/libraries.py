@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import shmreduce
 import shmreduce_cuda
 from shmreduce_cuda.verify import partner as far
 from shmreduce_cuda.verify.outcomes import Case, Scale, SkippedCaseError, expect
-from shmreduce_cuda.verify.partner import installed, partner
+from shmreduce_cuda.verify.partner import eventually, installed, partner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +25,6 @@ __all__ = ["CASES", "torch_with_device"]
 
 _TORCH_KINDS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool")
 _GRAPHS = 10
-_PATIENCE = 10.0
 
 
 def torch_with_device() -> Any:
@@ -177,12 +175,9 @@ def _graphs(_: Scale) -> dict[str, Any]:
             with torch.cuda.stream(stream):
                 graph.capture_begin()
                 once = ones + 1
-                deadline = time.monotonic() + _PATIENCE
-                while shmreduce_cuda.stats().mappings and time.monotonic() < deadline:
-                    time.sleep(0.002)
+                eventually(lambda: not shmreduce_cuda.stats().mappings, "it is closed meanwhile")
                 twice = once + 1
                 graph.capture_end()
-            expect(not shmreduce_cuda.stats().mappings, "it was not closed meanwhile")
             graph.replay()
             expect(float(twice.sum()) == 3 * ones.numel(), "the graph gives something else")
     return {"graphs": _GRAPHS}
