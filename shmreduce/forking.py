@@ -2,8 +2,8 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``fork_hooks``, ``pickled_calls``, ``pickling``, ``plain_objects``, ``remote``,
-``short_waits``, ``standard_pools`` and ``thread_locks``.
+``children``, ``fork_hooks``, ``pickled_calls``, ``pickler``, ``pickling``, ``plain_objects``,
+``remote``, ``short_waits``, ``standard_pools`` and ``thread_locks``.
 
 What is installed
 -----------------
@@ -49,7 +49,8 @@ from shmreduce.memory import runtime
 from shmreduce.memory.loading import discard_message
 from shmreduce.memory.parts import IN_PIPE
 from shmreduce.pickled_calls import CallOnLoad
-from shmreduce.pickling import ask_reducer, dump_message, load_message
+from shmreduce.pickler import ask_reducer, dump_message
+from shmreduce.pickling import load_message
 from shmreduce.plain_objects import REPLACED_OVERRIDE
 from shmreduce.process_registry import get_registry, import_plugins
 from shmreduce.registry import describe, qualified_name

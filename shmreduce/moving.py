@@ -89,13 +89,14 @@ class Moves:
         Blocks to copy into first. Those that are used are removed from the list.
     """
 
-    __slots__ = ("_held", "_moves", "_process", "_uncut", "lent")
+    __slots__ = ("_held", "_moves", "_process", "lent", "uncut")
 
     def __init__(self, held: list[Any] | None = None, lent: list[Block] | None = None) -> None:
         self.lent: list[Block] = [] if lent is None else lent
         self._held = held
         self._moves: list[tuple[Message, _Move]] = []
-        self._uncut: list[_PassedOn] = []
+        self.uncut: list[_PassedOn] = []
+        """See :attr:`shmreduce.memory.mover.Mover.uncut`."""
         self._process = 0
 
     def serves(self, obj: object) -> bool:
@@ -131,7 +132,7 @@ class Moves:
         """See :meth:`shmreduce.memory.message.Mover.pass_on`."""
         move = _PassedOn(block, lease, handle)
         self._add(message, move)
-        self._uncut.append(move)
+        self.uncut.append(move)
 
     def cut_off(self) -> None:
         """Keep later writes to the received arrays that are in the message from its reader.
@@ -139,8 +140,8 @@ class Moves:
         The pickler calls it before it calls methods of objects, such as ``__reduce__``,
         which may write to the arrays.
         """
-        while self._uncut:
-            self._uncut.pop().is_apart()
+        while self.uncut:
+            self.uncut.pop().is_apart()
 
     def _add(self, message: Message, move: _Move) -> None:
         # getpid() is a system call, so only messages with moves make it.

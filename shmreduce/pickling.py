@@ -1,19 +1,12 @@
-"""One run of a pickler: it calls reducers by type, and commits or rolls back the message.
+"""What the channels of shmreduce send for an object, and how a message is unpickled.
 
-May import errors, settings, registry, process_registry, :mod:`shmreduce.memory`,
-``copying``, ``free_descriptors``, ``pickled_calls``, ``plain_objects`` and
+May import errors, settings, process_registry, :mod:`shmreduce.memory`, ``copying``,
+``free_descriptors``, ``pickled_calls``, ``pickler``, ``plain_objects`` and
 ``presized_pickle``.
-Changes nothing outside itself: :mod:`shmreduce.forking` puts these functions
-into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
-
-During a dump, the pickler keeps its :class:`Message` as an attribute. The message
-is made when a reducer first needs it. It is rolled back if the dump fails; otherwise
-the caller of the dump commits it.
 """
 
 from __future__ import annotations
 
-import copyreg
 import io
 import os
 import pickle
@@ -24,7 +17,6 @@ from contextlib import suppress
 # it, and a child that is forked during that import waits for the import lock for ever.
 from multiprocessing import resource_sharer  # noqa: F401
 from multiprocessing.reduction import ForkingPickler
-from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shmreduce.copying import copy_bytes
@@ -35,7 +27,6 @@ from shmreduce.errors import (
     LeaseTimeoutError,
     OutOfLeasesError,
     ProducerDied,
-    ReducerError,
     SegmentError,
     SegmentGoneError,
     ShmreduceError,
@@ -54,10 +45,10 @@ from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
 from shmreduce.memory.parts import IN_BLOCK, KEPT
 from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
-from shmreduce.plain_objects import is_plain, only_atoms, override_of_others
+from shmreduce.pickler import PROTOCOL, Begun, Pickler
+from shmreduce.plain_objects import is_plain, only_atoms
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
-from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import inline_limit
 
 if TYPE_CHECKING:
@@ -71,11 +62,7 @@ if TYPE_CHECKING:
     _Reduce = Callable[[Any, Message], Any]
 
 __all__ = [
-    "Begun",
     "Pickled",
-    "Pickler",
-    "ask_reducer",
-    "dump_message",
     "dumps",
     "is_exhausted",
     "load_message",
@@ -85,101 +72,9 @@ __all__ = [
     "unloaded",
 ]
 
-_MESSAGE = "_shmreduce_message"
-"""The pickler's attribute for the message of the current dump; None until it is needed."""
-_MOVER = "_shmreduce_mover"
-"""The pickler's attribute for the mover of that message's arrays, or None."""
-_PROTOCOL = 5
-"""The first protocol with out-of-band buffers: https://peps.python.org/pep-0574/"""
-_REDUCED = (tuple, str)
-"""What ``__reduce__`` may return. ``tuple | str`` would be built anew at each use."""
 _ALIGNMENT = 64
 """Alignment in bytes of the buffers in a block, as Arrow recommends:
 https://arrow.apache.org/docs/format/Columnar.html#buffer-alignment-and-padding"""
-
-
-# What any pickler does
-
-
-def ask_reducer(
-    pickler: Any,
-    obj: Any,
-    claim: ReducerClaim,
-    *,
-    outranked: Mapping[type, object],
-    shared_memory: Callable[[], bool],
-    limits: Limits,
-) -> Any:
-    """Return what a reducer returns for an object, for use in ``reducer_override``.
-
-    Parameters
-    ----------
-    pickler : pickle.Pickler
-        A pickler that is in a dump by :func:`dump_message`.
-    obj : object
-        The object that is being pickled.
-    claim : ReducerClaim
-        The registry's answer for its type.
-    outranked : mapping of type to callable
-        Entries of the pickler's ``dispatch_table`` that the registry overrides. Any other
-        entry for the object's class overrides the registry.
-    shared_memory : callable
-        Returns whether a new message may use shared memory.
-    limits : Limits
-        As for :class:`Message`.
-
-    Returns
-    -------
-    tuple, str or NotImplemented
-        The same as ``__reduce__`` returns; NotImplemented asks for ordinary pickling.
-
-    Raises
-    ------
-    ReducerError
-        If the reducer returns anything else.
-    """
-    state = pickler.__dict__
-    if _MESSAGE not in state or _is_outranked(pickler, type(obj), outranked):
-        return NotImplemented
-    message = state[_MESSAGE]
-    if message is None:
-        message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], limits=limits)
-    message.before_many -= 1
-    if not message.before_many:
-        message.has_many = True
-    result = claim.reducer.reduce(obj, message)
-    _check_result(claim, obj, result)
-    return result
-
-
-def dump_message(
-    pickler: Any,
-    obj: Any,
-    dump: Callable[[Any, Any], None],
-    begun: Message | None = None,
-    mover: Mover | None = None,
-) -> Message | None:
-    """Pickle an object by ``dump(pickler, obj)``, the pickler's own method.
-
-    Returns the message, which the caller commits or rolls back, or None if no reducer
-    needed one. If ``begun`` is given, that is the message. If pickling fails, all memory
-    is given back. ``mover`` is the result of :func:`take_mover` for the object, if the
-    caller has it already.
-    """
-    state = pickler.__dict__
-    state[_MESSAGE] = begun
-    state[_MOVER] = mover or take_mover(obj)
-    try:
-        dump(pickler, obj)
-    except BaseException:
-        if state[_MESSAGE] is not None:
-            state[_MESSAGE].rollback()
-        raise
-    else:
-        message: Message | None = state[_MESSAGE]
-        return message
-    finally:
-        del state[_MESSAGE], state[_MOVER]
 
 
 def load_message(
@@ -284,7 +179,7 @@ def loads_again(data: bytes) -> bytes:
 
     A failed try gives back what it has claimed, as :func:`load_message` does.
     """
-    return pickle.dumps(CallOnLoad(_load_again, data), _PROTOCOL)
+    return pickle.dumps(CallOnLoad(_load_again, data), PROTOCOL)
 
 
 def _load_again(data: bytes) -> Any:
@@ -314,17 +209,6 @@ def unloaded(error: OSError, data: Any) -> AttachError:
     return found
 
 
-def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
-    """Return whether somebody has registered a reducer for exactly this class with the pickler."""
-    reduce = pickler.dispatch_table.get(cls)
-    return (
-        reduce is not None
-        # An entry of copyreg holds for all picklers: our reducers are meant to replace it.
-        and reduce is not copyreg.dispatch_table.get(cls)
-        and reduce is not outranked.get(cls)
-    )
-
-
 def _clear_frames(error: BaseException) -> None:
     """Clear the frames of an error's traceback: views in them would keep blocks in use."""
     seen: list[BaseException | None] = [None]
@@ -349,141 +233,11 @@ def _may_pass(error: BaseException) -> TypeGuard[ShmreduceError]:
     )
 
 
-def _check_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
-    if isinstance(result, _REDUCED) or result is NotImplemented:
-        return
-    type_name = qualified_name(type(obj))
-    raise ReducerError(
-        f"reducer {describe(claim.reducer)} ({claim.origin}) returned "
-        f"{type(result).__name__} for {type_name}: reduce() must return a tuple "
-        "(rebuild, args) or NotImplemented",
-        reducer=describe(claim.reducer),
-        type_name=type_name,
-        reason=f"returned {type(result).__name__}",
-    )
-
-
-# The pickler of our own channels
-
-
 class Pickled(NamedTuple):
     """A pickle, and its message, if there is one, to be committed or rolled back."""
 
     data: memoryview
     message: Message | None
-
-
-class Begun(NamedTuple):
-    """An object, what its reducer returned for it, and the message that the reducer used."""
-
-    obj: object
-    reduced: tuple[Any, ...]
-    message: Message
-
-
-class Pickler(ForkingPickler):
-    """Pickles for the channels of shmreduce.
-
-    It respects reducers that were registered by ``ForkingPickler.register``, and a
-    ``reducer_override`` that somebody has added to that class. Large out-of-band buffers
-    of objects go into one block per message.
-
-    Parameters
-    ----------
-    file : binary file
-        Where to write. It stays the caller's.
-    keep_buffer : callable, optional
-        The pickler's ``buffer_callback``: returns False for an out-of-band buffer that it
-        keeps, True for one that is to be pickled in-band.
-    begun : Begun, optional
-        If the reducer was called for the object already: what it returned.
-    message : Message, optional
-        The message to add to; if ``begun`` is given, that of ``begun``.
-    mover : Mover, optional
-        Moves the arrays of the object.
-    limits : Limits
-        As for :class:`Message`; used if no message is given.
-    """
-
-    def __init__(
-        self,
-        file: io.BytesIO | PresizedBuffer,
-        keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
-        begun: Begun | None = None,
-        message: Message | None = None,
-        mover: Mover | None = None,
-        *,
-        limits: Limits = IN_BLOCK,
-    ) -> None:
-        super().__init__(file, _PROTOCOL, True, keep_buffer)
-        self._find = get_registry().find
-        self._begun = begun
-        # By the class's identity, as in the registry: a metaclass may define __eq__.
-        self._asked: dict[int, tuple[_Reduce, Message, type, ReducerClaim]] = {}
-        """During a dump, the reducers that nobody outranks, with its message, their class and
-        claim: a list of many arrays need not find that out for each."""
-        self._message = message
-        self._mover = mover
-        self._limits = limits
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Return how to pickle an object, or NotImplemented for the ordinary way."""
-        if self._begun is not None and obj is self._begun.obj:
-            return self._begun.reduced
-        asked = self._asked.get(id(type(obj)))
-        if asked is not None:
-            # As in ask_reducer(), without a call: a list may have ten thousand arrays.
-            reduce, message, _, claim = asked
-            message.before_many -= 1
-            if not message.before_many:
-                message.has_many = True
-            result = reduce(obj, message)
-            if type(result) is tuple:
-                return result
-            _check_result(claim, obj, result)
-        else:
-            result = self._ask(obj)
-        if result is NotImplemented:
-            if self._mover is not None and not isinstance(obj, _NAMED):
-                # The object's own methods are called now, and they may write to arrays.
-                self._mover.cut_off()
-            others = override_of_others()
-            if others is not None:
-                return others(self, obj)
-        return result
-
-    def _ask(self, obj: Any) -> Any:
-        cls = type(obj)
-        claim = self._find(cls)
-        if claim is None:
-            return NotImplemented
-        result = ask_reducer(
-            self,
-            obj,
-            claim,
-            outranked=_NOBODY,
-            shared_memory=_always,
-            limits=self._limits,
-        )
-        if result is not NotImplemented:
-            self._asked[id(cls)] = claim.reducer.reduce, self.__dict__[_MESSAGE], cls, claim
-        return result
-
-    def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
-        """Pickle an object; return the message, not committed yet, if there is one."""
-        try:
-            return dump_message(self, obj, pickle.Pickler.dump, self._message, self._mover)
-        finally:
-            self._asked.clear()
-
-
-_NOBODY: Mapping[type, object] = {}
-_NAMED = (type, FunctionType, BuiltinFunctionType)
-"""Types whose instances are pickled by name, without a call of their methods."""
-
-
-def _always() -> bool:
-    return True
 
 
 class _Buffers:
@@ -559,7 +313,7 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     True
     """
     if is_plain(obj):
-        return Pickled(memoryview(pickle.dumps(obj, _PROTOCOL)), None)
+        return Pickled(memoryview(pickle.dumps(obj, PROTOCOL)), None)
     kind = type(obj)
     mover = mover or take_mover(obj)
     claim = reducer_claim(kind)
@@ -612,7 +366,7 @@ def _dump_whole(
             if copied is not None:
                 handle, places = copied
                 whole = CallOnLoad(_load_with_buffers, handle, places, file.getvalue())
-                return Pickled(memoryview(pickle.dumps(whole, _PROTOCOL)), message)
+                return Pickled(memoryview(pickle.dumps(whole, PROTOCOL)), message)
         else:
             data = file.getbuffer()
             if block_from is not None and (expected or data.nbytes > block_from):

@@ -99,7 +99,8 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = interrupt_safe(threading.RLock())
-        self._by_class: dict[type, ReducerClaim] = {}
+        # By id(class), since a metaclass may say that two classes are equal.
+        self._by_class: dict[int, tuple[type, ReducerClaim]] = {}
         self._by_name: dict[str, ReducerClaim] = {}
         self._strategies: dict[str, StrategyClaim] = {}
         # Answers by id(class): that takes half the time of a WeakKeyDictionary. The
@@ -151,7 +152,7 @@ class Registry:
                 if isinstance(wanted, str):
                     self._by_name[wanted] = claim
                 else:
-                    self._by_class[wanted] = claim
+                    self._by_class[id(wanted)] = wanted, claim
             self._forget_answers()
 
     def unregister(self, reducer: Reducer) -> None:
@@ -172,7 +173,9 @@ class Registry:
                     reason="not registered",
                 )
             self._by_class = {
-                cls: claim for cls, claim in self._by_class.items() if claim.reducer is not reducer
+                key: (cls, claim)
+                for key, (cls, claim) in self._by_class.items()
+                if claim.reducer is not reducer
             }
             self._by_name = {
                 name: claim
@@ -183,7 +186,8 @@ class Registry:
 
     def reducers(self) -> list[ReducerClaim]:
         """List the registered reducers, each once, in order of registration by type."""
-        claims = [*self._by_class.values(), *self._by_name.values()]
+        by_class = (claim for _, claim in self._by_class.values())
+        claims = [*by_class, *self._by_name.values()]
         return list({id(claim.reducer): claim for claim in claims}.values())
 
     def find(self, cls: type) -> ReducerClaim | None:
@@ -206,8 +210,8 @@ class Registry:
     def find_exact(self, cls: type) -> ReducerClaim | None:
         """Return who claims this class itself, by class or by name, or None."""
         with self._lock:
-            found = self._by_class.get(cls)
-            candidates = [] if found is None else [found]
+            found = self._by_class.get(id(cls))
+            candidates = [] if found is None else [found[1]]
             own_name = qualified_name(cls)
             for name, claim in self._by_name.items():
                 if name == own_name or _imported(name) is cls:
@@ -244,7 +248,7 @@ class Registry:
         if wanted in self._by_name:
             return self._by_name[wanted]
         present = _imported(wanted)
-        for cls, claim in self._by_class.items():
+        for cls, claim in self._by_class.values():
             if cls is present or qualified_name(cls) == wanted:
                 return claim
         return None if present is None else self.find_exact(present)

@@ -6,6 +6,7 @@ Messages contain the functions' names and arguments, so these are a protocol.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from shmreduce_numpy.blocks import array_over
 
 __all__ = [
     "DTYPES",
+    "rebuild_any_small",
     "rebuild_bytes",
     "rebuild_copy",
     "rebuild_inline",
@@ -37,6 +39,8 @@ _ndarray: Any = np.ndarray
 _NOTHING = (0,)
 """The shape of an array without elements."""
 _BYTES = DTYPES["b"]
+_dtype_of_text = functools.lru_cache(maxsize=256)(np.dtype)
+"""Dtypes without fields cannot be changed, so several arrays can have the same."""
 
 
 def rebuild_view(
@@ -164,6 +168,24 @@ def rebuild_small(kind: str, shape: tuple[int, ...], fortran: bool, data: bytes)
     """
     array: Any = _ndarray(_NOTHING, _BYTES)
     array.__setstate__((1, shape, DTYPES[kind], fortran, data))
+    return array
+
+
+def rebuild_any_small(
+    cls: type[np.ndarray[Any, Any]],
+    dtype: Any,
+    shape: tuple[int, ...],
+    fortran: bool,
+    data: bytes,
+) -> Any:
+    """Return an array as :func:`rebuild_small` does, of any class and native dtype.
+
+    A dtype that has no fields comes as text. The class has the pickle methods of
+    ``numpy.ndarray``, which make an array in the same two steps.
+    """
+    array = _ndarray.__new__(cls, _NOTHING, _BYTES)
+    whole = _dtype_of_text(dtype) if type(dtype) is str else dtype
+    _ndarray.__setstate__(array, (1, shape, whole, fortran, data))
     return array
 
 

@@ -19,6 +19,7 @@ from shmreduce_numpy.blocks import find_block_of, offset_in, owner_of
 from shmreduce_numpy.classes import (
     Protocol,
     address_of,
+    base_of,
     dtype_of,
     flags_of,
     is_masked,
@@ -73,7 +74,7 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         nbytes = array.nbytes
         if nbytes < message.inline_limit:
             base: Any = array.base
-            if base is None or type(base) is bytes or _must_be_copied(array):
+            if base is None or type(base) is bytes or _must_be_copied(base, nbytes):
                 if message.has_many and nbytes >= _SMALLEST_PIECE:
                     piece = _reduce_to_piece(array, nbytes, message)
                     if piece is not None:
@@ -94,6 +95,13 @@ def reduce_array(array: np.ndarray[Any, Any], message: Message) -> Any:
         return NotImplemented
     if protocol is Protocol.MASKED:
         return _reduce_masked(array) if message.shared_memory else NotImplemented
+    nbytes = nbytes_of(array)
+    if (
+        protocol is Protocol.ARRAY
+        and nbytes < message.inline_limit
+        and _must_be_copied(base_of(array), nbytes)
+    ):
+        return _reduce_inline(array, message)
     block = find_block_of(array)
     if block is not None and block.shared:
         # With the size of the block, however little of it the array covers: a shared block
@@ -137,10 +145,10 @@ def buffer_of_array(array: np.ndarray[Any, Any], at_least: int) -> Any:
     return memory, rebuild.rebuild_copy, (shape, "C", kind, flags.writeable)
 
 
-def _must_be_copied(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether a plain array certainly has no block that can be sent in its place."""
+def _must_be_copied(base: Any, nbytes: int) -> bool:
+    """Return whether an array of this base certainly has no block that can be sent instead."""
     global _latest
-    bottom: Any = array.base
+    bottom = base
     while type(bottom) is np.ndarray:
         bottom = bottom.base
     if bottom is None or type(bottom) is bytes:
@@ -149,14 +157,14 @@ def _must_be_copied(array: np.ndarray[Any, Any]) -> bool:
     if type(bottom) is not memoryview or isinstance(bottom.obj, np.ndarray):
         # Unusual: see find_block_of().
         return False
-    reference, shared, nbytes = _latest
+    reference, shared, found = _latest
     if reference() is not bottom:
         block = find_block(bottom)
         if block is None:
             return True
-        shared, nbytes = block.shared, block.nbytes
-        _latest = weakref.ref(bottom), shared, nbytes
-    return not (shared or nbytes == array.nbytes)
+        shared, found = block.shared, block.nbytes
+        _latest = weakref.ref(bottom), shared, found
+    return not (shared or found == nbytes)
 
 
 def _reduce_whole(
@@ -167,7 +175,7 @@ def _reduce_whole(
     arguments: tuple[Any, ...],
 ) -> Any:
     """Reduce an array for which :func:`buffer_of_array` returned a buffer."""
-    if memory is array or _must_be_copied(array):
+    if memory is array or _must_be_copied(array.base, array.nbytes):
         piece = _reduce_to_piece(array, array.nbytes, message) if message.has_many else None
         if piece is not None:
             return piece
@@ -316,25 +324,30 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
     if not message.shared_memory:
         # The message goes to another host, where this plugin may not be installed.
         return NotImplemented
-    flags = flags_of(array)
     dtype = dtype_of(array)
+    kind = _KINDS.get(id(dtype))
+    if kind is None and dtype.hasobject:
+        return NotImplemented
+    flags = flags_of(array)
     nbytes = nbytes_of(array)
-    if nbytes >= message.smallest_part and not dtype.hasobject:
+    if nbytes >= message.smallest_part:
         part = _reduce_to_part(array, nbytes, flags, message)
         if part is not None:
             return part
     if flags.writeable:
-        kind = _KINDS.get(id(dtype))
+        # NumPy's own reduction has more objects.
+        fortran = flags.fnc
         if kind is not None and type(array) is np.ndarray:
-            # NumPy's own reduction has more objects, and the pickler would look for a
-            # reducer for each.
-            fortran = flags.fnc
             data = array.tobytes("F" if fortran else "C")
             return rebuild.rebuild_small, (kind, array.shape, fortran, data)
         if dtype.isnative:
-            return NotImplemented
-    if dtype.hasobject:
-        return NotImplemented
+            described = kind or describe_dtype(dtype)
+            if type(described) is not str and dtype.names is None:
+                # Another package's dtype: it may have its own rules.
+                return NotImplemented
+            data = np.ndarray.tobytes(array, "F" if fortran else "C")
+            arguments = (type(array), described, shape_of(array), fortran, data)
+            return rebuild.rebuild_any_small, arguments
     # With protocols up to 4, ordinary pickling makes read-only arrays writeable, and
     # changes the byte order to the native one.
     order = _order(flags)

@@ -9,6 +9,8 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shmreduce.memory.blocks import Block
     from shmreduce.memory.lease import Lease
     from shmreduce.memory.message import Message
@@ -35,6 +37,10 @@ class Mover(Protocol):
     @property
     def passes_on(self) -> bool:
         """Whether :meth:`pass_on` may be called."""
+
+    @property
+    def uncut(self) -> Sequence[object]:
+        """What was passed on since the last :meth:`cut_off`; always the same object."""
 
     def cut_off(self) -> None:
         """Make sure that later writes to blocks passed on so far do not reach the message."""

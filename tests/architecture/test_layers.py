@@ -61,6 +61,7 @@ LAYERS = [
         "short_waits",
         "standard_pools",
     },
+    {"pickler"},
     {"handle_calls", "pickling"},
     {"forking"},
     {"extras", "launching", "managers", "packet_socket"},
@@ -213,8 +214,8 @@ def test_core_knows_no_array_library_and_no_plugin(module: str) -> None:
 def test_each_task_has_one_place(module: str) -> None:
     """Entry points are read in one module only, ForkingPickler is changed in forking only.
 
-    A subclass of it is made in pickling, plain_objects looks what others have put into
-    it, and two other modules call it.
+    pickler, pickling and plain_objects look what others have put into it, and two other
+    modules call it.
     """
     tree = ast.parse(CORE_MODULES[module].read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -223,7 +224,14 @@ def test_each_task_has_one_place(module: str) -> None:
     part = module.split(".")[1:2]
     users = {
         f"shmreduce.{name}"
-        for name in ("forking", "pickling", "plain_objects", "pool_channel", "spawn_child")
+        for name in (
+            "forking",
+            "pickler",
+            "pickling",
+            "plain_objects",
+            "pool_channel",
+            "spawn_child",
+        )
     }
     if part and layer_of(part[0], LAYERS) < len(LAYERS) and module not in users:
         assert "ForkingPickler" not in names

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import shmreduce
 from shmreduce import ReducerError
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.moving import Moves
+from shmreduce.pickler import Pickler
 from shmreduce.testing.processes import OtherProcess
 from shmreduce_numpy.blocks import find_block_of
 from tests.channels.channels import PATIENCE, context_of, within
@@ -321,6 +324,40 @@ def test_what_an_object_writes_while_it_is_pickled_comes_too_late(
     assert number == 0
     assert (found == (1 if guarded else 9)).all()
     assert kept is None or (kept == 9).all()
+
+
+class Deciding(shmreduce.Reducer):
+    """Has each object pickled in the ordinary way after all."""
+
+    types = (Filling,)
+
+    def reduce(self, obj: Any, message: Any) -> Any:
+        return NotImplemented
+
+
+def fill_and_name(filling: Filling) -> Any:
+    filling.array[:] = 9
+    return int, ()
+
+
+@pytest.mark.parametrize("pickled_by", ["its method", "copyreg", "no reducer after all"])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_it_comes_too_late_though_another_of_its_class_came_before(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, pickled_by: str, guarded: bool
+) -> None:
+    """How a class is pickled is found once, and again when the first received array comes."""
+    if not guarded:
+        monkeypatch.setattr(Pickler, "_take_care", lambda self: None)
+    if pickled_by == "copyreg":
+        monkeypatch.setitem(copyreg.dispatch_table, Filling, fill_and_name)
+    with registered(Deciding()) if pickled_by == "no reducer after all" else nullcontext():
+        array = received(ends)
+        before = np.zeros(3)
+        held = [[Filling(before), array, Filling(array), Filling(before)]]
+        del array
+        ends[1].send_last(held)
+        assert (before == 9).all()
+        assert (ends[0].recv()[1] == (1 if guarded else 9)).all()
 
 
 def test_names_cut_nothing_off(ends: tuple[Any, Any], cuts: list[Any]) -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import shmreduce
 from shmreduce import Reducer
-from shmreduce.pickling import Pickler, dumps
+from shmreduce.pickler import Pickler
+from shmreduce.pickling import dumps
 from shmreduce.plain_objects import is_plain
 from tests.conftest import registered
 from tests.pool.work import square

@@ -26,6 +26,7 @@ from shmreduce import (
     get_settings,
     get_sharing_strategy,
     install,
+    pickler,
     pickling,
     uninstall,
 )
@@ -336,7 +337,7 @@ class Recorder:
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """The messages of the pickling runs to come."""
     monkeypatch.setattr(Recorder, "made", [])
-    monkeypatch.setattr(pickling, "Message", Recorder)
+    monkeypatch.setattr(pickler, "Message", Recorder)
     return Recorder.made
 
 

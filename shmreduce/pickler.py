@@ -1,0 +1,371 @@
+"""One run of a pickler: it calls reducers by type, and commits or rolls back the message.
+
+May import errors, registry, process_registry, plain_objects and, of :mod:`shmreduce.memory`,
+``message``, ``mover`` and ``parts``.
+Changes nothing outside itself: :mod:`shmreduce.forking` puts :func:`ask_reducer` and
+:func:`dump_message` into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
+
+During a dump, the pickler keeps its :class:`Message` as an attribute. The message
+is made when a reducer first needs it. It is rolled back if the dump fails; otherwise
+the caller of the dump commits it.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import operator
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shmreduce.errors import ReducerError
+from shmreduce.memory.message import Message
+from shmreduce.memory.mover import take_mover
+from shmreduce.memory.parts import IN_BLOCK
+from shmreduce.plain_objects import override_of_others
+from shmreduce.process_registry import get_registry
+from shmreduce.registry import describe, qualified_name
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Callable, Mapping
+
+    from shmreduce.memory.mover import Mover
+    from shmreduce.memory.parts import Limits
+    from shmreduce.presized_pickle import PresizedBuffer
+    from shmreduce.registry import ReducerClaim
+
+    _Reduce = Callable[[Any], Any]
+
+__all__ = ["PROTOCOL", "Begun", "Pickler", "ask_reducer", "dump_message"]
+
+PROTOCOL = 5
+"""The first protocol with out-of-band buffers: https://peps.python.org/pep-0574/"""
+_MESSAGE = "_shmreduce_message"
+"""The pickler's attribute for the message of the current dump; None until it is needed."""
+_MOVER = "_shmreduce_mover"
+"""The pickler's attribute for the mover of that message's arrays, or None."""
+_REDUCED = (tuple, str)
+"""What ``__reduce__`` may return. ``tuple | str`` would be built anew at each use."""
+_NOBODY: Mapping[type, object] = {}
+_BY_NAME = (type, FunctionType)
+"""Types whose instances are pickled by name before the dispatch table is looked at."""
+_NAMED = (*_BY_NAME, BuiltinFunctionType)
+"""Types whose instances are pickled by name, without a call of their methods."""
+_by_its_method = operator.methodcaller("__reduce_ex__", PROTOCOL)
+"""What a pickler does for an object that no table names. It is not a function of Python: that
+would take as long as all the rest for a number of NumPy, say."""
+
+
+# What any pickler does
+
+
+def ask_reducer(
+    pickler: Any,
+    obj: Any,
+    claim: ReducerClaim,
+    *,
+    outranked: Mapping[type, object],
+    shared_memory: Callable[[], bool],
+    limits: Limits,
+) -> Any:
+    """Return what a reducer returns for an object, for use in ``reducer_override``.
+
+    Parameters
+    ----------
+    pickler : pickle.Pickler
+        A pickler that is in a dump by :func:`dump_message`.
+    obj : object
+        The object that is being pickled.
+    claim : ReducerClaim
+        The registry's answer for its type.
+    outranked : mapping of type to callable
+        Entries of the pickler's ``dispatch_table`` that the registry overrides. Any other
+        entry for the object's class overrides the registry.
+    shared_memory : callable
+        Returns whether a new message may use shared memory.
+    limits : Limits
+        As for :class:`Message`.
+
+    Returns
+    -------
+    tuple, str or NotImplemented
+        The same as ``__reduce__`` returns; NotImplemented asks for ordinary pickling.
+
+    Raises
+    ------
+    ReducerError
+        If the reducer returns anything else.
+    """
+    state = pickler.__dict__
+    if _MESSAGE not in state or _is_outranked(pickler.dispatch_table, type(obj), outranked):
+        return NotImplemented
+    message = state[_MESSAGE]
+    if message is None:
+        message = state[_MESSAGE] = Message(shared_memory(), state[_MOVER], limits=limits)
+    message.before_many -= 1
+    if not message.before_many:
+        message.has_many = True
+    result = claim.reducer.reduce(obj, message)
+    _check_result(claim, obj, result)
+    return result
+
+
+def dump_message(
+    pickler: Any,
+    obj: Any,
+    dump: Callable[[Any, Any], None],
+    begun: Message | None = None,
+    mover: Mover | None = None,
+) -> Message | None:
+    """Pickle an object by ``dump(pickler, obj)``, the pickler's own method.
+
+    Returns the message, which the caller commits or rolls back, or None if no reducer
+    needed one. If ``begun`` is given, that is the message. If pickling fails, all memory
+    is given back. ``mover`` is the result of :func:`take_mover` for the object, if the
+    caller has it already.
+    """
+    state = pickler.__dict__
+    state[_MESSAGE] = begun
+    state[_MOVER] = mover or take_mover(obj)
+    try:
+        dump(pickler, obj)
+    except BaseException:
+        if state[_MESSAGE] is not None:
+            state[_MESSAGE].rollback()
+        raise
+    else:
+        message: Message | None = state[_MESSAGE]
+        return message
+    finally:
+        del state[_MESSAGE], state[_MOVER]
+
+
+def _is_outranked(
+    registered: Mapping[type, object], cls: type, outranked: Mapping[type, object]
+) -> bool:
+    """Return whether somebody has registered a reducer for exactly this class with the pickler."""
+    reduce = registered.get(cls)
+    return (
+        reduce is not None
+        # An entry of copyreg holds for all picklers: our reducers are meant to replace it.
+        and reduce is not copyreg.dispatch_table.get(cls)
+        and reduce is not outranked.get(cls)
+    )
+
+
+def _check_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
+    if isinstance(result, _REDUCED) or result is NotImplemented:
+        return
+    type_name = qualified_name(type(obj))
+    raise ReducerError(
+        f"reducer {describe(claim.reducer)} ({claim.origin}) returned "
+        f"{type(result).__name__} for {type_name}: reduce() must return a tuple "
+        "(rebuild, args) or NotImplemented",
+        reducer=describe(claim.reducer),
+        type_name=type_name,
+        reason=f"returned {type(result).__name__}",
+    )
+
+
+# The pickler of our own channels
+
+
+class _Dispatch(dict[type, "_Reduce"]):
+    """The ``dispatch_table`` of one dump: how objects of a class are pickled.
+
+    The pickler looks here for each object, in C, and a function in Python is called only
+    when a class is not here yet: a message may have ten thousand objects of one class. See
+    https://docs.python.org/3/library/pickle.html#pickle.Pickler.dispatch_table
+
+    Parameters
+    ----------
+    find : callable
+        Returns the function for a class, or None if its instances are pickled by name.
+    """
+
+    __slots__ = ("_find",)
+
+    def __init__(self, find: Callable[[type], _Reduce | None]) -> None:
+        self._find = find
+
+    def __missing__(self, cls: type) -> _Reduce:
+        found = self._find(cls)
+        if found is None:
+            raise KeyError(cls)
+        if type(cls).__eq__ is type.__eq__:
+            # Not if a metaclass says which classes are equal: each has its own reducer.
+            self[cls] = found
+        return found
+
+
+class Begun(NamedTuple):
+    """An object, what its reducer returned for it, and the message that the reducer used."""
+
+    obj: object
+    reduced: tuple[Any, ...]
+    message: Message
+
+
+class Pickler(pickle.Pickler):
+    """Pickles for the channels of shmreduce.
+
+    It respects reducers that were registered by ``ForkingPickler.register``, and a
+    ``reducer_override`` that somebody has added to that class. Large out-of-band buffers
+    of objects go into one block per message.
+
+    Parameters
+    ----------
+    file : binary file
+        Where to write. It stays the caller's.
+    keep_buffer : callable, optional
+        The pickler's ``buffer_callback``: returns False for an out-of-band buffer that it
+        keeps, True for one that is to be pickled in-band.
+    begun : Begun, optional
+        If the reducer was called for the object already: what it returned.
+    message : Message, optional
+        The message to add to; if ``begun`` is given, that of ``begun``.
+    mover : Mover, optional
+        Moves the arrays of the object.
+    limits : Limits
+        As for :class:`Message`; used if no message is given.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO | PresizedBuffer,
+        keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
+        begun: Begun | None = None,
+        message: Message | None = None,
+        mover: Mover | None = None,
+        *,
+        limits: Limits = IN_BLOCK,
+    ) -> None:
+        super().__init__(file, PROTOCOL, True, keep_buffer)
+        self._begun = begun
+        self._message = message
+        self._mover = mover
+        self._limits = limits
+
+    def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
+        """Pickle an object; return the message, not committed yet, if there is one."""
+        self._is_careful = False
+        self._asks_for_all = _must_ask_for_all()
+        self._functions = _Dispatch(self._function_for)
+        if self._asks_for_all:
+            # The pickler calls an attribute of this name for every object.
+            self.reducer_override = self._reduce  # type: ignore[method-assign]
+            self.dispatch_table = {**copyreg.dispatch_table, **_registered()}
+        else:
+            self.dispatch_table = self._functions
+        try:
+            return dump_message(self, obj, pickle.Pickler.dump, self._message, self._mover)
+        finally:
+            # They refer to this pickler. If they stayed, only the collector of cycles would
+            # free it, and with it the message.
+            del self.dispatch_table, self._functions
+            if self._asks_for_all:
+                del self.reducer_override
+
+    def _reduce(self, obj: Any) -> Any:
+        """Return how to pickle an object, or NotImplemented for the ordinary way."""
+        result = self._functions[type(obj)](obj)
+        if result is NotImplemented:
+            if self._mover is not None and not isinstance(obj, _NAMED):
+                self._mover.cut_off()
+            others = override_of_others()
+            if others is not None:
+                return others(self, obj)
+        return result
+
+    def _function_for(self, cls: type) -> _Reduce | None:
+        """Return how objects of a class are pickled; None if as the pickler does on its own."""
+        claim = get_registry().find(cls)
+        if claim is not None and not _is_outranked(_registered(), cls, _NOBODY):
+            return self._by_reducer(claim)
+        return _decline if self._asks_for_all else self._ordinary(cls)
+
+    def _by_reducer(self, claim: ReducerClaim) -> _Reduce:
+        state = self.__dict__
+        if state[_MESSAGE] is None:
+            state[_MESSAGE] = Message(True, state[_MOVER], limits=self._limits)
+        message = state[_MESSAGE]
+        reduce = claim.reducer.reduce
+        begun = self._begun
+        uncut = () if self._mover is None else self._mover.uncut
+
+        def ask(obj: Any) -> Any:
+            # As in ask_reducer(), without a call: a list may have ten thousand arrays.
+            if begun is not None and obj is begun.obj:
+                return begun.reduced
+            message.before_many -= 1
+            if not message.before_many:
+                message.has_many = True
+            result = reduce(obj, message)
+            if uncut and not self._is_careful:
+                self._take_care()
+            if type(result) is tuple:
+                return result
+            _check_result(claim, obj, result)
+            if result is NotImplemented and not self._asks_for_all:
+                ordinary = self._ordinary(type(obj))
+                return obj.__qualname__ if ordinary is None else ordinary(obj)
+            return result
+
+        return ask
+
+    def _take_care(self) -> None:
+        """From now on, cut received arrays off before anything could write to them."""
+        self._is_careful = True
+        # What is pickled by its own method so far needs another function now.
+        self._functions.clear()
+
+    def _ordinary(self, cls: type) -> _Reduce | None:
+        """Return what pickles objects of a class if no reducer does; None if that is by name."""
+        reduce: _Reduce | None = _registered().get(cls) or copyreg.dispatch_table.get(cls)
+        if reduce is None:
+            if issubclass(cls, type):
+                return None
+            reduce = _by_its_method
+        if not self._is_careful or issubclass(cls, _NAMED):
+            return reduce
+        mover: Any = self._mover
+
+        def after_cutting_off(obj: Any) -> Any:
+            # The object's own methods are called now, and they may write to arrays.
+            mover.cut_off()
+            return reduce(obj)
+
+        return after_cutting_off
+
+
+def _registered() -> dict[type, Any]:
+    """Return what was registered by ``ForkingPickler.register``."""
+    return ForkingPickler._extra_reducers  # type: ignore[attr-defined,no-any-return]
+
+
+_latest: tuple[object, int, bool] = None, 0, False
+"""A registry, its generation, and whether it has reducers of what is pickled by name."""
+
+
+def _must_ask_for_all() -> bool:
+    """Return whether a dispatch table is not enough.
+
+    It is not asked about objects that are pickled by name, such as functions; nor does it do
+    if somebody has given ``ForkingPickler`` a ``reducer_override``.
+    """
+    global _latest
+    if override_of_others() is not None:
+        return True
+    registry = get_registry()
+    known, generation, found = _latest
+    if known is not registry or generation != registry.generation:
+        generation = registry.generation
+        found = any(registry.find(cls) is not None for cls in _BY_NAME)
+        _latest = registry, generation, found
+    return found
+
+
+def _decline(_: Any) -> Any:
+    return NotImplemented
