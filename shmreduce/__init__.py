@@ -377,17 +377,20 @@ def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it (PEP 562)."""
     from importlib import import_module
 
-    value: object
     if name in _SHARED_MODULES:
-        value = import_module(f"shmreduce.{name}")
+        module = f"shmreduce.{name}"
     elif name in _OTHER_MODULES:
-        value = import_module(f"multiprocessing.{name}")
+        module = f"multiprocessing.{name}"
     elif name in _LEVELS:
-        value = getattr(import_module("multiprocessing"), name)
+        module = "multiprocessing"
     elif name in __all__:
-        value = getattr(import_module(_MODULE_OF.get(name, "shmreduce.errors")), name)
+        module = _MODULE_OF.get(name, "shmreduce.errors")
     else:
         raise AttributeError(f"module 'shmreduce' has no attribute {name!r}")
+    # A child that is forked meanwhile could never import the same module.
+    while_importing = import_module("shmreduce.importing").while_importing
+    found: object = while_importing(import_module, module)
+    value = found if name in _SHARED_MODULES | _OTHER_MODULES else getattr(found, name)
     globals()[name] = value
     return value
 

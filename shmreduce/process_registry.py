@@ -1,7 +1,7 @@
 """The registry and the plugins of this process.
 
-May import errors, contracts, settings, ``fork_hooks``, ``thread_locks``, registry and
-discovery.
+May import errors, contracts, settings, ``fork_hooks``, ``importing``, ``thread_locks``,
+registry and discovery.
 
 They are made when they are first needed, and follow the settings. The reducers that a
 program registers by ``register_reducer`` are kept here, too, because its children must
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ReducerConflictError, StrategyConflictError
 from shmreduce.fork_hooks import renew_in_children
+from shmreduce.importing import while_importing
 from shmreduce.registry import Registry, describe
 from shmreduce.settings import get_settings
 from shmreduce.thread_locks import interrupt_safe
@@ -91,6 +92,10 @@ def get_plugins() -> Plugins:
         return plugins
     if plugins is not None:
         settings = plugins.settings_of_import() or settings
+    return while_importing(_load_plugins, settings)
+
+
+def _load_plugins(settings: Settings) -> Plugins:
     plugins = import_plugins(settings)
     with _process.lock:
         plugins.mark_as_warned(_process.warned_by_parent)
@@ -110,6 +115,10 @@ def import_plugins(settings: Settings) -> Plugins:
     PluginError
         If ``settings.plugins`` names a plugin that is not installed.
     """
+    return while_importing(_import_plugins, settings)
+
+
+def _import_plugins(settings: Settings) -> Plugins:
     # Imported late: importlib.metadata and pluggy take as long to import as everything
     # else that a child without arrays needs.
     from shmreduce.discovery import Plugins

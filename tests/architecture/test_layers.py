@@ -32,6 +32,7 @@ LAYERS = [
         "compiled",
         "descriptor",
         "fork_hooks",
+        "importing",
         "interpreter",
         "pickled_calls",
         "processors",

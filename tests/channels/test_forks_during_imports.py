@@ -1,0 +1,107 @@
+"""A fork while another thread imports what the first message needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.channels.channels import PATIENCE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The module lets the main thread fork while it is being imported. It goes on when the fork is
+# over, or after a time that a fork does not need.
+SLOW = """
+import threading
+begun, going, over = threading.Event(), threading.Event(), threading.Event()
+"""
+MODULE = """
+import slow
+slow.begun.set()
+assert slow.going.wait(30)
+slow.over.wait(0.5)
+"""
+PROGRAM = """
+import importlib, os, signal, sys, threading
+import slow
+from shmreduce.importing import while_importing
+
+def load():
+    if sys.argv[1] == "guarded":
+        while_importing(importlib.import_module, "imported")
+    else:
+        importlib.import_module("imported")
+
+# Hooks before a fork run in the reverse order: this one before that of shmreduce.
+os.register_at_fork(before=slow.going.set, after_in_parent=slow.over.set)
+thread = threading.Thread(target=load)
+thread.start()
+assert slow.begun.wait(30)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(5)
+    load()
+    os._exit(0)
+thread.join()
+sys.exit(os.waitpid(pid, 0)[1] != 0)
+"""
+
+
+@pytest.mark.parametrize("guard", ["guarded", "without"])
+def test_the_child_can_import_the_module(tmp_path: Path, guard: str) -> None:
+    """The fork waits for the import; without that, the child waits for its lock for ever."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "imported.py").write_text(MODULE)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", tmp_path / "program.py", guard],
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == (0 if guard == "guarded" else 1)
+
+
+FIRST_USE = """
+import os, select, threading
+import numpy as np
+import shmreduce
+
+here, there = shmreduce.Pipe()
+array = np.zeros(100_000)
+
+def use():
+    here.send(array)
+    assert there.recv().size == array.size
+
+importing = threading.Event()
+import shmreduce.process_registry as process_registry
+load = process_registry._load_plugins
+
+def tell(settings):
+    importing.set()
+    return load(settings)
+
+process_registry._load_plugins = tell
+thread = threading.Thread(target=use)
+thread.start()
+assert importing.wait(30)
+pid = os.fork()
+if pid == 0:
+    use()
+    os._exit(0)
+thread.join()
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_both_can_send_their_first_array(tmp_path: Path) -> None:
+    """A thread sends the first array, which loads the plugins; the child sends one, too."""
+    (tmp_path / "program.py").write_text(FIRST_USE)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", tmp_path / "program.py"], timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0
