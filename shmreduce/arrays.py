@@ -72,7 +72,17 @@ def share(obj: Any, mode: Mode = "rw") -> Any:
             type_name=type_name,
             reason="no reducer",
         )
-    return reducer.share(obj, mode)
+    shared = reducer.share(obj, mode)
+    if shared is None:
+        type_name = qualified_name(type(obj))
+        raise ReducerError(
+            f"share() of reducer {describe(reducer)} returned None for {type_name}: it must "
+            "return the shared object",
+            reducer=describe(reducer),
+            type_name=type_name,
+            reason="share() returned None",
+        )
+    return shared
 
 
 def is_shared(obj: Any) -> bool:

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plugins"]
 
+_HOOKS = [name for name in hookspecs.__all__ if name.startswith("shmreduce_")]
+
 
 class _Thread(threading.local):
     """What one thread is doing. Per thread, so a forked child does not inherit other threads'."""
@@ -292,9 +294,24 @@ class Plugins:
             plugin.status, plugin.reason = "broken", f"it is the same object as {other.origin}"
             return
         self._manager.register(plugin.instance, plugin.name)
-        # Without this, pluggy would silently ignore a misspelt hook.
+        # Without these, pluggy would silently ignore a misspelt hook, and one without its mark.
         self._manager.check_pending()
+        self._check_marks(plugin)
         self._ask(plugin)
+
+    def _check_marks(self, plugin: Plugin) -> None:
+        for hook in _HOOKS:
+            if callable(getattr(plugin.instance, hook, None)) and not self._has(plugin, hook):
+                raise PluginError(
+                    f"{hook}() is not marked as a hook: put @shmreduce.hookimpl in front of it",
+                    plugin=plugin.name,
+                    distribution=plugin.distribution,
+                    reason=f"{hook}() is not marked",
+                )
+
+    def _has(self, plugin: Plugin, hook: str) -> bool:
+        callers = self._manager.get_hookcallers(plugin.instance) or []
+        return any(caller.name == hook for caller in callers)
 
     def _claim(self, plugin: Plugin) -> None:
         for reducer in plugin.reducers:
@@ -333,7 +350,16 @@ class Plugins:
             return
 
         def answers(hook: str) -> list[Any]:
-            return [each for answer in self._call(plugin, hook) for each in answer]
+            found = self._call(plugin, hook)
+            if not found and self._has(plugin, hook):
+                # pluggy leaves None out.
+                raise PluginError(
+                    f"{hook}() returned None: it must return a list",
+                    plugin=plugin.name,
+                    distribution=plugin.distribution,
+                    reason=f"{hook}() returned None",
+                )
+            return [each for answer in found for each in answer]
 
         reducers = answers("shmreduce_reducers")
         strategies = answers("shmreduce_strategies")

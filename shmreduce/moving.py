@@ -262,8 +262,9 @@ def _copy_to(message: Message, move: _Move) -> bytes:
     handle = copy_memory(message, *move.memory())
     if len(handle) > len(move.handle):
         raise SegmentError(
-            f"strategy {move.lease.segment.strategy.name!r} returned locators of very different "
-            "lengths for its segments; please report this",
+            "an array could not be replaced by a copy: its segment is of strategy "
+            f"{move.lease.segment.strategy.name!r}, and the copy's has a longer locator. Was the "
+            "sharing strategy changed while the message was being sent? Send it again",
             operation="copy",
             errno=0,
             segment=None,

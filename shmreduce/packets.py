@@ -1,6 +1,6 @@
 """Packets: what a channel of shmreduce sends for one message, by one system call.
 
-May import errors, signals, settings, :mod:`shmreduce.memory`, ``moving``,
+May import errors, signals, settings, registry, :mod:`shmreduce.memory`, ``moving``,
 ``copying``, ``handle_calls``, ``pickled_calls``, ``pickling``, ``plain_objects`` and, for a
 number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
 
@@ -27,6 +27,7 @@ from shmreduce.errors import (
     InvalidHandleError,
     LeaseTimeoutError,
     OutOfSharedMemoryError,
+    ReducerError,
     SegmentError,
     ShmreduceError,
 )
@@ -58,6 +59,7 @@ from shmreduce.pickling import (
     unloaded,
 )
 from shmreduce.plain_objects import UNASKED
+from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import inline_limit
 from shmreduce.signals import is_from_system
 
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.one_buffer import GivenBuffer
     from shmreduce.memory.segment import Segment
     from shmreduce.receive_buffer import ReceiveBuffer
+    from shmreduce.registry import ReducerClaim
 
 __all__ = [
     "INLINE_BODY",
@@ -271,7 +274,12 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     found = claim.reducer.buffer_of(obj, at_least)
     if found is None:
         return None
-    view = memoryview(found[0])
+    if type(found) is not tuple or len(found) != 3:
+        _refuse_buffer(claim, obj, found)
+    try:
+        view = memoryview(found[0])
+    except TypeError:
+        _refuse_buffer(claim, obj, found)
     if not view.nbytes or not view.c_contiguous:
         # An empty one is pickled. For one with gaps, Message.carry() raises the error.
         return None
@@ -302,6 +310,17 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
         if given is not None:
             given.give_up()
         raise
+
+
+def _refuse_buffer(claim: ReducerClaim, obj: object, found: object) -> NoReturn:
+    type_name = qualified_name(type(obj))
+    raise ReducerError(
+        f"buffer_of() of reducer {describe(claim.reducer)} ({claim.origin}) returned "
+        f"{found!r:.99} for {type_name}: it must return a tuple (buffer, rebuild, args) or None",
+        reducer=describe(claim.reducer),
+        type_name=type_name,
+        reason="buffer_of() returned something else",
+    )
 
 
 def _is_shared(view: memoryview) -> bool:

@@ -138,7 +138,7 @@ def padded(handle: bytes, size: int) -> bytes:
     return what._replace(locator=what.locator + "\0" * (size - len(handle))).pack()
 
 
-def check_handle(data: bytes) -> None:
+def check_handle(data: bytes | None) -> None:
     """Raise unless the bytes are a handle that is complete and undamaged.
 
     Raises
@@ -146,6 +146,14 @@ def check_handle(data: bytes) -> None:
     InvalidHandleError
         If the bytes are not a handle, or are truncated or damaged.
     """
+    if data is None:
+        raise InvalidHandleError(
+            "None is not a handle of a shared block. The reducer at the sender put it into the "
+            "message: Message.carry() and its other methods return None for what is better "
+            "pickled in the ordinary way, for small objects for example; then reduce() must do "
+            "that, or return NotImplemented",
+            reason="it is None",
+        )
     if not isinstance(data, bytes) or len(data) < _SHORTEST or not data.startswith(MARK):
         raise _invalid("it is too short or does not begin with a handle's mark")
     (checksum,) = _CHECKSUM.unpack_from(data, len(MARK))

@@ -92,6 +92,14 @@ def test_a_reducer_that_finds_no_block_is_told_so(
     assert caught.value.type_name == "numpy.ndarray"
 
 
+def test_a_reducer_that_shares_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``share`` names the reducer, and does not return None."""
+    monkeypatch.setattr(NumpyReducer, "share", lambda *_: None)
+    with pytest.raises(ReducerError, match="NumpyReducer returned None") as caught:
+        share(np.zeros(3))
+    assert caught.value.type_name == "numpy.ndarray"
+
+
 def test_without_a_plugin_makers_say_why() -> None:
     """With the plugin blocked the error says that it is, and how."""
     with install(blocked=("numpy",)):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shmreduce
-from shmreduce import handle_calls, packets
+from shmreduce import ReducerError, handle_calls, packets
 from shmreduce.born import moving as born
 from shmreduce.handle_calls import (
     LENGTH_PREFIX,
@@ -515,6 +515,18 @@ def test_a_reducer_that_offers_a_buffer_with_gaps_is_told_so(
                 ends[0].send(sent)
 
 
+@pytest.mark.parametrize(
+    "answer", [3, b"abc", (b"abc", rebuild_named), (b"abc", rebuild_named, (), 1), ("a", list, ())]
+)
+def test_a_wrong_answer_of_a_reducer_names_it(ends: tuple[Any, Any], answer: Any) -> None:
+    """As a wrong answer of ``reduce`` does."""
+    reducer = NamedReducer()
+    reducer.buffer_of = lambda obj, at_least: answer  # type: ignore[method-assign]
+    with registered(reducer), pytest.raises(ReducerError, match=r"NamedReducer.*buffer") as caught:
+        ends[0].send(Named("a"))
+    assert caught.value.type_name == f"{__name__}.Named"
+
+
 @pytest.mark.parametrize(("nbytes", "limit"), [(9, 10), (0, 0)])
 def test_a_small_buffer_that_a_reducer_offers_all_the_same_takes_the_long_way(
     ends: tuple[Any, Any], nbytes: int, limit: int
@@ -609,3 +621,22 @@ def test_only_so_many_calls_are_remembered() -> None:
         call_of(*around)
     assert len(handle_calls._around) <= handle_calls._MOST
     assert len(handle_calls._calls) <= handle_calls._MOST
+
+
+def rebuild_none(handle: Any, name: Any) -> Any:
+    return shmreduce.import_block(handle)
+
+
+class CarelessReducer(shmreduce.Reducer):
+    types = (Named,)
+
+    def reduce(self, obj: Named, message: shmreduce.Message) -> Any:
+        return rebuild_none, (message.carry(obj.memory[:10]), obj.name)
+
+
+def test_a_handle_that_is_none_points_at_the_reducer(ends: tuple[Any, Any]) -> None:
+    """Which has not looked what ``carry`` returned for a small object."""
+    with registered(CarelessReducer()):
+        ends[0].send(Named("a"))
+        with pytest.raises(shmreduce.InvalidHandleError, match=r"None is not a handle.*carry"):
+            within(ends[1].recv)

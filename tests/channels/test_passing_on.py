@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import ReducerError
+from shmreduce import ReducerError, SegmentError
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.moving import Moves
 from shmreduce.pickler import Pickler
+from shmreduce.settings import get_settings, set_settings
 from shmreduce.testing.processes import OtherProcess
 from shmreduce_numpy.blocks import find_block_of
 from tests.channels.channels import PATIENCE, context_of, within
@@ -409,6 +410,32 @@ def test_a_handle_that_cannot_be_replaced_is_told_of(
             with pytest.raises(ReducerError, match="unchanged, as an object of their own"):
                 ends[1].send(Coded(kept))
         assert (kept == 1).all()
+
+
+class Changing:
+    """Changes the sharing strategy when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        shmreduce.set_sharing_strategy("file_system")
+        return int, ()
+
+
+def test_a_strategy_that_changes_in_the_middle_is_named(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An array that must be copied after that cannot be; the sender can send it again."""
+    before = get_settings()
+    try:
+        shmreduce.set_sharing_strategy("file_descriptor")
+        kept = received(ends)
+        with monkeypatch.context() as patch:
+            patch.setattr(LiveBlocks, "make_private", lambda *_: False)
+            with pytest.raises(SegmentError, match="strategy changed while the message"):
+                ends[1].send([kept, Changing()])
+            ends[1].send([kept, Changing()])
+        assert (ends[0].recv()[0] == 1).all()
+    finally:
+        set_settings(before)
 
 
 def pass_on_without_private_pages(reader: Any, writer: Any, sends_before: bool) -> None:

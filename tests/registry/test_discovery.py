@@ -241,6 +241,11 @@ def test_plugins_come_sorted_and_once(installer: Installer) -> None:
             "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducers():\n    return 3",
             "TypeError",
         ),
+        ("def shmreduce_strategies():\n    return []", "shmreduce_strategies() is not marked"),
+        (
+            "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_reducers():\n    pass",
+            "shmreduce_reducers() returned None",
+        ),
         (
             "from shmreduce import hookimpl\n@hookimpl\ndef shmreduce_strategies():\n  return [3]",
             "3 is not a SharingStrategy",
