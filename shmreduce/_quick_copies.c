@@ -113,8 +113,11 @@ static void copy_by_threads(struct job *job, int threads)
 
     if (pthread_attr_init(&attributes) == 0) {
         pthread_attr_setstacksize(&attributes, STACK);
-        /* Signals are for the threads that Python knows. */
+        /* Signals are for the threads that Python knows; but not those of a copy that reads
+         * memory which is gone: if they are blocked, faulthandler does not see them (signal(7)). */
         sigfillset(&all);
+        sigdelset(&all, SIGBUS);
+        sigdelset(&all, SIGSEGV);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         while (count < threads - 1
                && pthread_create(&started[count], &attributes, copy_pieces, job) == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -226,6 +227,28 @@ def test_threads_of_the_compiled_module_copy_all(threads: int) -> None:
             copying._copy(target, source, past_caches, threads)
             assert target == source
     assert list(TASKS.iterdir()) == before
+
+
+GONE = """
+import faulthandler, mmap, tempfile
+from shmreduce import copying
+faulthandler.enable()
+with tempfile.TemporaryFile() as file:
+    file.truncate(16 << 20)
+    source = mmap.mmap(file.fileno(), 16 << 20)
+    file.truncate(0)
+    copying._copy(bytearray(16 << 20), source, False, 8)
+"""
+
+
+def test_a_thread_that_reads_memory_which_is_gone_does_not_die_in_silence() -> None:
+    """faulthandler says where, as for any other thread: the signal is not blocked."""
+    needs_module(COPIES)
+    done = subprocess.run(
+        [sys.executable, "-c", GONE], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in done.stderr
 
 
 WITHOUT_THREADS = """
