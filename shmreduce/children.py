@@ -10,6 +10,8 @@ it the pickle has calls, which set up the settings, the family and the reducers.
 from __future__ import annotations
 
 import pickle
+from multiprocessing import forkserver
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ReducerError
@@ -34,7 +36,26 @@ if TYPE_CHECKING:
     from shmreduce.contracts import Reducer
     from shmreduce.entry_points import Told
 
-__all__ = ["PreparedProcess"]
+__all__ = ["PreparedProcess", "preload_in_fork_server"]
+
+_PRELOADED = "shmreduce.preload"
+
+
+def preload_in_fork_server() -> None:
+    """Have the fork server import what children need, once for all of them.
+
+    It is called when a child is about to be started. It does nothing if the child does not
+    come from the fork server, or if that is running already.
+    """
+    if getattr(get_spawning_popen(), "method", None) != "forkserver":
+        return
+    server: Any = forkserver._forkserver
+    # Not public, but there is no other way to add to the list. A Python without these
+    # attributes has each child import the modules.
+    modules = getattr(server, "_preload_modules", None)
+    running = getattr(server, "_forkserver_pid", 0) is not None
+    if isinstance(modules, list) and not running and _PRELOADED not in modules:
+        forkserver.set_forkserver_preload([*modules, _PRELOADED])
 
 
 class PreparedProcess:

@@ -234,6 +234,20 @@ class DefaultContext(_Context, context.DefaultContext):
         """
         _standard.set_start_method(method, force)
 
+    def get_all_start_methods(self) -> list[str]:
+        """Return the start methods there are here, the platform's default first.
+
+        Examples
+        --------
+        >>> import multiprocessing
+        >>> import shmreduce
+        >>> shmreduce.get_all_start_methods() == multiprocessing.get_all_start_methods()
+        True
+        """
+        # Not super()'s, which takes the method of the context below it for the default: that
+        # is the standard library's, whose method may be chosen, and would be fixed by this.
+        return _standard.get_all_start_methods()
+
     def freeze_support(self) -> None:
         """If a frozen program was started as a child process, run the child and exit.
 

@@ -42,7 +42,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shmreduce import remote
-from shmreduce.children import PreparedProcess
+from shmreduce.children import PreparedProcess, preload_in_fork_server
 from shmreduce.errors import ReducerConflictError, ShmreduceError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory import runtime
@@ -472,6 +472,7 @@ def as_child(process: object) -> PreparedProcess:
     process : object
         The process object that is being started, or an object that pickles as one.
     """
+    preload_in_fork_server()
     if not _state.installations:
         return PreparedProcess(process)
     override = any(installation._override for installation in _state.installations)

@@ -1,6 +1,8 @@
-"""Imports the modules that children need, so that a fork server does it once for all of them.
+"""Imports the modules that children need: a fork server does it once for all of them.
 
 May import ``children``, ``context``, ``discovery``, ``pool``, ``queues`` and ``spawn_child``.
+
+:mod:`shmreduce.children` names it to the fork server. If other code starts that first:
 
     multiprocessing.set_forkserver_preload(["numpy", "shmreduce.preload"])
 

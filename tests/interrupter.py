@@ -52,7 +52,9 @@ class HandlerInterrupter:
 
     That is when a function of Python begins, or a generator goes on, and when a function in C
     or a constructor has returned. It is when a loop begins again, too, which is left out: there
-    is a call in every loop that matters.
+    is a call in every loop that matters. And when a ``with`` has entered a lock, which is a call
+    of its own since 3.14: no handler runs behind it before the block, except in 3.14, where
+    :mod:`shmreduce.thread_locks` takes care of it.
 
     Parameters
     ----------
@@ -71,6 +73,8 @@ class HandlerInterrupter:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         """Count, and raise."""
         code = frame.f_code
+        if sys.version_info >= (3, 15) and getattr(argument, "__name__", "") == "__enter__":
+            return
         if (
             event in ("call", "c_return") or (event == "return" and code.co_name == "__init__")
         ) and any(part in code.co_filename for part in self.where):

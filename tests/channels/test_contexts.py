@@ -189,10 +189,13 @@ def test_the_start_method_is_one_for_both() -> None:
             for method in ("spawn", "fork"):
                 chosen.set_start_method(method, force=True)
                 assert other.get_start_method() == method
+                assert chosen.get_all_start_methods() == other.get_all_start_methods()
                 assert shmreduce.get_context() is shmreduce.get_context(method)
         with pytest.raises(RuntimeError, match="already"):
             shmreduce.set_start_method("spawn")
         shmreduce.set_start_method(None, force=True)
+        # Asking what there is chooses nothing.
+        assert shmreduce.get_all_start_methods() == multiprocessing.get_all_start_methods()
         assert shmreduce.get_start_method(allow_none=True) is None
     finally:
         multiprocessing.set_start_method(before, force=True)

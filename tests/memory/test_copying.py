@@ -242,7 +242,7 @@ with tempfile.TemporaryFile() as file:
 
 
 def test_a_thread_that_reads_memory_which_is_gone_does_not_die_in_silence() -> None:
-    """faulthandler says where, as for any other thread: the signal is not blocked."""
+    """The signal is not blocked: so the module faulthandler says where it happened."""
     needs_module(COPIES)
     done = subprocess.run(
         [sys.executable, "-c", GONE], capture_output=True, text=True, timeout=PATIENCE, check=False

@@ -17,7 +17,12 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 /* Addresses of freed memory, to be given out again: a driver does so, too. */
 static struct { address base; uint64_t size; } freed[256];
 
-struct legacy { char mark[8]; uint64_t object, size, check; int32_t process, pid, device; };
+/* Without padding, whose bytes would differ from one handle of the same memory to another. */
+struct legacy {
+    char mark[8];
+    uint64_t object, size, check;
+    int32_t process, pid, device, unused;
+};
 
 void memory_lock(void) { pthread_mutex_lock(&mutex); }
 void memory_unlock(void) { pthread_mutex_unlock(&mutex); }
@@ -335,7 +340,7 @@ API int cuIpcGetMemHandle(handle64 *handle, address pointer)
     }
     /* An interior pointer gives the handle of the whole. */
     struct legacy legacy = {"standin", mapping->object, mapping->size,
-                            mapping->object ^ mapping->size, me, getpid(), mapping->device};
+                            mapping->object ^ mapping->size, me, getpid(), mapping->device, 0};
     memory_unlock();
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &legacy, sizeof legacy);

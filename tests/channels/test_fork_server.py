@@ -1,0 +1,81 @@
+"""The fork server imports what children of shmreduce need, once for all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.channels.channels import PATIENCE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+import json, os, sys
+import multiprocessing
+import shmreduce
+
+def tell(queue):
+    queue.put([os.getppid(), "shmreduce.preload" in sys.modules, "named_by_program" in sys.modules])
+
+def ask(context):
+    queue = context.SimpleQueue()
+    process = context.Process(target=tell, args=(queue,))
+    process.start()
+    found = queue.get()
+    process.join()
+    return found
+
+if __name__ == "__main__":
+    own, standard = shmreduce.get_context("forkserver"), multiprocessing.get_context("forkserver")
+    steps, names = sys.argv[1].split(), {"own": own, "standard": standard}
+    found = []
+    for step in steps:
+        if step == "install":
+            shmreduce.install()
+        elif step == "user":
+            own.set_forkserver_preload(["named_by_program"])
+        else:
+            found.append(ask(names[step]))
+    print(json.dumps(found))
+"""
+
+
+def told(folder: Path, steps: str) -> Any:
+    """Return what each child tells: its parent, and which modules it has."""
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "named_by_program.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, folder / "program.py", steps],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=True,
+    )
+    assert not done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("steps", ["own own", "install standard own", "own standard"])
+def test_it_has_imported_them(tmp_path: Path, steps: str) -> None:
+    """For a context of shmreduce, and for the standard ones after ``install()``."""
+    found = told(tmp_path, steps)
+    assert [imported for _, imported, _ in found] == [True, True]
+    assert len({server for server, _, _ in found}) == 1
+
+
+def test_without_shmreduce_it_imports_nothing_of_it(tmp_path: Path) -> None:
+    """A program may import shmreduce and not use it for these children."""
+    assert [imported for _, imported, _ in told(tmp_path, "standard standard own")] == [False] * 3
+
+
+def test_what_the_program_has_it_import_stays(tmp_path: Path) -> None:
+    """The modules that the program has named are imported, too."""
+    ((_, ours, theirs),) = told(tmp_path, "user own")
+    assert ours
+    # Before 3.13 the server does not have the program's folder among its paths.
+    assert theirs or sys.version_info < (3, 13)
