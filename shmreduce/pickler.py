@@ -3,11 +3,11 @@
 May import errors, registry, process_registry, plain_objects and, of :mod:`shmreduce.memory`,
 ``message``, ``mover`` and ``parts``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts :func:`ask_reducer` and
-:func:`dump_message` into ``ForkingPickler``, the channels of shmreduce use :class:`Pickler`.
+:func:`dump_message` into ``ForkingPickler``, the channels of shmreduce use :func:`pickle_into`.
 
-During a dump, the pickler keeps its :class:`Message` as an attribute. The message
-is made when a reducer first needs it. It is rolled back if the dump fails; otherwise
-the caller of the dump commits it.
+The message is made when a reducer first needs it. It is rolled back if the dump fails;
+otherwise the caller of the dump commits it. During a dump, a ``ForkingPickler`` keeps its
+:class:`Message` as an attribute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     _Reduce = Callable[[Any], Any]
 
-__all__ = ["PROTOCOL", "Begun", "Pickler", "ask_reducer", "dump_message"]
+__all__ = ["PROTOCOL", "Begun", "ask_reducer", "dump_message", "pickle_into"]
 
 PROTOCOL = 5
 """The first protocol with out-of-band buffers: https://peps.python.org/pep-0574/"""
@@ -169,7 +169,15 @@ def _check_result(claim: ReducerClaim, obj: Any, result: Any) -> None:
     )
 
 
-# The pickler of our own channels
+# The picklers of our own channels
+
+
+class Begun(NamedTuple):
+    """An object, what its reducer returned for it, and the message that the reducer used."""
+
+    obj: object
+    reduced: tuple[Any, ...]
+    message: Message
 
 
 class _Dispatch(dict[type, "_Reduce"]):
@@ -181,116 +189,54 @@ class _Dispatch(dict[type, "_Reduce"]):
 
     Parameters
     ----------
-    find : callable
-        Returns the function for a class, or None if its instances are pickled by name.
+    begun, mover, limits
+        As for :func:`pickle_into`.
+    message : Message or None
+        The message to add to; it is made when a reducer needs it.
+    asks_for_all : bool
+        Whether the functions return NotImplemented for what no reducer pickles.
     """
 
-    __slots__ = ("_find",)
+    __slots__ = (
+        "_asks_for_all", "_begun", "_find", "_is_careful", "_limits", "_mover", "message",
+    )  # fmt: skip
 
-    def __init__(self, find: Callable[[type], _Reduce | None]) -> None:
-        self._find = find
+    def __init__(
+        self,
+        begun: Begun | None,
+        message: Message | None,
+        mover: Mover | None,
+        limits: Limits,
+        asks_for_all: bool,
+    ) -> None:
+        self._find = get_registry().find
+        self._begun = begun
+        self.message = message
+        self._mover = mover
+        self._limits = limits
+        self._asks_for_all = asks_for_all
+        self._is_careful = False
 
     def __missing__(self, cls: type) -> _Reduce:
-        found = self._find(cls)
-        if found is None:
-            raise KeyError(cls)
+        claim = self._find(cls)
+        found: _Reduce | None
+        if claim is not None and not _is_outranked(_registered(), cls, _NOBODY):
+            found = self._by_reducer(claim)
+        elif self._asks_for_all:
+            found = _decline
+        else:
+            found = self._ordinary(cls)
+            if found is None:
+                raise KeyError(cls)
         if type(cls).__eq__ is type.__eq__:
             # Not if a metaclass says which classes are equal: each has its own reducer.
             self[cls] = found
         return found
 
-
-class Begun(NamedTuple):
-    """An object, what its reducer returned for it, and the message that the reducer used."""
-
-    obj: object
-    reduced: tuple[Any, ...]
-    message: Message
-
-
-class Pickler(pickle.Pickler):
-    """Pickles for the channels of shmreduce.
-
-    It respects reducers that were registered by ``ForkingPickler.register``, and a
-    ``reducer_override`` that somebody has added to that class. Large out-of-band buffers
-    of objects go into one block per message.
-
-    Parameters
-    ----------
-    file : binary file
-        Where to write. It stays the caller's.
-    keep_buffer : callable, optional
-        The pickler's ``buffer_callback``: returns False for an out-of-band buffer that it
-        keeps, True for one that is to be pickled in-band.
-    begun : Begun, optional
-        If the reducer was called for the object already: what it returned.
-    message : Message, optional
-        The message to add to; if ``begun`` is given, that of ``begun``.
-    mover : Mover, optional
-        Moves the arrays of the object.
-    limits : Limits
-        As for :class:`Message`; used if no message is given.
-    """
-
-    def __init__(
-        self,
-        file: io.BytesIO | PresizedBuffer,
-        keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
-        begun: Begun | None = None,
-        message: Message | None = None,
-        mover: Mover | None = None,
-        *,
-        limits: Limits = IN_BLOCK,
-    ) -> None:
-        super().__init__(file, PROTOCOL, True, keep_buffer)
-        self._begun = begun
-        self._message = message
-        self._mover = mover
-        self._limits = limits
-
-    def dump(self, obj: Any) -> Message | None:  # type: ignore[override]
-        """Pickle an object; return the message, not committed yet, if there is one."""
-        self._is_careful = False
-        self._asks_for_all = _must_ask_for_all()
-        self._functions = _Dispatch(self._function_for)
-        if self._asks_for_all:
-            # The pickler calls an attribute of this name for every object.
-            self.reducer_override = self._reduce  # type: ignore[method-assign]
-            self.dispatch_table = {**copyreg.dispatch_table, **_registered()}
-        else:
-            self.dispatch_table = self._functions
-        try:
-            return dump_message(self, obj, pickle.Pickler.dump, self._message, self._mover)
-        finally:
-            # They refer to this pickler. If they stayed, only the collector of cycles would
-            # free it, and with it the message.
-            del self.dispatch_table, self._functions
-            if self._asks_for_all:
-                del self.reducer_override
-
-    def _reduce(self, obj: Any) -> Any:
-        """Return how to pickle an object, or NotImplemented for the ordinary way."""
-        result = self._functions[type(obj)](obj)
-        if result is NotImplemented:
-            if self._mover is not None and not isinstance(obj, _NAMED):
-                self._mover.cut_off()
-            others = override_of_others()
-            if others is not None:
-                return others(self, obj)
-        return result
-
-    def _function_for(self, cls: type) -> _Reduce | None:
-        """Return how objects of a class are pickled; None if as the pickler does on its own."""
-        claim = get_registry().find(cls)
-        if claim is not None and not _is_outranked(_registered(), cls, _NOBODY):
-            return self._by_reducer(claim)
-        return _decline if self._asks_for_all else self._ordinary(cls)
-
     def _by_reducer(self, claim: ReducerClaim) -> _Reduce:
-        state = self.__dict__
-        if state[_MESSAGE] is None:
-            state[_MESSAGE] = Message(True, state[_MOVER], limits=self._limits)
-        message = state[_MESSAGE]
+        if self.message is None:
+            self.message = Message(True, self._mover, limits=self._limits)
+        message = self.message
         reduce = claim.reducer.reduce
         begun = self._begun
         uncut = () if self._mover is None else self._mover.uncut
@@ -304,7 +250,7 @@ class Pickler(pickle.Pickler):
                 message.has_many = True
             result = reduce(obj, message)
             if uncut and not self._is_careful:
-                self._take_care()
+                self.take_care()
             if type(result) is tuple:
                 return result
             _check_result(claim, obj, result)
@@ -315,11 +261,11 @@ class Pickler(pickle.Pickler):
 
         return ask
 
-    def _take_care(self) -> None:
+    def take_care(self) -> None:
         """From now on, cut received arrays off before anything could write to them."""
         self._is_careful = True
         # What is pickled by its own method so far needs another function now.
-        self._functions.clear()
+        self.clear()
 
     def _ordinary(self, cls: type) -> _Reduce | None:
         """Return what pickles objects of a class if no reducer does; None if that is by name."""
@@ -338,6 +284,92 @@ class Pickler(pickle.Pickler):
             return reduce(obj)
 
         return after_cutting_off
+
+
+class _AskingPickler(pickle.Pickler):
+    """Asks about every object, also about what is pickled by its name."""
+
+    def __init__(
+        self,
+        file: io.BytesIO | PresizedBuffer,
+        keep_buffer: Callable[[pickle.PickleBuffer], bool] | None,
+        functions: _Dispatch,
+        mover: Mover | None,
+    ) -> None:
+        super().__init__(file, PROTOCOL, True, keep_buffer)
+        self.dispatch_table = {**copyreg.dispatch_table, **_registered()}
+        self._functions = functions
+        self._mover = mover
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to pickle an object, or NotImplemented for the ordinary way."""
+        result = self._functions[type(obj)](obj)
+        if result is NotImplemented:
+            if self._mover is not None and not isinstance(obj, _NAMED):
+                self._mover.cut_off()
+            others = override_of_others()
+            if others is not None:
+                return others(self, obj)
+        return result
+
+
+def pickle_into(
+    file: io.BytesIO | PresizedBuffer,
+    obj: Any,
+    keep_buffer: Callable[[pickle.PickleBuffer], bool] | None = None,
+    begun: Begun | None = None,
+    message: Message | None = None,
+    mover: Mover | None = None,
+    *,
+    limits: Limits = IN_BLOCK,
+) -> Message | None:
+    """Pickle an object for the channels of shmreduce.
+
+    It respects reducers that were registered by ``ForkingPickler.register``, and a
+    ``reducer_override`` that somebody has added to that class. If it fails, all memory is
+    given back.
+
+    Parameters
+    ----------
+    file : binary file
+        Where to write. It stays the caller's.
+    obj : object
+        The object.
+    keep_buffer : callable, optional
+        The pickler's ``buffer_callback``: returns False for an out-of-band buffer that it
+        keeps, True for one that is to be pickled in-band.
+    begun : Begun, optional
+        If the reducer was called for the object already: what it returned.
+    message : Message, optional
+        The message to add to; if ``begun`` is given, that of ``begun``.
+    mover : Mover, optional
+        Moves the arrays of the object.
+    limits : Limits
+        As for :class:`Message`; used if no message is given.
+
+    Returns
+    -------
+    Message or None
+        The caller commits it, or rolls it back. None if no reducer needed one.
+    """
+    asks_for_all = _must_ask_for_all()
+    functions = _Dispatch(begun, message, mover, limits, asks_for_all)
+    pickler: pickle.Pickler
+    if asks_for_all:
+        pickler = _AskingPickler(file, keep_buffer, functions, mover)
+    else:
+        pickler = pickle.Pickler(file, PROTOCOL, True, keep_buffer)
+        pickler.dispatch_table = functions
+    try:
+        pickler.dump(obj)
+    except BaseException:
+        if functions.message is not None:
+            functions.message.rollback()
+        raise
+    finally:
+        # Some of them refer to the table: only the collector of cycles would free it.
+        functions.clear()
+    return functions.message
 
 
 def _registered() -> dict[type, Any]:

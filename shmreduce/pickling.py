@@ -45,7 +45,7 @@ from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
 from shmreduce.memory.parts import IN_BLOCK, KEPT
 from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
-from shmreduce.pickler import PROTOCOL, Begun, Pickler
+from shmreduce.pickler import PROTOCOL, Begun, pickle_into
 from shmreduce.plain_objects import is_plain, only_atoms
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
 from shmreduce.process_registry import get_registry
@@ -358,7 +358,7 @@ def _dump_whole(
         file = PresizedBuffer(message, expected, block_from)
     buffers = _Buffers()
     limits = _limits(block_from)
-    message = Pickler(file, buffers.keep, begun, message, mover, limits=limits).dump(obj)
+    message = pickle_into(file, obj, buffers.keep, begun, message, mover, limits=limits)
     try:
         if buffers.kept:
             message = message or Message(mover=mover)
@@ -378,7 +378,7 @@ def _dump_whole(
         raise
     message.rollback()
     file = io.BytesIO()
-    message = Pickler(file).dump(obj)
+    message = pickle_into(file, obj)
     return Pickled(file.getbuffer(), message)
 
 

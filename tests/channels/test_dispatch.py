@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 import gc
 import io
-import weakref
 from decimal import Decimal
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from shmreduce import Message, Reducer, pickling, process_registry
-from shmreduce.pickler import Pickler
+from shmreduce.pickler import pickle_into
 from tests.conftest import registered
 
 pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")
@@ -155,16 +154,15 @@ def test_a_reducer_that_comes_with_an_object_is_asked() -> None:
 
 
 def test_nothing_is_left_to_the_collector_of_cycles() -> None:
-    """A pickler goes with its last reference, and with it the message and what it holds."""
-    gc.disable()
-    try:
-        pickler = Pickler(io.BytesIO())
-        pickler.dump([Decimal(1), Example])
-        gone = weakref.ref(pickler)
-        del pickler
-        assert gone() is None
-    finally:
-        gc.enable()
+    """It would keep the message until then, and what that has."""
+    with registered(TwoReducer()):
+        gc.collect()
+        gc.disable()
+        try:
+            pickle_into(io.BytesIO(), [Decimal(1), Example, Two(), Two()])
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
 
 def test_it_is_asked_for_nothing_while_shmreduce_is_installed(

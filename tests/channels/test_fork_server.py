@@ -20,7 +20,8 @@ import multiprocessing
 import shmreduce
 
 def tell(queue):
-    queue.put([os.getppid(), "shmreduce.preload" in sys.modules, "named_by_program" in sys.modules])
+    imported = [name in sys.modules for name in ("shmreduce.preload", "named_by_program")]
+    queue.put([os.getppid(), *imported])
 
 def ask(context):
     queue = context.SimpleQueue()

@@ -17,7 +17,7 @@ import shmreduce
 from shmreduce import ReducerError, SegmentError
 from shmreduce.memory.blocks import LiveBlocks
 from shmreduce.moving import Moves
-from shmreduce.pickler import Pickler
+from shmreduce.pickler import _Dispatch
 from shmreduce.settings import get_settings, set_settings
 from shmreduce.testing.processes import OtherProcess
 from shmreduce_numpy.blocks import find_block_of
@@ -348,7 +348,7 @@ def test_it_comes_too_late_though_another_of_its_class_came_before(
 ) -> None:
     """How a class is pickled is found once, and again when the first received array comes."""
     if not guarded:
-        monkeypatch.setattr(Pickler, "_take_care", lambda self: None)
+        monkeypatch.setattr(_Dispatch, "take_care", lambda self: None)
     if pickled_by == "copyreg":
         monkeypatch.setitem(copyreg.dispatch_table, Filling, fill_and_name)
     with registered(Deciding()) if pickled_by == "no reducer after all" else nullcontext():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shmreduce
 from shmreduce import Reducer
-from shmreduce.pickler import Pickler
+from shmreduce.pickler import pickle_into
 from shmreduce.pickling import dumps
 from shmreduce.plain_objects import is_plain
 from tests.conftest import registered
@@ -60,7 +60,7 @@ def test_what_is_plain_is_pickled_as_by_the_pickler_that_asks(obj: Any) -> None:
     """The bytes are the same."""
     if is_plain(obj):
         file = io.BytesIO()
-        Pickler(file).dump(obj)
+        pickle_into(file, obj)
         assert pickle.dumps(obj, 5) == file.getvalue() == dumps(obj).data
 
 
