@@ -153,13 +153,21 @@ def test_a_reducer_that_comes_with_an_object_is_asked() -> None:
         assert arrived([how, Two()]) == [0, "two"]
 
 
+class Usual:
+    """A class like most, with a reducer."""
+
+
+class UsualReducer(TwoReducer):
+    types = (Usual,)
+
+
 def test_nothing_is_left_to_the_collector_of_cycles() -> None:
     """It would keep the message until then, and what that has."""
-    with registered(TwoReducer()):
+    with registered(UsualReducer()):
         gc.collect()
         gc.disable()
         try:
-            pickle_into(io.BytesIO(), [Decimal(1), Example, Two(), Two()])
+            pickle_into(io.BytesIO(), [Decimal(1), Example, Usual(), Usual()])
             assert gc.collect() == 0
         finally:
             gc.enable()
