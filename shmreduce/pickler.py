@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.parts import Limits
     from shmreduce.presized_pickle import PresizedBuffer
-    from shmreduce.registry import ReducerClaim
+    from shmreduce.registry import ReducerClaim, Registry
 
     _Reduce = Callable[[Any], Any]
 
@@ -189,6 +189,8 @@ class _Dispatch(dict[type, "_Reduce"]):
 
     Parameters
     ----------
+    find : callable
+        The registry's.
     begun, mover, limits
         As for :func:`pickle_into`.
     message : Message or None
@@ -203,13 +205,14 @@ class _Dispatch(dict[type, "_Reduce"]):
 
     def __init__(
         self,
+        find: Callable[[type], ReducerClaim | None],
         begun: Begun | None,
         message: Message | None,
         mover: Mover | None,
         limits: Limits,
         asks_for_all: bool,
     ) -> None:
-        self._find = get_registry().find
+        self._find = find
         self._begun = begun
         self.message = message
         self._mover = mover
@@ -352,8 +355,9 @@ def pickle_into(
     Message or None
         The caller commits it, or rolls it back. None if no reducer needed one.
     """
-    asks_for_all = _must_ask_for_all()
-    functions = _Dispatch(begun, message, mover, limits, asks_for_all)
+    registry = get_registry()
+    asks_for_all = _must_ask_for_all(registry)
+    functions = _Dispatch(registry.find, begun, message, mover, limits, asks_for_all)
     pickler: pickle.Pickler
     if asks_for_all:
         pickler = _AskingPickler(file, keep_buffer, functions, mover)
@@ -381,7 +385,7 @@ _latest: tuple[object, int, bool] = None, 0, False
 """A registry, its generation, and whether it has reducers of what is pickled by name."""
 
 
-def _must_ask_for_all() -> bool:
+def _must_ask_for_all(registry: Registry) -> bool:
     """Return whether a dispatch table is not enough.
 
     It is not asked about objects that are pickled by name, such as functions; nor does it do
@@ -390,7 +394,6 @@ def _must_ask_for_all() -> bool:
     global _latest
     if override_of_others() is not None:
         return True
-    registry = get_registry()
     known, generation, found = _latest
     if known is not registry or generation != registry.generation:
         generation = registry.generation

@@ -172,11 +172,11 @@ def rebuild_small(kind: str, shape: tuple[int, ...], fortran: bool, data: bytes)
 
 
 def rebuild_any_small(
-    cls: type[np.ndarray[Any, Any]],
     dtype: Any,
     shape: tuple[int, ...],
     fortran: bool,
     data: bytes,
+    cls: type[np.ndarray[Any, Any]] = np.ndarray,
 ) -> Any:
     """Return an array as :func:`rebuild_small` does, of any class and native dtype.
 

@@ -346,8 +346,10 @@ def _reduce_inline(array: np.ndarray[Any, Any], message: Message) -> Any:
                 # Another package's dtype: it may have its own rules.
                 return NotImplemented
             data = np.ndarray.tobytes(array, "F" if fortran else "C")
-            arguments = (type(array), described, shape_of(array), fortran, data)
-            return rebuild.rebuild_any_small, arguments
+            arguments = described, shape_of(array), fortran, data
+            if type(array) is np.ndarray:
+                return rebuild.rebuild_any_small, arguments
+            return rebuild.rebuild_any_small, (*arguments, type(array))
     # With protocols up to 4, ordinary pickling makes read-only arrays writeable, and
     # changes the byte order to the native one.
     order = _order(flags)
