@@ -70,11 +70,13 @@ def rebuild_two(_: bytes) -> str:
     return "two"
 
 
-class TwoReducer(Reducer):
-    types = (Two,)
-
+class ReducerToText(Reducer):
     def reduce(self, obj: Any, message: Message) -> Any:
         return rebuild_two, (b"",)
+
+
+class TwoReducer(ReducerToText):
+    types = (Two,)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -157,7 +159,7 @@ class Usual:
     """A class like most, with a reducer."""
 
 
-class UsualReducer(TwoReducer):
+class UsualReducer(ReducerToText):
     types = (Usual,)
 
 
