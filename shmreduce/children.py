@@ -49,13 +49,16 @@ def preload_in_fork_server() -> None:
     """
     if getattr(get_spawning_popen(), "method", None) != "forkserver":
         return
+    # Not public: set_forkserver_preload() replaces the list. A Python without these attributes
+    # has each child import the modules.
     server: Any = forkserver._forkserver
-    # Not public, but there is no other way to add to the list. A Python without these
-    # attributes has each child import the modules.
     modules = getattr(server, "_preload_modules", None)
     running = getattr(server, "_forkserver_pid", 0) is not None
-    if isinstance(modules, list) and not running and _PRELOADED not in modules:
-        forkserver.set_forkserver_preload([*modules, _PRELOADED])
+    # From 3.15 on a program can be told of a module that the server cannot import. The program
+    # has not named this one.
+    silent = getattr(server, "_preload_on_error", "ignore") == "ignore"
+    if isinstance(modules, list) and not running and silent and _PRELOADED not in modules:
+        server._preload_modules = [*modules, _PRELOADED]
 
 
 class PreparedProcess:
