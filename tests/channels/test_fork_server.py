@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shmreduce import children
 from tests.channels.channels import PATIENCE
 
 if TYPE_CHECKING:
@@ -80,3 +82,32 @@ def test_what_the_program_has_it_import_stays(tmp_path: Path) -> None:
     assert ours
     # Before 3.13 the server does not have the program's folder among its paths.
     assert theirs or sys.version_info < (3, 13)
+
+
+@pytest.mark.parametrize(
+    ("state", "names_it"),
+    [
+        ({}, True),
+        ({"_forkserver_pid": 1}, False),
+        ({"_preload_on_error": "fail"}, False),
+        ({"_preload_on_error": "ignore"}, True),
+        ({"_preload_modules": ["shmreduce.preload"]}, False),
+        ({"_preload_modules": None}, False),
+    ],
+)
+def test_it_is_named_only_where_that_helps(
+    state: dict[str, Any], names_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to a server that runs, nor if the program wants to be told of what is missing there,
+    as it can from Python 3.15 on; and the program's own list is not changed.
+    """
+    mine = ["__main__"]
+    server = SimpleNamespace(**{"_preload_modules": mine, "_forkserver_pid": None, **state})
+    monkeypatch.setattr(children.forkserver, "_forkserver", server)
+    monkeypatch.setattr(
+        children, "get_spawning_popen", lambda: SimpleNamespace(method="forkserver")
+    )
+    before = server._preload_modules
+    children.preload_in_fork_server()
+    assert mine == ["__main__"]
+    assert server._preload_modules == ([*mine, "shmreduce.preload"] if names_it else before)
