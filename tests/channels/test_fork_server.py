@@ -103,7 +103,7 @@ def test_it_is_named_only_where_that_helps(
     """
     mine = ["__main__"]
     server = SimpleNamespace(**{"_preload_modules": mine, "_forkserver_pid": None, **state})
-    monkeypatch.setattr(children.forkserver, "_forkserver", server)
+    monkeypatch.setattr("multiprocessing.forkserver._forkserver", server)
     monkeypatch.setattr(
         children, "get_spawning_popen", lambda: SimpleNamespace(method="forkserver")
     )
