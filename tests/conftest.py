@@ -192,13 +192,18 @@ def _no_idle_memory_goes_back_meanwhile() -> None:
 
     It would take blocks back, close segments and lower what is booked at any moment.
     """
+    if any(state.idle_return.stop() for state in runtime._current):
+        give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Give back the memory that nobody has any more, and close the segments that are empty."""
     for state in runtime._current:
-        if state.idle_return.stop():
-            for heap in state.heaps:
-                # What nobody has any more may not have been noticed yet.
-                heap.collect()
-                with heap.exclusive():
-                    heap.cool(0)
+        for heap in state.heaps:
+            # What nobody has any more may not have been noticed yet.
+            heap.collect()
+            with heap.exclusive():
+                heap.cool(0)
 
 
 @pytest.fixture

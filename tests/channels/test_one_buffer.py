@@ -515,6 +515,7 @@ def test_a_reducer_that_offers_a_buffer_with_gaps_is_told_so(
                 ends[0].send(sent)
 
 
+@COMPILED
 @pytest.mark.parametrize(
     "answer", [3, b"abc", (b"abc", rebuild_named), (b"abc", rebuild_named, (), 1), ("a", list, ())]
 )

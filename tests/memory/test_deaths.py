@@ -16,10 +16,12 @@ from shmreduce.memory import locks, runtime
 from shmreduce.memory.inspection import leftovers, process_state
 from shmreduce.memory.layout import SHARED
 from shmreduce.testing.processes import OtherProcess
+from tests.conftest import give_memory_back
 from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, receive
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import Children
@@ -46,9 +48,13 @@ def send_and_wait(writer: Any) -> None:
 
 
 @pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Named segments lie in a folder of the test's: any process of this user sweeps the usual."""
+    give_memory_back()
     monkeypatch.setenv("SHMREDUCE_DIRECTORY", str(tmp_path))
+    yield
+    # Children of later tests refuse a segment in this folder.
+    give_memory_back()
 
 
 @pytest.mark.usefixtures("strategy")
