@@ -43,6 +43,8 @@ def while_importing(function: Callable[..., _Result], *arguments: object) -> _Re
 def _wait_for_others() -> None:
     end = time.monotonic() + _LONGEST_WAIT
     while set(_importing.values()) - {get_ident()} and time.monotonic() < end:
+        # It polls: a lock that the importing thread held would itself stay taken in the child
+        # if the wait ended without it.
         time.sleep(_PAUSE)
 
 

@@ -1,8 +1,9 @@
 """Packets: what a channel of shmreduce sends for one message, by one system call.
 
 May import errors, signals, settings, registry, :mod:`shmreduce.memory`, ``moving``,
-``copying``, ``handle_calls``, ``pickled_calls``, ``pickling``, ``plain_objects`` and, for a
-number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with sockets.
+``copying``, ``handle_calls``, ``pickled_calls``, ``pickler``, ``pickling``, ``plain_objects``
+and, for a number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with
+sockets.
 
 A packet has its kind, the number of segments that it refers to, the segments'
 tokens, and then the body: the pickle itself or, if that is large, the handle of the
@@ -50,12 +51,12 @@ from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves, give_born, is_born_elsewhere
 from shmreduce.packet_socket import MOST_DESCRIPTORS
 from shmreduce.pickled_calls import CallOnLoad
+from shmreduce.pickler import reducer_claim
 from shmreduce.pickling import (
     dumps,
     is_exhausted,
     load_message,
     loads_again,
-    reducer_claim,
     unloaded,
 )
 from shmreduce.plain_objects import UNASKED

@@ -38,7 +38,14 @@ if TYPE_CHECKING:
 
     _Reduce = Callable[[Any], Any]
 
-__all__ = ["PROTOCOL", "Begun", "ask_reducer", "dump_message", "pickle_into"]
+__all__ = [
+    "PROTOCOL",
+    "Begun",
+    "ask_reducer",
+    "dump_message",
+    "pickle_into",
+    "reducer_claim",
+]
 
 PROTOCOL = 5
 """The first protocol with out-of-band buffers: https://peps.python.org/pep-0574/"""
@@ -48,7 +55,6 @@ _MOVER = "_shmreduce_mover"
 """The pickler's attribute for the mover of that message's arrays, or None."""
 _REDUCED = (tuple, str)
 """What ``__reduce__`` may return. ``tuple | str`` would be built anew at each use."""
-_NOBODY: Mapping[type, object] = {}
 _BY_NAME = (type, FunctionType)
 """Types whose instances are pickled by name before the dispatch table is looked at."""
 _NAMED = (*_BY_NAME, BuiltinFunctionType)
@@ -99,7 +105,7 @@ def ask_reducer(
         If the reducer returns anything else.
     """
     state = pickler.__dict__
-    if _MESSAGE not in state or _is_outranked(pickler.dispatch_table, type(obj), outranked):
+    if _MESSAGE not in state or _is_outranked(pickler, type(obj), outranked):
         return NotImplemented
     message = state[_MESSAGE]
     if message is None:
@@ -142,11 +148,9 @@ def dump_message(
         del state[_MESSAGE], state[_MOVER]
 
 
-def _is_outranked(
-    registered: Mapping[type, object], cls: type, outranked: Mapping[type, object]
-) -> bool:
+def _is_outranked(pickler: Any, cls: type, outranked: Mapping[type, object]) -> bool:
     """Return whether somebody has registered a reducer for exactly this class with the pickler."""
-    reduce = registered.get(cls)
+    reduce = pickler.dispatch_table.get(cls)
     return (
         reduce is not None
         # An entry of copyreg holds for all picklers: our reducers are meant to replace it.
@@ -223,7 +227,7 @@ class _Dispatch(dict[type, "_Reduce"]):
     def __missing__(self, cls: type) -> _Reduce:
         claim = self._find(cls)
         found: _Reduce | None
-        if claim is not None and not _is_outranked(_registered(), cls, _NOBODY):
+        if claim is not None and cls not in _registered():
             found = self._by_reducer(claim)
         elif self._asks_for_all:
             found = _decline
@@ -376,8 +380,15 @@ def pickle_into(
     return functions.message
 
 
+def reducer_claim(cls: type) -> ReducerClaim | None:
+    """Return the registry's claim on a class; None if ``ForkingPickler.register`` overrides it."""
+    claim = get_registry().find(cls)
+    return None if claim is None or cls in _registered() else claim
+
+
 def _registered() -> dict[type, Any]:
-    """Return what was registered by ``ForkingPickler.register``."""
+    """Return what was registered by ``ForkingPickler.register``, which any pickler respects."""
+    # Type checkers do not know it. ForkingPickler.register() only fills it.
     return ForkingPickler._extra_reducers  # type: ignore[attr-defined,no-any-return]
 
 

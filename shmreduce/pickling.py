@@ -1,6 +1,6 @@
 """What the channels of shmreduce send for an object, and how a message is unpickled.
 
-May import errors, settings, process_registry, :mod:`shmreduce.memory`, ``copying``,
+May import errors, settings, :mod:`shmreduce.memory`, ``copying``,
 ``free_descriptors``, ``pickled_calls``, ``pickler``, ``plain_objects`` and
 ``presized_pickle``.
 """
@@ -16,7 +16,6 @@ from contextlib import suppress
 # Imported early. The reducers of the standard library import it when they first need
 # it, and a child that is forked during that import waits for the import lock for ever.
 from multiprocessing import resource_sharer  # noqa: F401
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from shmreduce.copying import copy_bytes
@@ -45,10 +44,9 @@ from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
 from shmreduce.memory.parts import IN_BLOCK, KEPT
 from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
-from shmreduce.pickler import PROTOCOL, Begun, pickle_into
+from shmreduce.pickler import PROTOCOL, Begun, pickle_into, reducer_claim
 from shmreduce.plain_objects import is_plain, only_atoms
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
-from shmreduce.process_registry import get_registry
 from shmreduce.settings import inline_limit
 
 if TYPE_CHECKING:
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
     from shmreduce.memory.lending import Lender
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.parts import Limits
-    from shmreduce.registry import ReducerClaim
 
     _Reduce = Callable[[Any, Message], Any]
 
@@ -68,7 +65,6 @@ __all__ = [
     "load_message",
     "loads",
     "loads_again",
-    "reducer_claim",
     "unloaded",
 ]
 
@@ -337,14 +333,6 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
 
 def _limits(block_from: int | None) -> Limits:
     return KEPT if block_from is None else IN_BLOCK
-
-
-def reducer_claim(cls: type) -> ReducerClaim | None:
-    """Return the registry's claim on a class; None if ``ForkingPickler.register`` overrides it."""
-    claim = get_registry().find(cls)
-    if claim is None or cls in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
-        return None
-    return claim
 
 
 def _dump_whole(

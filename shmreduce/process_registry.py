@@ -96,7 +96,7 @@ def get_plugins() -> Plugins:
 
 
 def _load_plugins(settings: Settings) -> Plugins:
-    plugins = import_plugins(settings)
+    plugins = _import_plugins(settings)
     with _process.lock:
         plugins.mark_as_warned(_process.warned_by_parent)
         plugins.register_wanted(settings)

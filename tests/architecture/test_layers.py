@@ -215,8 +215,7 @@ def test_core_knows_no_array_library_and_no_plugin(module: str) -> None:
 def test_each_task_has_one_place(module: str) -> None:
     """Entry points are read in one module only, ForkingPickler is changed in forking only.
 
-    pickler, pickling and plain_objects look what others have put into it, and two other
-    modules call it.
+    pickler and plain_objects look what others have put into it, and two other modules call it.
     """
     tree = ast.parse(CORE_MODULES[module].read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

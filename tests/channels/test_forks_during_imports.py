@@ -66,7 +66,7 @@ def test_the_child_can_import_the_module(tmp_path: Path, guard: str) -> None:
 
 
 FIRST_USE = """
-import os, select, threading
+import os, threading
 import numpy as np
 import shmreduce
 
