@@ -33,7 +33,7 @@ __all__ = [
     "reason_unused",
 ]
 
-MODULE_VERSION = 7
+MODULE_VERSION = 8
 """Version of the modules' functions; the C sources have the same number."""
 FOLDER = Path(__file__).parent
 """The package's folder, below which all parts are."""

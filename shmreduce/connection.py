@@ -40,6 +40,7 @@ from shmreduce.packet_socket import PacketSocket
 from shmreduce.packets import (
     LARGEST_PACKET,
     SMALL_PACKET,
+    load_packet,
     open_packet,
     pack_bytes,
     pack_last,
@@ -173,7 +174,8 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         packet = pack_last(held)
         self.transmit(packet)
-        packet.finish()
+        if packet.afterwards is not None:
+            packet.finish()
 
     def recv(self) -> Any:
         """Return the next object; wait for it.
@@ -192,7 +194,7 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         buffer = take_buffer()
         try:
-            return open_packet(buffer, self._read(buffer, 0)).load()
+            return load_packet(buffer, self._read(buffer, 0))
         finally:
             give_buffer(buffer)
 
@@ -345,9 +347,13 @@ class Connection(multiprocessing.connection.Connection):
     # The socket
 
     def _write(self, packet: Packet, flags: int) -> None:
-        descriptors = packet.descriptors() if packet.segments else None
+        if not packet.segments:
+            packet.is_under_way = True
+            self._socket.write(packet.data, (), flags)
+            return
+        descriptors = packet.descriptors()
         packet.is_under_way = True
-        if len(packet.segments) != (0 if descriptors is None else len(descriptors)):
+        if len(packet.segments) != len(descriptors):
             packet.note_missing_descriptors()
         if descriptors:
             try:

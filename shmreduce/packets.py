@@ -19,7 +19,6 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
-from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from shmreduce.copying import copy_bytes
@@ -46,20 +45,21 @@ from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
 from shmreduce.memory.message import Message, keep_leases
-from shmreduce.memory.one_buffer import give_out
+from shmreduce.memory.one_buffer import give_out, give_shared
+from shmreduce.memory.runtime import current
 from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves, give_born, is_born_elsewhere
 from shmreduce.packet_socket import MOST_DESCRIPTORS
 from shmreduce.pickled_calls import CallOnLoad
-from shmreduce.pickler import reducer_claim
+from shmreduce.pickler import PROTOCOL, reducer_claim
 from shmreduce.pickling import (
-    dumps,
+    dump_parts,
     is_exhausted,
     load_message,
     loads_again,
     unloaded,
 )
-from shmreduce.plain_objects import UNASKED
+from shmreduce.plain_objects import UNASKED, is_plain
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import inline_limit
 from shmreduce.signals import is_from_system
@@ -84,6 +84,7 @@ __all__ = [
     "Packet",
     "PlainArrival",
     "Received",
+    "load_packet",
     "load_whole",
     "open_packet",
     "pack_bytes",
@@ -107,7 +108,6 @@ _TOKEN_SIZE = 16
 _HEAD_WITHOUT_SEGMENT = _HEAD.pack(_IN_PACKET, 0)
 _HEAD_OF_ONE_SEGMENT = _HEAD.pack(_IN_PACKET, 1)
 """The segment's token follows it."""
-_PROTOCOL = 5
 
 
 class Packet:
@@ -236,19 +236,29 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
         If it is large and there is no room. After any error, all memory is given back; the
         list may be empty already.
     """
-    if quick_blocks.COMPILED and not lent:
+    obj = held[0]
+    kind = type(obj)
+    if kind in UNASKED and is_plain(obj):
+        plain = pickle.dumps(obj, PROTOCOL)
+        held.clear()
+        return _make(memoryview(plain), None)
+    # Arrays are moved if no other reference is left: keep none in this frame.
+    del obj
+    if (kind is tuple or kind not in UNASKED) and quick_blocks.COMPILED and not lent:
         packet = _pack_one_buffer(held)
         if packet is not None:
             return packet
     moves = Moves(lent=lent)
     message: Message | None = None
     try:
-        pickled, message = dumps(held[0], INLINE_BODY, moves)
+        pickled, message = dump_parts(held[0], INLINE_BODY, moves)
         held.clear()
-        data = moves.settle(pickled)
-        if message is not None and data is not pickled:
-            # settle() returned another pickle, in ordinary memory.
-            message.take_back(pickled)
+        data = pickled
+        if message is not None:
+            data = moves.settle(pickled)
+            if data is not pickled:
+                # settle() returned another pickle, in ordinary memory.
+                message.take_back(pickled)
     except BaseException:
         if message is not None:
             message.rollback()
@@ -264,15 +274,19 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     Returns None, without having done anything, for any other object and in unusual cases.
     """
     obj = held[0]
-    place = place_among_atoms(obj) if type(obj) is tuple else None
-    if place is not None:
+    place = None
+    if type(obj) is tuple:
+        place = place_among_atoms(obj)
+        if place is None:
+            return None
         obj = obj[place]
-    # reducer_claim() may load plugins, which types without reducers must not cause.
-    claim = None if type(obj) in UNASKED else reducer_claim(type(obj))
-    if claim is None or get_spawning_popen() is not None:
+        # reducer_claim() may load plugins, which types without reducers must not cause.
+        if type(obj) in UNASKED:
+            return None
+    claim = reducer_claim(type(obj))
+    if claim is None:
         return None
-    at_least = inline_limit()
-    found = claim.reducer.buffer_of(obj, at_least)
+    found = claim.reducer.buffer_of(obj, inline_limit())
     if found is None:
         return None
     if type(found) is not tuple or len(found) != 3:
@@ -284,33 +298,55 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
     if not view.nbytes or not view.c_contiguous:
         # An empty one is pickled. For one with gaps, Message.carry() raises the error.
         return None
-    small = view.nbytes < at_least
-    if small and not _is_shared(view):
-        return None
     around = around_handle(*found[1:])
     if around is None:
         return None
     beside = None if place is None else pickles_beside(held[0], place)
+    runtime = current()
     leases: list[Lease] = []
     given: GivenBuffer | None = None
     try:
-        # A small one is pickled if its block cannot be sent: it is neither copied nor moved.
-        copies = not small and is_born_elsewhere(view)
-        given = give_out(view, leases, copies)
-        if given is None and not (copies or small):
-            given = give_born(view, leases)
-        if given is None:
-            return None
+        sent = give_shared(runtime, view, leases)
+        if sent is None:
+            given = _give_out(view, leases)
+            if given is None:
+                return None
+            sent = given.handle, given.lease
         # The array is moved if no other reference is left: keep none in this frame.
         del obj, found, view
         held.clear()
-        given.settle(leases)
-        return _of_one_call(given, around, beside, leases)
+        if given is not None:
+            given.settle(leases)
+            # Perhaps it is a copy's now.
+            sent = given.handle, given.lease
+        handle, lease = sent
+        segment = lease.segment
+        packet = Packet(_of_one_call(handle, segment.token, around, beside), (segment,), leases)
+        if given is not None:
+            packet.afterwards = given.afterwards
+        # In a child that was forked meanwhile they are the parent's.
+        if current() is runtime:
+            keep_leases(leases)
     except BaseException:
         _take_back(leases)
         if given is not None:
             given.give_up()
         raise
+    else:
+        return packet
+
+
+def _give_out(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
+    """Give out a buffer that is no shared block, or not by the shortest way."""
+    small = view.nbytes < inline_limit()
+    if small and not _is_shared(view):
+        return None
+    # A small one is pickled if its block cannot be sent: it is neither copied nor moved.
+    copies = not small and is_born_elsewhere(view)
+    given = give_out(view, leases, copies)
+    if given is None and not (copies or small):
+        given = give_born(view, leases)
+    return given
 
 
 def _refuse_buffer(claim: ReducerClaim, obj: object, found: object) -> NoReturn:
@@ -330,27 +366,18 @@ def _is_shared(view: memoryview) -> bool:
 
 
 def _of_one_call(
-    given: GivenBuffer,
-    around: tuple[bytes, bytes],
-    beside: tuple[bytes, bytes] | None,
-    leases: list[Lease],
-) -> Packet:
-    """Commit the leases and return the packet that calls a function with the handle."""
-    segment = given.lease.segment
-    pickled = pickle_around(given.handle, around)
+    handle: bytes, token: bytes, around: tuple[bytes, bytes], beside: tuple[bytes, bytes] | None
+) -> bytes:
+    """Return a packet that calls a function with a handle, perhaps in a tuple of atoms."""
     if beside is None:
-        head = _CALL_HEAD.pack(_ONE_CALL, 1, segment.token, len(around[0]), len(given.handle))
-        data = head + pickled
-    else:
-        # Without the PROTO opcode in front and the STOP opcode at the end.
-        data = b"".join(
-            (_HEAD_OF_ONE_SEGMENT, segment.token, beside[0], memoryview(pickled)[2:-1], beside[1])
-        )
-    packet = Packet(data, (segment,), leases)
-    packet.afterwards = given.afterwards
-    if given.is_ours:
-        keep_leases(leases)
-    return packet
+        start, end = around
+        size = len(handle)
+        head = _CALL_HEAD.pack(_ONE_CALL, 1, token, len(start), size)
+        # As pickle_around().
+        return b"".join((head, start, size.to_bytes(LENGTH_PREFIX, "little"), handle, end))
+    # Without the PROTO opcode in front and the STOP opcode at the end.
+    call = memoryview(pickle_around(handle, around))[2:-1]
+    return b"".join((_HEAD_OF_ONE_SEGMENT, token, beside[0], call, beside[1]))
 
 
 def pack_lent(
@@ -378,7 +405,7 @@ def pack_lent(
         return None
     message, handles = lent
     try:
-        pickled = pickle.dumps([CallOnLoad(import_block, each) for each in handles], _PROTOCOL)
+        pickled = pickle.dumps([CallOnLoad(import_block, each) for each in handles], PROTOCOL)
         return _make(memoryview(joined(pickled)), message)
     except BaseException:
         message.rollback()
@@ -491,6 +518,17 @@ def open_packet(buffer: ReceiveBuffer, size: int) -> Received:
     return (CallArrival if buffer[0] == _ONE_CALL else Arrival)(buffer, size)
 
 
+def load_packet(buffer: ReceiveBuffer, size: int) -> Any:
+    """Return the object of the packet that was read into a buffer.
+
+    It is ``open_packet(buffer, size).load()``, and quicker for packets that refer to no segments.
+    """
+    plain = size >= _HEAD.size and buffer.startswith(_HEAD_WITHOUT_SEGMENT)
+    if plain and not buffer.descriptors:
+        return load_whole(memoryview(buffer)[_HEAD.size : size])
+    return open_packet(buffer, size).load()
+
+
 def load_whole(body: bytes | memoryview) -> Any:
     """Unpickle a message that refers to no shared memory."""
     try:
@@ -585,7 +623,7 @@ class Arrival:
         try:
             return with_arrived(self._arrived, import_block, handle)
         except (AttachError, SegmentError, LeaseTimeoutError) as error:
-            error.message_bytes = loads_again(pickle.dumps(CallOnLoad(again, handle), _PROTOCOL))
+            error.message_bytes = loads_again(pickle.dumps(CallOnLoad(again, handle), PROTOCOL))
             raise
 
 
@@ -598,14 +636,13 @@ class CallArrival:
         If it is damaged.
     """
 
-    __slots__ = ("_arrived", "_body", "_handle_at", "_handle_size")
+    __slots__ = ("_arrived", "_before", "_body", "_handle_size")
 
     def __init__(self, buffer: ReceiveBuffer, size: int) -> None:
         descriptors = buffer.descriptors
         if size < _CALL_HEAD.size or len(descriptors) > 1:
             _refuse(memoryview(buffer)[:size], len(descriptors))
-        _, _, token, before, self._handle_size = _CALL_HEAD.unpack_from(buffer)
-        self._handle_at = before + LENGTH_PREFIX
+        _, _, token, self._before, self._handle_size = _CALL_HEAD.unpack_from(buffer)
         self._body = memoryview(buffer)[_CALL_HEAD.size : size]
         self._arrived = {token: descriptors[0]} if descriptors else {}
 
@@ -616,9 +653,9 @@ class CallArrival:
     def _call(self, body: memoryview) -> Any:
         """Do what ``pickle.loads`` would do, but faster."""
         data = bytes(body)
-        start = self._handle_at
+        start = self._before + LENGTH_PREFIX
         end = start + self._handle_size
-        call = call_of(data[: start - LENGTH_PREFIX], data[end:])
+        call = call_of(data[: self._before], data[end:])
         if call is None:
             return pickle.loads(data)
         function, arguments = call

@@ -25,7 +25,7 @@ from shmreduce.memory.mover import take_mover
 from shmreduce.memory.parts import IN_BLOCK
 from shmreduce.plain_objects import override_of_others
 from shmreduce.process_registry import get_registry
-from shmreduce.registry import describe, qualified_name
+from shmreduce.registry import describe, imported_class, qualified_name
 
 if TYPE_CHECKING:
     import io
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 __all__ = [
     "PROTOCOL",
     "Begun",
+    "Run",
     "ask_reducer",
+    "claim_in",
     "dump_message",
     "pickle_into",
     "reducer_claim",
@@ -59,6 +61,11 @@ _BY_NAME = (type, FunctionType)
 """Types whose instances are pickled by name before the dispatch table is looked at."""
 _NAMED = (*_BY_NAME, BuiltinFunctionType)
 """Types whose instances are pickled by name, without a call of their methods."""
+_MOST_CLASSES = 64
+"""How many classes a pickler that is used again remembers. With more, all are forgotten."""
+_HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: a class that is freed if nothing refers to it; see
+https://docs.python.org/3/c-api/typeobj.html#c.Py_TPFLAGS_HEAPTYPE"""
 _by_its_method = operator.methodcaller("__reduce_ex__", PROTOCOL)
 """What a pickler does for an object that no table names. It is not a function of Python: that
 would take as long as all the rest for a number of NumPy, say."""
@@ -185,47 +192,58 @@ class Begun(NamedTuple):
 
 
 class _Dispatch(dict[type, "_Reduce"]):
-    """The ``dispatch_table`` of one dump: how objects of a class are pickled.
+    """The ``dispatch_table`` of a pickler: how objects of a class are pickled.
 
     The pickler looks here for each object, in C, and a function in Python is called only
     when a class is not here yet: a message may have ten thousand objects of one class. See
     https://docs.python.org/3/library/pickle.html#pickle.Pickler.dispatch_table
 
+    After a dump that has called no reducer, the classes stay for the next one, if all of them
+    would live as long anyway, because their modules have them.
+
     Parameters
     ----------
-    find : callable
-        The registry's.
-    begun, mover, limits
-        As for :func:`pickle_into`.
-    message : Message or None
-        The message to add to; it is made when a reducer needs it.
+    registry : Registry
+        Says which reducer a class has.
     asks_for_all : bool
         Whether the functions return NotImplemented for what no reducer pickles.
     """
 
     __slots__ = (
-        "_asks_for_all", "_begun", "_find", "_is_careful", "_limits", "_mover", "message",
+        "_asks_for_all", "_begun", "_is_careful", "_is_to_end", "_limits", "_registry", "message",
+        "mover",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        find: Callable[[type], ReducerClaim | None],
-        begun: Begun | None,
-        message: Message | None,
-        mover: Mover | None,
-        limits: Limits,
-        asks_for_all: bool,
+    message: Message | None
+    """The message of this dump; it is made when a reducer needs it."""
+    mover: Mover | None
+    """Moves the arrays of this dump."""
+
+    def __init__(self, registry: Registry, asks_for_all: bool) -> None:
+        self._registry = registry
+        self._asks_for_all = asks_for_all
+
+    def begin(
+        self, begun: Begun | None, message: Message | None, mover: Mover | None, limits: Limits
     ) -> None:
-        self._find = find
+        """Prepare for a dump; for the parameters see :func:`pickle_into`."""
         self._begun = begun
         self.message = message
-        self._mover = mover
+        self.mover = mover
         self._limits = limits
-        self._asks_for_all = asks_for_all
-        self._is_careful = False
+        self._is_careful = self._is_to_end = False
+
+    def end(self) -> Message | None:
+        """Forget the dump, and return its message."""
+        message = self.message
+        if message is not None or self._is_to_end or len(self) > _MOST_CLASSES:
+            # Functions that call a reducer refer to the message and to the table.
+            self.clear()
+        self._begun = self.mover = self.message = None
+        return message
 
     def __missing__(self, cls: type) -> _Reduce:
-        claim = self._find(cls)
+        claim = self._registry.find(cls)
         found: _Reduce | None
         if claim is not None and cls not in _registered():
             found = self._by_reducer(claim)
@@ -238,15 +256,17 @@ class _Dispatch(dict[type, "_Reduce"]):
         if type(cls).__eq__ is type.__eq__:
             # Not if a metaclass says which classes are equal: each has its own reducer.
             self[cls] = found
+            if cls.__flags__ & _HEAP_TYPE and imported_class(qualified_name(cls)) is not cls:
+                self._is_to_end = True
         return found
 
     def _by_reducer(self, claim: ReducerClaim) -> _Reduce:
         if self.message is None:
-            self.message = Message(True, self._mover, limits=self._limits)
+            self.message = Message(True, self.mover, limits=self._limits)
         message = self.message
         reduce = claim.reducer.reduce
         begun = self._begun
-        uncut = () if self._mover is None else self._mover.uncut
+        uncut = () if self.mover is None else self.mover.uncut
 
         def ask(obj: Any) -> Any:
             # As in ask_reducer(), without a call: a list may have ten thousand arrays.
@@ -283,7 +303,7 @@ class _Dispatch(dict[type, "_Reduce"]):
             reduce = _by_its_method
         if not self._is_careful or issubclass(cls, _NAMED):
             return reduce
-        mover: Any = self._mover
+        mover: Any = self.mover
 
         def after_cutting_off(obj: Any) -> Any:
             # The object's own methods are called now, and they may write to arrays.
@@ -301,19 +321,18 @@ class _AskingPickler(pickle.Pickler):
         file: io.BytesIO | PresizedBuffer,
         keep_buffer: Callable[[pickle.PickleBuffer], bool] | None,
         functions: _Dispatch,
-        mover: Mover | None,
     ) -> None:
         super().__init__(file, PROTOCOL, True, keep_buffer)
         self.dispatch_table = {**copyreg.dispatch_table, **_registered()}
         self._functions = functions
-        self._mover = mover
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle an object, or NotImplemented for the ordinary way."""
         result = self._functions[type(obj)](obj)
         if result is NotImplemented:
-            if self._mover is not None and not isinstance(obj, _NAMED):
-                self._mover.cut_off()
+            mover = self._functions.mover
+            if mover is not None and not isinstance(obj, _NAMED):
+                mover.cut_off()
             others = override_of_others()
             if others is not None:
                 return others(self, obj)
@@ -359,30 +378,87 @@ def pickle_into(
     Message or None
         The caller commits it, or rolls it back. None if no reducer needed one.
     """
-    registry = get_registry()
-    asks_for_all = _must_ask_for_all(registry)
-    functions = _Dispatch(registry.find, begun, message, mover, limits, asks_for_all)
-    pickler: pickle.Pickler
-    if asks_for_all:
-        pickler = _AskingPickler(file, keep_buffer, functions, mover)
-    else:
-        pickler = pickle.Pickler(file, PROTOCOL, True, keep_buffer)
-        pickler.dispatch_table = functions
-    try:
-        pickler.dump(obj)
-    except BaseException:
-        if functions.message is not None:
-            functions.message.rollback()
-        raise
-    finally:
-        # Some of them refer to the table: only the collector of cycles would free it.
-        functions.clear()
-    return functions.message
+    return Run(file, keep_buffer, get_registry()).dump(obj, begun, message, mover, limits)
+
+
+class Run:
+    """A pickler that can pickle one message after another.
+
+    A new one takes as long as it needs for a few objects, since it has to find how their
+    classes are pickled.
+
+    Parameters
+    ----------
+    file, keep_buffer
+        As for :func:`pickle_into`.
+    registry : Registry
+        Says which reducer a class has.
+    """
+
+    __slots__ = ("_copyreg", "_functions", "_generation", "_pickler", "_registered", "_registry")
+
+    def __init__(
+        self,
+        file: io.BytesIO | PresizedBuffer,
+        keep_buffer: Callable[[pickle.PickleBuffer], bool] | None,
+        registry: Registry,
+    ) -> None:
+        self._registry = registry
+        self._generation = registry.generation
+        # Copies: an entry is compared with what it is when the pickler is used again.
+        self._copyreg = dict(copyreg.dispatch_table)
+        self._registered = dict(_registered())
+        asks_for_all = _must_ask_for_all(registry)
+        self._functions = _Dispatch(registry, asks_for_all)
+        self._pickler: pickle.Pickler
+        if asks_for_all:
+            self._pickler = _AskingPickler(file, keep_buffer, self._functions)
+        else:
+            self._pickler = pickle.Pickler(file, PROTOCOL, True, keep_buffer)
+            self._pickler.dispatch_table = self._functions
+
+    def is_current(self, registry: Registry) -> bool:
+        """Return whether a new one would pickle every class as this one does."""
+        return (
+            self._registry is registry
+            and self._generation == registry.generation
+            and self._copyreg == copyreg.dispatch_table
+            and self._registered == _registered()
+            and override_of_others() is None
+        )
+
+    def dump(
+        self,
+        obj: Any,
+        begun: Begun | None,
+        message: Message | None,
+        mover: Mover | None,
+        limits: Limits,
+    ) -> Message | None:
+        """Pickle an object; see :func:`pickle_into`."""
+        functions = self._functions
+        functions.begin(begun, message, mover, limits)
+        try:
+            self._pickler.dump(obj)
+            # It refers to all that was pickled, so that nothing would be freed.
+            self._pickler.clear_memo()
+            return functions.end()
+        except BaseException:
+            message = functions.message
+            if message is not None:
+                message.rollback()
+            functions.end()
+            raise
 
 
 def reducer_claim(cls: type) -> ReducerClaim | None:
-    """Return the registry's claim on a class; None if ``ForkingPickler.register`` overrides it."""
-    claim = get_registry().find(cls)
+    """Return this process's :func:`claim_in` its registry."""
+    return claim_in(get_registry(), cls)
+
+
+def claim_in(registry: Registry, cls: type) -> ReducerClaim | None:
+    """Return a registry's claim on a class; None if ``ForkingPickler.register`` overrides it."""
+    claim = registry.find(cls)
     return None if claim is None or cls in _registered() else claim
 
 

@@ -1,8 +1,8 @@
 """What the channels of shmreduce send for an object, and how a message is unpickled.
 
 May import errors, settings, :mod:`shmreduce.memory`, ``copying``,
-``free_descriptors``, ``pickled_calls``, ``pickler``, ``plain_objects`` and
-``presized_pickle``.
+``free_descriptors``, ``pickled_calls``, ``pickler``, ``plain_objects``, ``presized_pickle``,
+``process_registry`` and, for a type, ``registry``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
 from shmreduce.memory.parts import IN_BLOCK, KEPT
 from shmreduce.pickled_calls import CallOnLoad, pickle_of_call
-from shmreduce.pickler import PROTOCOL, Begun, pickle_into, reducer_claim
+from shmreduce.pickler import PROTOCOL, Begun, Run, claim_in, pickle_into
 from shmreduce.plain_objects import is_plain, only_atoms
 from shmreduce.presized_pickle import PresizedBuffer, expected_size, remember_size
+from shmreduce.process_registry import get_registry
 from shmreduce.settings import inline_limit
 
 if TYPE_CHECKING:
@@ -55,11 +56,13 @@ if TYPE_CHECKING:
     from shmreduce.memory.lending import Lender
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.parts import Limits
+    from shmreduce.registry import Registry
 
     _Reduce = Callable[[Any, Message], Any]
 
 __all__ = [
     "Pickled",
+    "dump_parts",
     "dumps",
     "is_exhausted",
     "load_message",
@@ -71,6 +74,10 @@ __all__ = [
 _ALIGNMENT = 64
 """Alignment in bytes of the buffers in a block, as Arrow recommends:
 https://arrow.apache.org/docs/format/Columnar.html#buffer-alignment-and-padding"""
+_SMALL = 4 << 10
+"""Bytes. A pickler that has made a larger pickle is not used again: it keeps larger tables."""
+_MOST_SPARE = 4
+"""As many threads may pickle at once, or objects that send others while they are pickled."""
 
 
 def load_message(
@@ -310,11 +317,15 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
     """
     if is_plain(obj):
         return Pickled(memoryview(pickle.dumps(obj, PROTOCOL)), None)
-    kind = type(obj)
-    mover = mover or take_mover(obj)
-    claim = reducer_claim(kind)
+    return dump_parts(obj, block_from, mover or take_mover(obj))
+
+
+def dump_parts(obj: Any, block_from: int | None, mover: Mover | None) -> Pickled:
+    """Pickle an object that is not plain; see :func:`dumps`."""
+    registry = get_registry()
+    claim = claim_in(registry, type(obj))
     if claim is None:
-        return _dump_whole(obj, mover, block_from=block_from)
+        return _dump_whole(obj, registry, mover, None, block_from)
     message = Message(mover=mover, limits=_limits(block_from))
     try:
         reduced = claim.reducer.reduce(obj, message)
@@ -325,28 +336,51 @@ def dumps(obj: Any, block_from: int | None = None, mover: Mover | None = None) -
         message.rollback()
         raise
     if type(reduced) is tuple:
-        return _dump_whole(obj, mover, Begun(obj, reduced, message), block_from)
+        return _dump_whole(obj, registry, mover, Begun(obj, reduced, message), block_from)
     # NotImplemented; or an invalid result, for which the pickler below raises.
     message.rollback()
-    return _dump_whole(obj, mover, block_from=block_from)
+    return _dump_whole(obj, registry, mover, None, block_from)
 
 
 def _limits(block_from: int | None) -> Limits:
     return KEPT if block_from is None else IN_BLOCK
 
 
+class _Pickling:
+    """A pickler, with the file that it writes to and the buffers that it keeps out of it."""
+
+    __slots__ = ("buffers", "file", "run")
+
+    def __init__(self, file: io.BytesIO | PresizedBuffer, registry: Registry) -> None:
+        self.file = file
+        self.buffers = _Buffers()
+        self.run = Run(file, self.buffers.keep, registry)
+
+
+_spare: list[_Pickling] = []
+"""Those that have pickled small objects, and are not in use."""
+
+
 def _dump_whole(
-    obj: Any, mover: Mover | None, begun: Begun | None = None, block_from: int | None = None
+    obj: Any,
+    registry: Registry,
+    mover: Mover | None,
+    begun: Begun | None,
+    block_from: int | None,
 ) -> Pickled:
     message = None if begun is None else begun.message
-    file: io.BytesIO | PresizedBuffer = io.BytesIO()
     expected = 0 if block_from is None else expected_size(obj)
+    try:
+        used = _spare.pop()
+    except IndexError:
+        used = None
     if block_from is not None and expected:
         message = message or Message(mover=mover)
-        file = PresizedBuffer(message, expected, block_from)
-    buffers = _Buffers()
-    limits = _limits(block_from)
-    message = pickle_into(file, obj, buffers.keep, begun, message, mover, limits=limits)
+        used = _Pickling(PresizedBuffer(message, expected, block_from), registry)
+    elif used is None or not used.run.is_current(registry):
+        used = _Pickling(io.BytesIO(), registry)
+    file, buffers = used.file, used.buffers
+    message = used.run.dump(obj, begun, message, mover, _limits(block_from))
     try:
         if buffers.kept:
             message = message or Message(mover=mover)
@@ -355,6 +389,14 @@ def _dump_whole(
                 handle, places = copied
                 whole = CallOnLoad(_load_with_buffers, handle, places, file.getvalue())
                 return Pickled(memoryview(pickle.dumps(whole, PROTOCOL)), message)
+        elif type(file) is io.BytesIO and file.tell() <= _SMALL:
+            # A copy, so that the file can be used again.
+            data = memoryview(file.getvalue())
+            file.seek(0)
+            file.truncate()
+            if len(_spare) < _MOST_SPARE:
+                _spare.append(used)
+            return Pickled(data, message)
         else:
             data = file.getbuffer()
             if block_from is not None and (expected or data.nbytes > block_from):
@@ -365,9 +407,9 @@ def _dump_whole(
             message.rollback()
         raise
     message.rollback()
-    file = io.BytesIO()
-    message = pickle_into(file, obj)
-    return Pickled(file.getbuffer(), message)
+    whole_file = io.BytesIO()
+    message = pickle_into(whole_file, obj)
+    return Pickled(whole_file.getbuffer(), message)
 
 
 def loads(data: Any) -> Any:

@@ -252,12 +252,10 @@ def _call(
 ) -> Any:
     if how == ONCE:
         return function(*arguments, **keywords)
-    results = []
-    for position, item in enumerate(arguments):
-        if position:
-            progress.go_on(position)
-        results.append(function(item) if how == EACH else function(*item))
-    return results
+    items = progress.each(arguments)
+    if how == EACH:
+        return [function(item) for item in items]
+    return [function(*item) for item in items]
 
 
 def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:

@@ -38,7 +38,14 @@ from shmreduce.thread_locks import interrupt_safe
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ReducerClaim", "Registry", "StrategyClaim", "describe", "qualified_name"]
+__all__ = [
+    "ReducerClaim",
+    "Registry",
+    "StrategyClaim",
+    "describe",
+    "imported_class",
+    "qualified_name",
+]
 
 _ABSENT: Final = object()
 
@@ -214,7 +221,7 @@ class Registry:
             candidates = [] if found is None else [found[1]]
             own_name = qualified_name(cls)
             for name, claim in self._by_name.items():
-                if name == own_name or _imported(name) is cls:
+                if name == own_name or imported_class(name) is cls:
                     candidates.append(claim)
             for claim in candidates[1:]:
                 if claim.reducer is not candidates[0].reducer:
@@ -247,7 +254,7 @@ class Registry:
             return self.find_exact(wanted)
         if wanted in self._by_name:
             return self._by_name[wanted]
-        present = _imported(wanted)
+        present = imported_class(wanted)
         for cls, claim in self._by_class.values():
             if cls is present or qualified_name(cls) == wanted:
                 return claim
@@ -356,7 +363,7 @@ def _is_name(value: object) -> bool:
     )
 
 
-def _imported(name: str) -> type | None:
+def imported_class(name: str) -> type | None:
     """Return the class of that name if its module is imported already."""
     parts = name.split(".")
     for split in range(len(parts) - 1, 0, -1):

@@ -28,17 +28,17 @@ def list_slots() -> None:
 
 
 def note_long_ways(monkeypatch: pytest.MonkeyPatch) -> list[type]:
-    """Return a list that gets the type of each object that is pickled from now on.
+    """Return a list that gets the type of each object that is pickled in parts from now on.
 
     Free slots are listed, so that no message is pickled for want of one.
     """
     list_slots()
     seen: list[type] = []
-    dumps: Any = vars(packets)["dumps"]
+    dump_parts: Any = vars(packets)["dump_parts"]
 
     def note(obj: Any, *others: Any) -> Any:
         seen.append(type(obj))
-        return dumps(obj, *others)
+        return dump_parts(obj, *others)
 
-    monkeypatch.setattr(packets, "dumps", note)
+    monkeypatch.setattr(packets, "dump_parts", note)
     return seen

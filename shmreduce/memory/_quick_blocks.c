@@ -29,7 +29,7 @@
  */
 #include "_quick_blocks.h"
 
-#define SHMREDUCE_VERSION 7
+#define SHMREDUCE_VERSION 8
 
 #define AS_TEXT(name) #name,
 static const char *const texts[] = {NAMES(AS_TEXT)};
@@ -94,6 +94,7 @@ static PyMethodDef methods[] = {
     METHOD(take_block, "take_block(heap, live, nbytes, nonce, taken): view and handle, or None."),
     METHOD(lend_block, "lend_block(segment, block, generation, nonce, constant, taken):"
         " handle and lease, or None."),
+    METHOD(give_shared, "give_shared(live, root, nbytes, nonce, taken): handle and lease, or None."),
     METHOD(commit, "commit(taken, child): keep what was given out, so far as that many."),
     METHOD(make_root, "make_root(pages, offset, nbytes): the object at the bottom of all views."),
     {"root_died", root_died, METH_O, "root_died(reference): end the hold of a root's block."},

@@ -147,4 +147,5 @@ int fill_lease(State *state, PyObject *lease, PyObject *segment, PyObject *numbe
 
 /* _quick_blocks_giving.c */
 PyObject *lend_block(PyObject *module, PyObject *const *given, Py_ssize_t count);
+PyObject *give_shared(PyObject *module, PyObject *const *given, Py_ssize_t count);
 PyObject *commit(PyObject *module, PyObject *const *given, Py_ssize_t count);

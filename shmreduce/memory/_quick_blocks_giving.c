@@ -60,6 +60,61 @@ PyObject *lend_block(PyObject *module, PyObject *const *given, Py_ssize_t count)
         given[4], given[5]));
 }
 
+/* Whether receivers of a block share its pages; a `cow` block gets pages of its own there. */
+static int is_in_place(State *state, PyObject *record)
+{
+    OWNED PyObject *mode = PyObject_GetAttr(record, NAME(mode));
+    int same = is_field(record, NAME(shared), Py_True);
+
+    if (mode == NULL || same <= 0 || !PyUnicode_Check(mode))
+        return mode == NULL ? -1 : same < 0 ? same : 0;
+    /* Compared by value: it may be the caller's own string. */
+    return PyUnicode_Compare(mode, state->held[READ_WRITE]) == 0
+        || PyUnicode_Compare(mode, state->held[READ_ONLY]) == 0;
+}
+
+/* Add a message's lease on the shared block of a root, if the message has all of the block. */
+static PyObject *give(State *state, PyObject *live, PyObject *root, PyObject *nbytes,
+    PyObject *nonce, PyObject *taken)
+{
+    OWNED PyObject *roots = PyObject_GetAttr(live, NAME(_roots));
+    OWNED PyObject *identity = PyLong_FromVoidPtr(root);
+    OWNED PyObject *reference = NULL, *alive = NULL, *record = NULL, *size = NULL;
+    OWNED PyObject *constant = NULL, *segment = NULL, *number = NULL, *generation = NULL;
+    int same;
+
+    if (roots == NULL || identity == NULL)
+        return NULL;
+    reference = Py_XNewRef(PyDict_GetItemWithError(roots, identity));
+    alive = reference == NULL ? NULL : PyObject_CallNoArgs(reference);
+    if (alive != root)
+        return NULL;
+    record = PyObject_GetAttr(reference, NAME(record));
+    size = record == NULL ? NULL : PyObject_GetAttr(record, NAME(nbytes));
+    same = size == NULL ? -1 : PyObject_RichCompareBool(size, nbytes, Py_EQ);
+    if (same > 0)
+        same = is_in_place(state, record);
+    if (same <= 0)
+        return NULL;
+    constant = PyObject_GetAttr(record, NAME(written));
+    segment = PyObject_GetAttr(record, NAME(segment));
+    number = PyObject_GetAttr(record, NAME(block));
+    generation = PyObject_GetAttr(record, NAME(generation));
+    if (constant == NULL || segment == NULL || number == NULL || generation == NULL)
+        return NULL;
+    return lend(state, segment, number, generation, nonce, constant, taken);
+}
+
+PyObject *give_shared(PyObject *module, PyObject *const *given, Py_ssize_t count)
+{
+    if (!takes(count, 5))
+        return NULL;
+    if (!is_configured(module))
+        return Py_NewRef(Py_None);
+    return answer(
+        give(PyModule_GetState(module), given[0], given[1], given[2], given[3], given[4]));
+}
+
 /* As Filling.end(), if nothing refers to the root and no forked child has seen the block. */
 static int end_filling(State *state, PyObject *filling)
 {

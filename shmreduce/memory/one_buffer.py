@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from shmreduce.memory.runtime import Runtime
     from shmreduce.memory.segment import Segment
 
-__all__ = ["GivenBuffer", "ReceivedBlock", "Trial", "copy_memory", "give_out", "lend_by_value"]
+__all__ = [
+    "GivenBuffer",
+    "ReceivedBlock",
+    "Trial",
+    "copy_memory",
+    "give_out",
+    "give_shared",
+    "lend_by_value",
+]
 
 
 class Trial(Protocol):
@@ -232,6 +240,22 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
         # The buffer may have to be copied later, when it is too late to pickle it.
         return None
     return _give_out_block(runtime, record, leases, ReceivedBlock(record, reference))
+
+
+def give_shared(
+    runtime: Runtime, view: memoryview, leases: list[Lease]
+) -> tuple[bytes, Lease] | None:
+    """Give out a shared block that a buffer has all of; return its handle and lease.
+
+    That is what :func:`give_out` does for such a block, by one call of a compiled function.
+    It returns None if it has done nothing.
+    """
+    if runtime.has_left:
+        return None
+    given: tuple[bytes, Lease] | None = quick_blocks.give_shared(
+        runtime.live, view.obj, view.nbytes, next_nonce(), leases
+    )
+    return given
 
 
 def _give_out_block(

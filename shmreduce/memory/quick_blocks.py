@@ -22,6 +22,7 @@ __all__ = [
     "block_tables",
     "commit",
     "configure",
+    "give_shared",
     "import_block",
     "lend_block",
     "make_root",
@@ -56,6 +57,11 @@ lend_block: Any = getattr(_module, "lend_block", _decline)
 """``(segment, block, generation, nonce, constant, taken)``: handle and lease, or None.
 
 ``constant`` is from :func:`handle.pack_constant`. The lease is added to ``taken``.
+"""
+give_shared: Any = getattr(_module, "give_shared", _decline)
+"""``(live, root, nbytes, nonce, taken)``: as :data:`lend_block`, for the block of a root.
+
+None also if the block is not shared, has other than ``nbytes`` bytes, or is a ``cow`` block.
 """
 commit: Any = getattr(_module, "commit", _decline)
 """``(taken, child)``: keeps leases, as :meth:`Message.commit`; returns how many, or None."""

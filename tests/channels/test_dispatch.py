@@ -1,10 +1,13 @@
-"""A pickler of shmreduce finds once for each message how objects of a class are pickled."""
+"""A pickler of shmreduce finds once how objects of a class are pickled, and is used again."""
 
 from __future__ import annotations
 
 import copyreg
 import gc
 import io
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from decimal import Decimal
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -28,7 +31,8 @@ def arrived(obj: Any) -> Any:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[type]:
-    """The classes that the registry was asked for."""
+    """The classes that the registry was asked for, by picklers that were made since."""
+    monkeypatch.setattr(pickling, "_spare", [])
     registry = process_registry.get_registry()
     asked: list[type] = []
     find = registry.find
@@ -45,6 +49,13 @@ def test_the_registry_is_asked_once_for_each_class(found: list[type]) -> None:
     """Not for each object: a message may have ten thousand numbers of another package."""
     sent = [Decimal(number) for number in range(1000)]
     assert arrived(sent) == sent
+    assert found.count(Decimal) == 1
+
+
+def test_the_next_message_asks_for_none(found: list[type]) -> None:
+    """The pickler is the same, and so are its answers."""
+    for _ in range(3):
+        assert arrived([Decimal(1)]) == [Decimal(1)]
     assert found.count(Decimal) == 1
 
 
@@ -170,6 +181,8 @@ def test_nothing_is_left_to_the_collector_of_cycles() -> None:
         gc.disable()
         try:
             pickle_into(io.BytesIO(), [Decimal(1), Example, Usual(), Usual()])
+            with suppress(TypeError):
+                pickle_into(io.BytesIO(), [Decimal(1), Usual(), (each for each in "")])
             assert gc.collect() == 0
         finally:
             gc.enable()
@@ -196,3 +209,118 @@ def test_the_same_error_as_from_the_standard_pickler() -> None:
     with pytest.raises(TypeError, match="generator") as ours:
         pickling.dumps(sent)
     assert str(ours.value) == str(theirs.value)
+
+
+class Late:
+    """A class for which something is registered after it was pickled."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Late
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class LateReducer(ReducerToText):
+    types = (Late,)
+
+
+def late(_: Any) -> Any:
+    return str, ("late",)
+
+
+def override_late(_: Any, obj: Any) -> Any:
+    return late(obj) if isinstance(obj, Late) else NotImplemented
+
+
+@pytest.mark.parametrize("how", ["copyreg", "ForkingPickler", "registry", "reducer_override"])
+def test_what_is_registered_later_is_asked(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is taken away again is not asked any more."""
+    assert arrived([Late()]) == [Late()]
+    if how == "registry":
+        with registered(LateReducer()):
+            assert arrived([Late()]) == ["two"]
+    else:
+        with monkeypatch.context() as patch:
+            if how == "copyreg":
+                patch.setitem(copyreg.dispatch_table, Late, late)
+            elif how == "ForkingPickler":
+                extra = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+                patch.setitem(extra, Late, late)
+            else:
+                patch.setattr(ForkingPickler, "reducer_override", override_late, raising=False)
+            assert arrived([Late()]) == ["late"]
+    assert arrived([Late()]) == [Late()]
+
+
+def test_one_registration_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there are as many as before."""
+    table = copyreg.dispatch_table
+    monkeypatch.setitem(table, Strange, reduce_strange)
+    assert arrived([strange, Late()]) == [strange, Late()]
+    monkeypatch.delitem(table, Strange)
+    monkeypatch.setitem(table, Late, late)
+    assert arrived([Late()]) == ["late"]
+    monkeypatch.setitem(table, Late, lambda _: (str, ("later",)))
+    assert arrived([Late()]) == ["later"]
+
+
+@pytest.mark.parametrize("beside", [Decimal, Usual])
+def test_what_was_pickled_is_not_kept(beside: type) -> None:
+    """A pickler remembers all that it has pickled, to find what comes twice."""
+    sent = [beside(), Late()]
+    watched = weakref.ref(sent[1])
+    with registered(UsualReducer()):
+        arrived(sent)
+    del sent
+    assert watched() is None
+
+
+class Rebuilt:
+    """Pickles as something else, whatever its class is called."""
+
+    def __reduce__(self) -> Any:
+        return int, ()
+
+
+def test_a_class_that_no_module_has_is_not_kept() -> None:
+    """Such as one that was made in a function."""
+    made = type("Made", (Rebuilt,), {})
+    assert arrived([made(), Decimal(1)]) == [0, Decimal(1)]
+    watched = weakref.ref(made)
+    del made
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_failed_message_leaves_nothing_for_the_next() -> None:
+    """Neither bytes nor what was remembered."""
+    sent = [Decimal(1), "text", (each for each in "")]
+    with pytest.raises(TypeError, match="generator"):
+        pickling.dumps(sent)
+    assert arrived([Decimal(1), "text"]) == [Decimal(1), "text"]
+
+
+class Sending:
+    """Sends another message while it is pickled."""
+
+    def __reduce__(self) -> Any:
+        return tuple, (arrived([Decimal(2), Decimal(3)]),)
+
+
+def test_a_message_in_a_message() -> None:
+    """Each has a pickler of its own."""
+    sent = [Decimal(1), Sending(), Decimal(1)]
+    for _ in range(3):
+        assert arrived(sent) == [Decimal(1), (Decimal(2), Decimal(3)), Decimal(1)]
+
+
+def test_threads_have_picklers_of_their_own() -> None:
+    """More threads than picklers that are kept."""
+
+    def send(number: int) -> bool:
+        sent = [[Decimal(number), each, Late()] for each in range(200)]
+        return all(arrived(each) == each for each in sent)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(send, range(32)))
+    assert len(pickling._spare) <= pickling._MOST_SPARE

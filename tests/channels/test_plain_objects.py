@@ -65,9 +65,10 @@ def test_what_is_plain_is_pickled_as_by_the_pickler_that_asks(obj: Any) -> None:
 
 
 def test_calls_are_plain_and_what_may_have_a_reducer_is_not() -> None:
-    """A function with a few words is; a set, an object of a class, or many items are not."""
+    """A function with a few words is; a class, an object of one, or many items are not."""
     assert is_plain((0, square, (1, "a", [None]), {"b": 2.0}))
-    assert not is_plain((0, square, ({1},), {}))
+    assert is_plain(({1}, frozenset("ab")))
+    assert not is_plain((0, square, ({1, (1,)},), {}))
     assert not is_plain(Reducer)
     assert not is_plain((square,) * 17)
 

@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "shmreduce.packets:_pack_one_buffer",
         "shmreduce.packets:_make",
         "shmreduce.packets:Packet.descriptors",
-        "shmreduce.pickler:pickle_into",
+        "shmreduce.pickler:Run.dump",
         f"{_MEMORY}.one_buffer:give_out",
         "shmreduce.moving:give_born",
         f"{_MEMORY}.message:Message.allocate",
