@@ -54,10 +54,9 @@ from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickler import PROTOCOL, reducer_claim
 from shmreduce.pickling import (
     dump_parts,
-    is_exhausted,
     load_message,
+    load_whole,
     loads_again,
-    unloaded,
 )
 from shmreduce.plain_objects import UNASKED, is_plain
 from shmreduce.registry import describe, qualified_name
@@ -85,7 +84,6 @@ __all__ = [
     "PlainArrival",
     "Received",
     "load_packet",
-    "load_whole",
     "open_packet",
     "pack_bytes",
     "pack_last",
@@ -248,7 +246,7 @@ def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:
         packet = _pack_one_buffer(held)
         if packet is not None:
             return packet
-    moves = Moves(lent=lent)
+    moves = Moves(None, lent)
     message: Message | None = None
     try:
         pickled, message = dump_parts(held[0], INLINE_BODY, moves)
@@ -525,18 +523,8 @@ def load_packet(buffer: ReceiveBuffer, size: int) -> Any:
     """
     plain = size >= _HEAD.size and buffer.startswith(_HEAD_WITHOUT_SEGMENT)
     if plain and not buffer.descriptors:
-        return load_whole(memoryview(buffer)[_HEAD.size : size])
+        return load_whole(pickle.loads, memoryview(buffer)[_HEAD.size : size])
     return open_packet(buffer, size).load()
-
-
-def load_whole(body: bytes | memoryview) -> Any:
-    """Unpickle a message that refers to no shared memory."""
-    try:
-        return pickle.loads(body)
-    except OSError as error:
-        if is_exhausted(error):
-            raise unloaded(error, body) from error
-        raise
 
 
 class PlainArrival:
@@ -549,7 +537,7 @@ class PlainArrival:
 
     def load(self, lender: Lender | None = None) -> Any:  # noqa: ARG002
         """Return the object."""
-        return load_whole(self._body)
+        return load_whole(pickle.loads, self._body)
 
     def contents(self) -> bytes:
         """Return the bytes of the message."""

@@ -210,37 +210,28 @@ class _Dispatch(dict[type, "_Reduce"]):
     """
 
     __slots__ = (
-        "_asks_for_all", "_begun", "_is_careful", "_is_to_end", "_limits", "_registry", "message",
+        "_asks_for_all", "_is_careful", "_is_to_end", "_registry", "begun", "limits", "message",
         "mover",
     )  # fmt: skip
 
+    begun: Begun | None
+    limits: Limits
     message: Message | None
-    """The message of this dump; it is made when a reducer needs it."""
     mover: Mover | None
-    """Moves the arrays of this dump."""
+    """What :func:`pickle_into` was given. The message is made when a reducer needs it."""
 
     def __init__(self, registry: Registry, asks_for_all: bool) -> None:
         self._registry = registry
         self._asks_for_all = asks_for_all
-
-    def begin(
-        self, begun: Begun | None, message: Message | None, mover: Mover | None, limits: Limits
-    ) -> None:
-        """Prepare for a dump; for the parameters see :func:`pickle_into`."""
-        self._begun = begun
-        self.message = message
-        self.mover = mover
-        self._limits = limits
         self._is_careful = self._is_to_end = False
 
-    def end(self) -> Message | None:
-        """Forget the dump, and return its message."""
-        message = self.message
-        if message is not None or self._is_to_end or len(self) > _MOST_CLASSES:
+    def end(self) -> None:
+        """Forget the dump."""
+        if self.message is not None or self._is_to_end or len(self) > _MOST_CLASSES:
             # Functions that call a reducer refer to the message and to the table.
             self.clear()
-        self._begun = self.mover = self.message = None
-        return message
+        self.begun = self.mover = self.message = None
+        self._is_careful = self._is_to_end = False
 
     def __missing__(self, cls: type) -> _Reduce:
         claim = self._registry.find(cls)
@@ -262,10 +253,10 @@ class _Dispatch(dict[type, "_Reduce"]):
 
     def _by_reducer(self, claim: ReducerClaim) -> _Reduce:
         if self.message is None:
-            self.message = Message(True, self.mover, limits=self._limits)
+            self.message = Message(True, self.mover, limits=self.limits)
         message = self.message
         reduce = claim.reducer.reduce
-        begun = self._begun
+        begun = self.begun
         uncut = () if self.mover is None else self.mover.uncut
 
         def ask(obj: Any) -> Any:
@@ -437,18 +428,21 @@ class Run:
     ) -> Message | None:
         """Pickle an object; see :func:`pickle_into`."""
         functions = self._functions
-        functions.begin(begun, message, mover, limits)
+        functions.begun, functions.mover = begun, mover
+        functions.message, functions.limits = message, limits
         try:
             self._pickler.dump(obj)
             # It refers to all that was pickled, so that nothing would be freed.
             self._pickler.clear_memo()
-            return functions.end()
-        except BaseException:
             message = functions.message
+            functions.end()
+        except BaseException:
+            message = message or functions.message
             if message is not None:
                 message.rollback()
             functions.end()
             raise
+        return message
 
 
 def reducer_claim(cls: type) -> ReducerClaim | None:

@@ -32,6 +32,7 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.free_descriptors import EXHAUSTED
+from shmreduce.memory.handle import MARK
 from shmreduce.memory.loading import (
     Loading,
     discard_message,
@@ -66,6 +67,7 @@ __all__ = [
     "dumps",
     "is_exhausted",
     "load_message",
+    "load_whole",
     "loads",
     "loads_again",
     "unloaded",
@@ -76,6 +78,10 @@ _ALIGNMENT = 64
 https://arrow.apache.org/docs/format/Columnar.html#buffer-alignment-and-padding"""
 _SMALL = 4 << 10
 """Bytes. A pickler that has made a larger pickle is not used again: it keeps larger tables."""
+_SEARCHED = 32 << 10
+"""Bytes. Up to this size, to look for handles takes less time than to prepare for some."""
+_BYTES = frozenset((bytes, memoryview))
+"""What channels pass on."""
 _MOST_SPARE = 4
 """As many threads may pickle at once, or objects that send others while they are pickled."""
 
@@ -119,6 +125,8 @@ def load_message(
     temporary, such as a lack of descriptors, its ``message_bytes`` has the message,
     which can be loaded again.
     """
+    if not arrived and lender is None and _names_no_memory(data):
+        return load_whole(load, data, **options)
     loading, outer = Loading(arrived), here.loading
     try:
         here.loading = loading
@@ -168,6 +176,24 @@ def load_message(
         # cycle collector could free both together, and CPython 3.13 complains if a
         # BytesIO is freed while views of it exist.
         del data
+
+
+def load_whole(load: Callable[..., Any], data: Any, **options: Any) -> Any:
+    """Unpickle a message that refers to no shared memory; see :func:`load_message`."""
+    try:
+        return load(data, **options)
+    except OSError as error:
+        if is_exhausted(error):
+            raise unloaded(error, data) from error
+        raise
+    finally:
+        # For the reason given in load_message().
+        del data
+
+
+def _names_no_memory(data: Any) -> bool:
+    """Return whether a message is small and has no handle."""
+    return type(data) in _BYTES and len(data) <= _SEARCHED and MARK not in bytes(data)
 
 
 def _discard_apart(arrived: Mapping[bytes, int], data: bytes, tell: Callable[[], object]) -> None:

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from shmreduce import connection, packets, pickling
 from shmreduce.errors import ShmreduceError
 from shmreduce.fork_hooks import renew_in_children
-from shmreduce.memory.handle import MARK
 from shmreduce.memory.loading import discard_message
 from shmreduce.moving import moves_of
 
@@ -249,9 +248,6 @@ class _OwnChannel(Channel):
 
     @staticmethod
     def loads(data: Any) -> Any:
-        if len(data) <= packets.SMALL_PACKET and MARK not in data:
-            # It refers to no shared memory, so if it fails, there is none to give back.
-            return packets.load_whole(data)
         return pickling.loads(data)
 
     def send_bytes(self, data: Any) -> None:

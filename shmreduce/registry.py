@@ -114,12 +114,8 @@ class Registry:
         # callback of the weak reference drops an answer before its id can be reused.
         self._answers: dict[int, ReducerClaim | None] = {}
         self._watched: dict[int, weakref.ref[type]] = {}
-        self._generation = 0
-
-    @property
-    def generation(self) -> int:
+        self.generation = 0
         """A number that grows with every change, for those who cache answers."""
-        return self._generation
 
     def renew_lock(self) -> None:
         """Replace the lock in a forked child, where another thread may have held it."""
@@ -264,7 +260,7 @@ class Registry:
         # New dictionaries, not clear(): another thread in find() still uses the old ones.
         self._answers = {}
         self._watched = {}
-        self._generation += 1
+        self.generation += 1
 
     # Strategies
 
@@ -307,7 +303,7 @@ class Registry:
                     second=f"{describe(strategy)} ({origin})",
                 )
             self._strategies[name] = StrategyClaim(strategy, origin)
-            self._generation += 1
+            self.generation += 1
 
     def unregister_strategy(self, strategy: SharingStrategy) -> None:
         """Give up the name of ``strategy``; do nothing if it is not registered."""
@@ -317,7 +313,7 @@ class Registry:
                 for name, claim in self._strategies.items()
                 if claim.strategy is not strategy
             }
-            self._generation += 1
+            self.generation += 1
 
     def strategies(self) -> Mapping[str, StrategyClaim]:
         """Return the registered strategies by name, read-only."""

@@ -1,4 +1,4 @@
-"""The objects that are sent: arrays, and objects that contain arrays.
+"""The objects that are sent: arrays, objects that contain arrays, and records without any.
 
 May import :mod:`shmreduce.fresh_process`. NumPy and pandas are imported in the
 processes that are measured.
@@ -6,8 +6,11 @@ processes that are measured.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Form", "change_arrays", "make_payload", "marks", "size_name"]
 
-Form = Literal["array", "list", "nested", "DataFrame", "DataFrame with text"]
+Form = Literal["array", "list", "nested", "DataFrame", "DataFrame with text", "records"]
 
 _NESTED_ARRAYS = 64
 
@@ -48,16 +51,20 @@ def make_payload(form: Form, nbytes: int, count: int = 1) -> Any:
     form : str
         ``"array"``; ``"list"``: a list of ``count`` arrays; ``"nested"``: dictionaries,
         lists and tuples with 64 arrays; ``"DataFrame"``: ten float columns;
-        ``"DataFrame with text"``: two columns of text in addition.
+        ``"DataFrame with text"``: two columns of text in addition; ``"records"``: a list of
+        ``count`` dictionaries with a number, a date and the like, or one such dictionary.
     nbytes : int
         The size of each array; for ``"nested"`` and DataFrames, of all arrays together.
     count : int
-        The number of arrays in the list.
+        The number of arrays in the list, or of records.
     """
     import numpy as np
 
     if form == "array":
         return _array(nbytes)
+    if form == "records":
+        records = [_record(number) for number in range(count)]
+        return records if count > 1 else records[0]
     if form == "list":
         return [_array(nbytes) for _ in range(count)]
     if form == "nested":
@@ -120,3 +127,16 @@ def _array(nbytes: int) -> Array:
     if nbytes % 8:
         return np.arange(nbytes, dtype=np.uint8)
     return np.arange(nbytes // 8, dtype=np.float64)
+
+
+def _record(number: int) -> dict[str, Any]:
+    import numpy as np
+
+    return {
+        "number": number,
+        "at": datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number),
+        "price": Decimal(number) / 8,
+        "mean": np.float64(number / 8),
+        "tags": ["new", str(number)],
+        "id": UUID(int=number),
+    }

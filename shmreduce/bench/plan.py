@@ -69,6 +69,7 @@ class Plan:
     object_sizes: tuple[int, ...] = (_MIB, 64 * _MIB)
     small_array_sizes: tuple[int, ...] = (100, 1_000, 10_000, 100_000)
     small_arrays: int = 10_000
+    records: int = 1_000
     exchange_sizes: tuple[int, ...] = (10, 64 * _KIB, _MIB)
     exchange_workers: tuple[int, ...] = (2, 16)
     stage_sizes: tuple[int, ...] = (128, 64 * _KIB, _MIB, 64 * _MIB)
@@ -115,6 +116,7 @@ def quick_plan() -> Plan:
         object_sizes=(_MIB,),
         small_array_sizes=(1_000,),
         small_arrays=1_000,
+        records=100,
         exchange_sizes=(64 * _KIB,),
         exchange_workers=(2, 6),
         stage_sizes=(_MIB,),

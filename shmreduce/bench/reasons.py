@@ -76,6 +76,14 @@ REASONS: dict[str, str] = {
         "The array is pickled, as multiprocessing does it, but more Python code runs that is "
         "new to the process."
     ),
+    "start fork*": (
+        "A forked child gets a state of its own for shared memory, so that it frees none of its "
+        "parent's, and touches some 200 pages of Python's objects for that. The kernel copies "
+        "each of them, which takes 3.4 us."
+    ),
+    "start spawn *": (
+        "The child imports the modules that send and receive arrays, which takes 20 to 60 ms."
+    ),
     "fresh *: shmreduce install / multiprocessing": (
         "Both pickle the array and send it through a pipe: the difference is within the spread."
     ),

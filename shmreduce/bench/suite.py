@@ -20,7 +20,7 @@ from shmreduce.bench.resources import memory_available
 from shmreduce.bench.systems.base import System
 from shmreduce.bench.systems.catalog import OURS_BOTH_STRATEGIES, SYSTEMS
 from shmreduce.bench.turns import take_turns
-from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages
+from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages, start
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
 from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
 from shmreduce.compiled import reason_unused
@@ -58,7 +58,7 @@ _TURNS: dict[str, Workload] = {
         FanOut("fan-out", "One array to several workers, until all have looked at it"),
         Results("results", "pool.map that returns new arrays: time of each"),
         Pipeline("pipeline", "An array from A to B, and on to C"),
-        EchoObjects("objects", "Round trip of objects that contain arrays"),
+        EchoObjects("objects", "Round trip of objects that contain arrays, and of records"),
         EchoSmallArrays("small-arrays", "Round trip of a list of small arrays"),
         Exchange("exchange", "Processes in a ring on two processors: time of each message"),
     )
@@ -99,6 +99,10 @@ def _killed(plan: Plan, _notice: Callable[[str], None]) -> Found:
     return Found(killed.measure_killed_workers("killed", plan.effort.rounds))
 
 
+def _start(plan: Plan, _notice: Callable[[str], None]) -> Found:
+    return Found(start.measure_starts("start", plan.effort.rounds))
+
+
 def _import(plan: Plan, _notice: Callable[[str], None]) -> Found:
     return Found(import_time.measure_import_time("import", plan.import_rounds))
 
@@ -109,6 +113,7 @@ _OTHERS: dict[str, Callable[[Plan, Callable[[str], None]], Found]] = {
     "live": _live,
     "burst": _burst,
     "killed": _killed,
+    "start": _start,
     "import": _import,
 }
 
@@ -119,6 +124,7 @@ TITLES = {
     "live": "Shared arrays of 4 KiB, all alive, with at most 256 open files",
     "burst": "Shared memory of a burst of arrays, and of idle processes after it",
     "killed": "A worker is killed in the middle of a task",
+    "start": "A child or a pool is started, makes a small array, and ends",
     "import": "Time of an interpreter that imports",
 }
 """The names of all workloads, in the order in which they run, and what they measure."""

@@ -293,6 +293,7 @@ COMPARED = (
     "objects",
     "small-arrays",
     "exchange",
+    "start",
 )
 """The workloads whose rows compare systems."""
 

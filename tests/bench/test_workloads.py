@@ -21,7 +21,7 @@ from shmreduce.bench.systems.ours import BornShared, Installed, Shmreduce
 from shmreduce.bench.systems.queues import Pipe, Stock, Torch
 from shmreduce.bench.systems.tasks import Executor
 from shmreduce.bench.turns import METRICS, take_turns
-from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages
+from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages, start
 from shmreduce.bench.workloads.base import Row
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
 from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
@@ -326,6 +326,24 @@ def test_the_error_of_a_killed_worker_is_timed() -> None:
     found = killed.measure_killed_workers("killed", rounds=1)
     assert {each.system for each in found} >= {"shmreduce", "shmreduce executor"}
     assert all(each.samples[0] > 0 for each in found)
+
+
+def test_starts_of_children_are_timed() -> None:
+    """By each start method, and of a pool; what is not installed is left out."""
+    found = start.measure_starts("start", rounds=1)
+    times = {(each.system, each.row): each.samples for each in found}
+    assert {row for _, row in times} == {"fork", "forkserver", "spawn", "fork, Pool(2)"}
+    assert {"shmreduce", "multiprocessing"} <= {system for system, _ in times}
+    assert {len(samples) for samples in times.values()} == {4}
+
+
+def test_records_are_echoed() -> None:
+    """One and many, which come back equal."""
+    workload = EchoObjects("objects", "Objects")
+    rows = [row for row in workload.rows(TINY) if row.form == "records"]
+    assert [row.name for row in rows] == ["a record", f"{TINY.records} records"]
+    report = measure(workload, [Shmreduce(), Stock()], rows)
+    assert report.rows("objects") == [row.name for row in rows]
 
 
 def test_import_times_are_taken_in_turn() -> None:

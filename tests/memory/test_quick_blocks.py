@@ -21,6 +21,7 @@ from shmreduce.memory import quick_blocks, runtime
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.loading import Loading, here
+from shmreduce.memory.message import next_nonce
 from tests.compiler import changed_module, needs_module
 from tests.long_ways import list_slots
 from tests.memory.waiting import in_forked_child, wait_for_exit
@@ -54,7 +55,7 @@ class Calls:
         list_slots()
         self.done: dict[str, int] = {}
         self.declined: dict[str, int] = {}
-        for name in ("take_block", "lend_block", "import_block"):
+        for name in ("take_block", "lend_block", "give_shared", "import_block"):
             monkeypatch.setattr(quick_blocks, name, self._counted(name))
 
     def _counted(self, name: str) -> Callable[..., Any]:
@@ -239,7 +240,7 @@ def test_the_state_is_that_of_the_long_way(seed: int, monkeypatch: pytest.Monkey
 
 def decline(patch: pytest.MonkeyPatch) -> None:
     """Have every step go the long way."""
-    for name in ("take_block", "lend_block", "import_block", "commit"):
+    for name in ("take_block", "lend_block", "give_shared", "import_block", "commit"):
         patch.setattr(quick_blocks, name, quick_blocks._decline)
     for name in ("make_root", "root_died"):
         patch.setattr(quick_blocks, name, None)
@@ -261,6 +262,56 @@ def test_the_usual_case_goes_the_short_way(calls: Calls) -> None:
     assert again._root is block._root
     assert calls.done == {"take_block": 1, "lend_block": 1, "import_block": 2}
     assert calls.declined == {}
+
+
+def giving(root: Any, nbytes: int, taken: list[Any]) -> tuple[Any, ...]:
+    return runtime.current().live, root, nbytes, next_nonce(), taken
+
+
+def test_a_shared_block_is_found_by_its_root_and_lent() -> None:
+    """As by Message.refer(), in one call."""
+    warm_up()
+    block = allocate(SIZE)
+    before = look()
+    sent_before = referred(block)
+    after = look()
+    import_block(sent_before)
+    expected = Handle.unpack(sent_before)
+    taken: list[Any] = []
+    handle, lease = quick_blocks.give_shared(*giving(block._root, SIZE, taken))
+    assert taken == [lease]
+    found = Handle.unpack(handle)
+    assert found._replace(slot=0, nonce=0) == expected._replace(slot=0, nonce=0)
+    assert (found.slot, found.nonce) == (lease.slot, lease.nonce)
+    assert look().chains == after.chains != before.chains
+    lease.undo()
+    assert look().chains == before.chains
+
+
+@pytest.mark.parametrize(
+    "what", ["part", "by value", "cow", "no root", "in a child", "never sent"]
+)
+def test_any_other_block_is_not_lent_by_its_root(what: str) -> None:
+    """It is left to the long way: nothing has changed."""
+    warm_up()
+    block = allocate(SIZE, mode="cow" if what == "cow" else "rw")
+    if what != "never sent":
+        import_block(referred(block))
+    if what == "by value":
+        block = import_block(sent(b"by value"))
+    root = bytearray(SIZE) if what == "no root" else block._root
+    nbytes = SIZE - 1 if what == "part" else SIZE
+
+    def declines() -> bool:
+        before = look()
+        taken: list[Any] = []
+        declined = quick_blocks.give_shared(*giving(root, nbytes, taken)) is None
+        return declined and not taken and look() == before
+
+    if what == "in a child":
+        assert wait_for_exit(in_forked_child(declines)) == 0
+    else:
+        assert declines()
 
 
 def is_imported_quickly(before: bytes, handle: bytes) -> bool:
@@ -470,6 +521,22 @@ def test_a_block_that_cannot_be_taken_for_want_of_memory_is_not() -> None:
         assert not taken
 
     with_less_memory(lambda: quick_blocks.take_block(*taking(taken)), undo)
+    assert not taken
+
+
+def test_a_shared_block_that_cannot_be_lent_for_want_of_memory_is_not() -> None:
+    """Whichever allocation fails, there is no lease afterwards."""
+    warm_up()
+    block = allocate(SIZE)
+    import_block(referred(block))
+    taken: list[Any] = []
+
+    def undo(found: list[Any]) -> None:
+        found.clear()
+        taken.pop().undo()
+        assert not taken
+
+    with_less_memory(lambda: quick_blocks.give_shared(*giving(block._root, SIZE, taken)), undo)
     assert not taken
 
 

@@ -129,17 +129,23 @@ class _EchoContainers(Workload):
 
 @dataclass(frozen=True)
 class EchoObjects(_EchoContainers):
-    """Round trips of objects that contain arrays."""
+    """Round trips of objects that contain arrays, and of records, which do not."""
 
     def rows(self, plan: Plan) -> Sequence[Row]:
-        """Each kind of object in each size."""
-        return [
+        """One record and many, and each kind of object in each size."""
+        records = [
+            Row("a record", _RECORD_BYTES, "records"),
+            Row(f"{plan.records} records", _RECORD_BYTES * plan.records, "records", plan.records),
+        ]
+        return records + [
             Row(f"{name} {size_name(size)}", size, form)
             for name, form in _OBJECTS.items()
             for size in plan.object_sizes
         ]
 
 
+_RECORD_BYTES = 300
+"""Bytes of a record's pickle, about."""
 _OBJECTS: dict[str, Any] = {
     "64 nested arrays": "nested",
     "DataFrame of numbers": "DataFrame",
