@@ -376,7 +376,8 @@ class Run:
     """A pickler that can pickle one message after another.
 
     A new one takes as long as it needs for a few objects, since it has to find how their
-    classes are pickled.
+    classes are pickled. What is registered during a dump holds in that dump only for classes
+    that it has not met before.
 
     Parameters
     ----------

@@ -87,7 +87,7 @@ class WorkerProgress:
     def each(self, items: Iterable[_T]) -> Iterator[_T]:
         """Yield the items of its task, and note which one the worker begins."""
         words = self._words
-        # Here, and not in a method: it would take twice as long as a short task's item.
+        # A method that is called for each item would take longer than a short item.
         for position, item in enumerate(items):
             words[1] = position
             yield item

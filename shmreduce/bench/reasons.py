@@ -76,6 +76,13 @@ REASONS: dict[str, str] = {
         "The array is pickled, as multiprocessing does it, but more Python code runs that is "
         "new to the process."
     ),
+    "objects 1000 records *": (
+        "Records have no arrays, so all systems pickle them: the difference is within the spread."
+    ),
+    "start forkserver *": (
+        "Most of it is the child's import of NumPy: the difference is about as large as the "
+        "spread."
+    ),
     "start fork*": (
         "A forked child gets a state of its own for shared memory, so that it frees none of its "
         "parent's, and touches some 200 pages of Python's objects for that. The kernel copies "

@@ -63,11 +63,14 @@ PyObject *lend_block(PyObject *module, PyObject *const *given, Py_ssize_t count)
 /* Whether receivers of a block share its pages; a `cow` block gets pages of its own there. */
 static int is_in_place(State *state, PyObject *record)
 {
-    OWNED PyObject *mode = PyObject_GetAttr(record, NAME(mode));
-    int same = is_field(record, NAME(shared), Py_True);
+    OWNED PyObject *mode = NULL;
+    int shared = is_field(record, NAME(shared), Py_True);
 
-    if (mode == NULL || same <= 0 || !PyUnicode_Check(mode))
-        return mode == NULL ? -1 : same < 0 ? same : 0;
+    if (shared <= 0)
+        return shared;
+    mode = PyObject_GetAttr(record, NAME(mode));
+    if (mode == NULL || !PyUnicode_Check(mode))
+        return mode == NULL ? -1 : 0;
     /* Compared by value: it may be the caller's own string. */
     return PyUnicode_Compare(mode, state->held[READ_WRITE]) == 0
         || PyUnicode_Compare(mode, state->held[READ_ONLY]) == 0;
