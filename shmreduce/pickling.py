@@ -182,9 +182,12 @@ def load_whole(load: Callable[..., Any], data: Any, **options: Any) -> Any:
     """Unpickle a message that refers to no shared memory; see :func:`load_message`."""
     try:
         return load(data, **options)
-    except OSError as error:
+    except Exception as error:
         if is_exhausted(error):
             raise unloaded(error, data) from error
+        # A rebuild function may open other memory, such as a device's.
+        if _may_pass(error) and error.message_bytes != data:
+            error.message_bytes = loads_again(bytes(data))
         raise
     finally:
         # For the reason given in load_message().
@@ -396,15 +399,16 @@ def _dump_whole(
 ) -> Pickled:
     message = None if begun is None else begun.message
     expected = 0 if block_from is None else expected_size(obj)
-    try:
-        used = _spare.pop()
-    except IndexError:
-        used = None
     if block_from is not None and expected:
         message = message or Message(mover=mover)
         used = _Pickling(PresizedBuffer(message, expected, block_from), registry)
-    elif used is None or not used.run.is_current(registry):
-        used = _Pickling(io.BytesIO(), registry)
+    else:
+        try:
+            used = _spare.pop()
+        except IndexError:
+            used = _Pickling(io.BytesIO(), registry)
+        if not used.run.is_current(registry):
+            used = _Pickling(io.BytesIO(), registry)
     file, buffers = used.file, used.buffers
     message = used.run.dump(obj, begun, message, mover, _limits(block_from))
     try:

@@ -30,6 +30,7 @@ from shmreduce import (
     pickling,
     uninstall,
 )
+from shmreduce.memory.handle import MARK
 from tests.conftest import registered
 
 if TYPE_CHECKING:
@@ -416,6 +417,7 @@ class Exploding:
         return explode, (self.error,)
 
 
+@pytest.mark.parametrize("has_handle", [True, False])
 @pytest.mark.parametrize(
     ("error", "is_kept"),
     [
@@ -426,13 +428,14 @@ class Exploding:
     ],
 )
 def test_message_that_cannot_be_loaded(
-    error: Exception, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, is_kept: bool, has_handle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is kept with an error that may pass, and released with any other."""
+    """It is kept with an error that may pass, and its memory is released with any other."""
     discarded: list[bytes] = []
     monkeypatch.setattr(pickling, "discard_message", discarded.append)
     with install():
-        data = bytes(ForkingPickler.dumps(Exploding(error)))
+        beside = MARK if has_handle else b""
+        data = bytes(ForkingPickler.dumps((Exploding(error), beside)))
         with pytest.raises(type(error)) as caught:
             ForkingPickler.loads(data)
     if is_kept:
@@ -440,7 +443,7 @@ def test_message_that_cannot_be_loaded(
         assert discarded == []
     else:
         assert getattr(caught.value, "message_bytes", None) is None
-        assert discarded == [data]
+        assert discarded == ([data] if has_handle else [])
 
 
 def test_loads_keeps_its_parameters() -> None:
