@@ -174,8 +174,7 @@ class Connection(multiprocessing.connection.Connection):
             self._refuse()
         packet = pack_last(held)
         self.transmit(packet)
-        if packet.afterwards is not None:
-            packet.finish()
+        packet.finish()
 
     def recv(self) -> Any:
         """Return the next object; wait for it.
@@ -347,11 +346,7 @@ class Connection(multiprocessing.connection.Connection):
     # The socket
 
     def _write(self, packet: Packet, flags: int) -> None:
-        if not packet.segments:
-            packet.is_under_way = True
-            self._socket.write(packet.data, (), flags)
-            return
-        descriptors = packet.descriptors()
+        descriptors = packet.descriptors() if packet.segments else []
         packet.is_under_way = True
         if len(packet.segments) != len(descriptors):
             packet.note_missing_descriptors()

@@ -367,14 +367,11 @@ def _of_one_call(
     handle: bytes, token: bytes, around: tuple[bytes, bytes], beside: tuple[bytes, bytes] | None
 ) -> bytes:
     """Return a packet that calls a function with a handle, perhaps in a tuple of atoms."""
+    pickled = pickle_around(handle, around)
     if beside is None:
-        start, end = around
-        size = len(handle)
-        head = _CALL_HEAD.pack(_ONE_CALL, 1, token, len(start), size)
-        # As pickle_around().
-        return b"".join((head, start, size.to_bytes(LENGTH_PREFIX, "little"), handle, end))
+        return _CALL_HEAD.pack(_ONE_CALL, 1, token, len(around[0]), len(handle)) + pickled
     # Without the PROTO opcode in front and the STOP opcode at the end.
-    call = memoryview(pickle_around(handle, around))[2:-1]
+    call = memoryview(pickled)[2:-1]
     return b"".join((_HEAD_OF_ONE_SEGMENT, token, beside[0], call, beside[1]))
 
 
@@ -507,12 +504,11 @@ def open_packet(buffer: ReceiveBuffer, size: int) -> Received:
     InvalidHandleError
         If it is not a packet.
     """
-    if buffer.descriptors:
-        # If stdout is closed, a segment may have got number 1. While the message is
-        # unpickled, somebody may print.
-        all_clear_of_streams(buffer.descriptors)
-    elif size >= _HEAD.size and buffer.startswith(_HEAD_WITHOUT_SEGMENT):
+    if _names_no_segment(buffer, size):
         return PlainArrival(buffer, size)
+    # If stdout is closed, a segment may have got number 1. While the message is unpickled,
+    # somebody may print.
+    all_clear_of_streams(buffer.descriptors)
     return (CallArrival if buffer[0] == _ONE_CALL else Arrival)(buffer, size)
 
 
@@ -521,10 +517,14 @@ def load_packet(buffer: ReceiveBuffer, size: int) -> Any:
 
     It is ``open_packet(buffer, size).load()``, and quicker for packets that refer to no segments.
     """
-    plain = size >= _HEAD.size and buffer.startswith(_HEAD_WITHOUT_SEGMENT)
-    if plain and not buffer.descriptors:
+    if _names_no_segment(buffer, size):
         return load_whole(pickle.loads, memoryview(buffer)[_HEAD.size : size])
     return open_packet(buffer, size).load()
+
+
+def _names_no_segment(buffer: ReceiveBuffer, size: int) -> bool:
+    head = size >= _HEAD.size and buffer.startswith(_HEAD_WITHOUT_SEGMENT)
+    return head and not buffer.descriptors
 
 
 class PlainArrival:

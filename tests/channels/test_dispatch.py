@@ -8,13 +8,14 @@ import io
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from decimal import Decimal
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 
-from shmreduce import Message, Reducer, pickling, process_registry
+from shmreduce import Message, Reducer, pickler, pickling, process_registry
 from shmreduce.pickler import pickle_into
 from tests.conftest import registered
 
@@ -211,13 +212,9 @@ def test_the_same_error_as_from_the_standard_pickler() -> None:
     assert str(ours.value) == str(theirs.value)
 
 
+@dataclass
 class Late:
     """A class for which something is registered after it was pickled."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Late
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class LateReducer(ReducerToText):
@@ -244,8 +241,7 @@ def test_what_is_registered_later_is_asked(how: str, monkeypatch: pytest.MonkeyP
             if how == "copyreg":
                 patch.setitem(copyreg.dispatch_table, Late, late)
             elif how == "ForkingPickler":
-                extra = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-                patch.setitem(extra, Late, late)
+                patch.setitem(pickler._registered(), Late, late)
             else:
                 patch.setattr(ForkingPickler, "reducer_override", override_late, raising=False)
             assert arrived([Late()]) == ["late"]
