@@ -43,14 +43,15 @@ class CompilingHook(BuildHookInterface[Any]):
         self._folder = tempfile.TemporaryDirectory(prefix="shmreduce-")
         made = []
         for part in PARTS:
-            place = None if version == "editable" else Path(self._folder.name, part.library.name)
+            target = Path(part.library)
+            place = None if version == "editable" else Path(self._folder.name, target.name)
             try:
                 library = build(part, place)
             except CompilationError as error:
                 self.app.display_warning(f"{error}. Going on without it")
                 continue
             if place is not None:
-                inside = Path("shmreduce", part.library.relative_to(FOLDER))
+                inside = Path("shmreduce", target.relative_to(FOLDER))
                 build_data["force_include"][str(library)] = str(inside)
                 made.append(part)
         if made:

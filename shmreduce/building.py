@@ -54,7 +54,7 @@ def build(part: Part, target: Path | None = None) -> Path:
     -----
     The compiler is the first of ``$CC``, ``cc``, ``gcc`` and ``clang``.
     """
-    target = target or part.library
+    target = target or Path(part.library)
     command = compile_command(part)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
@@ -88,7 +88,7 @@ def compile_command(part: Part) -> list[str]:
     CompilationError
         If the compiler or the header of Python is missing.
     """
-    command = [*_compiler(part), *_OPTIONS, *map(str, part.sources)]
+    command = [*_compiler(part), *_OPTIONS, *part.sources]
     if part.module is not None:
         include = sysconfig.get_path("include")
         if not Path(include, "Python.h").exists():
@@ -110,8 +110,9 @@ def _compiler(part: Part) -> list[str]:
 
 def _failure(part: Part, reason: str) -> CompilationError:
     return CompilationError(
-        f"{part.sources[0].name} ({part.title}) could not be compiled: {reason}. Install what is "
-        "missing, or run `shmreduce build-helper` as a user who may write to the package's folder",
-        path=str(part.library),
+        f"{Path(part.sources[0]).name} ({part.title}) could not be compiled: {reason}. Install "
+        "what is missing, or run `shmreduce build-helper` as a user who may write to the "
+        "package's folder",
+        path=part.library,
         reason=reason,
     )

@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from dataclasses import dataclass
 from multiprocessing import process
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from shmreduce import hookspecs
@@ -25,6 +23,7 @@ from shmreduce.signals import is_from_handler
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from importlib.metadata import Distribution, EntryPoint
+    from pathlib import Path
 
 __all__ = [
     "Found",
@@ -39,14 +38,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
 class UnreadableEntryPoints:
     """Stands for the entry points of a distribution that cannot be read."""
 
-    dist: Distribution
-    error: Exception
-
     value = "entry_points.txt"
+
+    def __init__(self, dist: Distribution, error: Exception) -> None:
+        self.dist = dist
+        self.error = error
 
     @property
     def name(self) -> str:
@@ -63,8 +62,7 @@ class UnreadableEntryPoints:
         )
 
 
-@dataclass(frozen=True)
-class ToldDistribution:
+class ToldDistribution(NamedTuple):
     """Stands for a distribution that another process has found."""
 
     name: str
@@ -78,6 +76,9 @@ class ToldDistribution:
 
     def locate_file(self, path: str) -> Path:
         """Return the path of a file of the distribution."""
+        # Imported here: only a report on the plugins asks for it, and a child makes none.
+        from pathlib import Path
+
         return Path(self.folder, path)
 
 

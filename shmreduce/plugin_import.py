@@ -6,8 +6,7 @@ May import ``plugin``, ``signals`` and, for types alone, ``settings``.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.plugin import wanted_by
 from shmreduce.signals import is_from_handler
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Imported", "Importer"]
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(NamedTuple):
     """The result of an attempt to import a plugin: the plugin's object, or why it failed."""
 
     plugin: Plugin

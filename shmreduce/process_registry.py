@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ReducerConflictError, StrategyConflictError
@@ -50,19 +49,17 @@ __all__ = [
 ]
 
 
-@dataclass
 class _Process:
     """The registry and plugins of this process, made when first needed."""
 
-    registry: Registry = field(default_factory=Registry)
-    plugins: Plugins | None = None
-    lock: AbstractContextManager[Any] = field(
-        default_factory=lambda: interrupt_safe(threading.RLock())
-    )
-    by_hand: list[Reducer] = field(default_factory=list)
-    taken_over: list[Reducer] = field(default_factory=list)
-    warned_by_parent: frozenset[str] = frozenset()
-    found_by_parent: Told | None = None
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.plugins: Plugins | None = None
+        self.lock: AbstractContextManager[Any] = interrupt_safe(threading.RLock())
+        self.by_hand: list[Reducer] = []
+        self.taken_over: list[Reducer] = []
+        self.warned_by_parent: frozenset[str] = frozenset()
+        self.found_by_parent: Told | None = None
 
 
 _process = _Process()

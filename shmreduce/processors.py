@@ -6,7 +6,6 @@ Imports nothing of shmreduce.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 __all__ = ["all_taken", "cache_size", "usable_processors"]
 
@@ -42,7 +41,7 @@ def all_taken() -> bool:
     """
     try:
         # As bytes: importing a codec for text would take longer than everything else here.
-        with Path("/proc/loadavg").open("rb", buffering=0) as file:
+        with open("/proc/loadavg", "rb", buffering=0) as file:
             running, _, _ = file.read().split()[3].partition(b"/")
             return int(running) > usable_processors()
     except (OSError, ValueError, IndexError):
@@ -63,14 +62,15 @@ def cache_size() -> int | None:
     True
     """
     try:
-        paths = list(Path(_CACHES).glob("index*/size"))
+        names = os.listdir(_CACHES)
     except OSError:
-        # No descriptor is free. A copy need not fail for that.
+        # The kernel does not tell, or no descriptor is free. A copy need not fail for that.
         return None
     found = []
-    for path in paths:
+    for name in names:
         try:
-            text = path.read_bytes().decode().strip()
+            with open(f"{_CACHES}/{name}/size", "rb", buffering=0) as file:
+                text = file.read().decode().strip()
             unit = _UNITS.get(text[-1:], 0)
             found.append(int(text[:-1]) * unit if unit else int(text))
         except (OSError, ValueError):

@@ -22,7 +22,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
@@ -57,8 +56,7 @@ class ReducerClaim(NamedTuple):
     origin: str
 
 
-@dataclass(frozen=True)
-class StrategyClaim:
+class StrategyClaim(NamedTuple):
     """A strategy, and a text that says who registered it from where."""
 
     strategy: SharingStrategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,6 @@ from shmreduce.compiled import ALLOCATOR, SLOTS, find_module
 from shmreduce.errors import CompilationError
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import ModuleType
 
     from shmreduce.compiled import Part
@@ -40,15 +40,15 @@ def needs_module(part: Part) -> ModuleType:
 
 def changed_library(part: Part, folder: Path, *changes: tuple[str, str]) -> Path:
     """Compile a part with other text in some places; return where it is."""
-    headers = part.sources[0].parent.glob("*.h")
-    texts = {path.name: path.read_text() for path in (*part.sources, *headers)}
+    headers = Path(part.sources[0]).parent.glob("*.h")
+    texts = {path.name: path.read_text() for path in (*map(Path, part.sources), *headers)}
     for found, instead in changes:
         assert sum(text.count(found) for text in texts.values()) == 1
         texts = {name: text.replace(found, instead) for name, text in texts.items()}
     for name, text in texts.items():
         (folder / name).write_text(text)
-    sources = tuple(folder / source.name for source in part.sources)
-    return build(part._replace(sources=sources), folder / part.library.name)
+    sources = tuple(str(folder / Path(source).name) for source in part.sources)
+    return build(part._replace(sources=sources), folder / Path(part.library).name)
 
 
 def changed_module(part: Part, folder: Path, *changes: tuple[str, str]) -> ModuleType:

@@ -208,12 +208,12 @@ def load() -> Library:
     if is_free_threaded():
         raise _unavailable("this Python is a free-threaded build")
     try:
-        if LIBRARY.stat().st_mode & stat.S_IWOTH:
+        if os.stat(LIBRARY).st_mode & stat.S_IWOTH:
             raise _unavailable("every user may write to it")
-        dll = ctypes.PyDLL(str(LIBRARY))
+        dll = ctypes.PyDLL(LIBRARY)
         version = dll.shmreduce_version()
     except (OSError, AttributeError) as error:
-        reason = str(error) if LIBRARY.exists() else "it was not built"
+        reason = str(error) if os.path.exists(LIBRARY) else "it was not built"
         raise _unavailable(reason) from error
     if version != VERSION:
         raise _unavailable(f"it is of version {version}, this is version {VERSION}")
@@ -236,6 +236,6 @@ def _unavailable(reason: str) -> AllocatorUnavailableError:
     return AllocatorUnavailableError(
         f"shared_allocations needs the allocator at {LIBRARY}, which cannot be used: {reason}. "
         f"{_ADVICE}",
-        path=str(LIBRARY),
+        path=LIBRARY,
         reason=reason,
     )

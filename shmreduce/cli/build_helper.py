@@ -42,16 +42,14 @@ def _run(options: argparse.Namespace) -> int:
     for part in PARTS:
         reason = None
         try:
-            path = build(part)
+            path = str(build(part))
         except CompilationError as error:
             path, reason = part.library, error.reason
             print(f"shmreduce build-helper: {error}", file=sys.stderr)
         else:
             if not options.json:
                 print(f"built {path}")
-        found.append(
-            {"part": part.title, "path": str(path), "built": reason is None, "reason": reason}
-        )
+        found.append({"part": part.title, "path": path, "built": reason is None, "reason": reason})
     if options.json:
         print_json(found)
     return 0 if all(each["built"] for each in found) else 1

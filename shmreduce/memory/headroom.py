@@ -9,13 +9,14 @@ process instead. So it is checked beforehand.
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 __all__ = ["Machine", "cgroup_limits", "headroom"]
 
@@ -29,17 +30,20 @@ class Machine:
         The root of the file system. Tests give a folder with files of their own.
     """
 
-    def __init__(self, root: Path = Path("/")) -> None:
-        self.root = root
+    def __init__(self, root: str | os.PathLike[str] = "/") -> None:
+        self.root = os.fspath(root)
 
     def path(self, name: str) -> Path:
         """Return the path of the file with this absolute name."""
-        return self.root / name.lstrip("/")
+        # Imported here, since only ``doctor`` asks for paths, but every child imports this module.
+        from pathlib import Path
+
+        return Path(self.root, name.lstrip("/"))
 
     def text(self, name: str) -> str | None:
         """Return a file's text, or None if it cannot be read."""
         try:
-            # Unbuffered, and without a Path: a heap that grows reads a dozen files.
+            # Unbuffered, and by no Path: a heap that grows reads a dozen files.
             with open(f"{self.root}/{name}", "rb", buffering=0) as file:
                 return file.read().decode(errors="replace").strip()
         except OSError as error:

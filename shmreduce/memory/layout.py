@@ -14,7 +14,7 @@ a word before it writes it, and other processes could see the cleared word.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shmreduce.errors import InvalidHandleError
 from shmreduce.memory.mapping import PAGE_SIZE, huge_ceil, page_ceil
@@ -68,8 +68,7 @@ locked as long as a packet with such a descriptor exists."""
 _HEADER = struct.Struct("<8sII16s16s16sQQQII32s")
 
 
-@dataclass(frozen=True)
-class SegmentHeader:
+class SegmentHeader(NamedTuple):
     """The constant part of a segment's first page."""
 
     kind: int
@@ -134,8 +133,7 @@ def _no_segment(reason: str) -> InvalidHandleError:
     )
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Byte offsets of the tables, for given numbers of blocks and lease slots."""
 
     blocks: int

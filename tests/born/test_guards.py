@@ -112,7 +112,6 @@ def unguarded(self, kind, strategy, host):
     host.live.guards_forks = False
 """
 WITHOUT = """
-from pathlib import Path
 from shmreduce.born import heap, library, moving
 from shmreduce.born.heap import BornHeap
 from shmreduce.born.library import LIVE
@@ -132,7 +131,7 @@ def test_the_allocator_needs_each_of_its_guards(name: str, tmp_path: Path) -> No
     guard = IN_C[name]
     needs_compiler()
     library = changed_library(ALLOCATOR, tmp_path, (guard.found, guard.instead))
-    assert fails(guard.scenario, f"library.LIBRARY = Path({str(library)!r})")
+    assert fails(guard.scenario, f"library.LIBRARY = {str(library)!r}")
 
 
 @pytest.mark.parametrize("name", IN_PYTHON)

@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,16 +22,15 @@ from tests.compiler import needs_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A library that is looked for in an empty folder, and not loaded yet."""
-    target = tmp_path / ALLOCATOR.library.name
+    target = tmp_path / Path(ALLOCATOR.library).name
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setattr(moving, "started", False)
-    monkeypatch.setattr(library, "LIBRARY", target)
+    monkeypatch.setattr(library, "LIBRARY", str(target))
     return target
 
 
@@ -130,7 +130,7 @@ def test_it_has_nothing_of_python_in_it() -> None:
     if shutil.which("nm") is None:
         pytest.skip("there is no nm to look with")
     symbols = subprocess.run(
-        ["nm", "-D", "--undefined-only", str(ALLOCATOR.library)],
+        ["nm", "-D", "--undefined-only", ALLOCATOR.library],
         check=True,
         capture_output=True,
         text=True,
@@ -142,7 +142,7 @@ def test_it_has_nothing_of_python_in_it() -> None:
 
 def test_the_tables_are_laid_out_as_the_source_says() -> None:
     """Field by field, in order, and of the same number of entries and version."""
-    text = ALLOCATOR.sources[0].read_text()
+    text = Path(ALLOCATOR.sources[0]).read_text()
     for name, kind in (("entry", library.Entry), ("status", library.Status)):
         body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, re.DOTALL)
         assert body is not None

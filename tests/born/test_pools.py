@@ -205,7 +205,7 @@ def test_without_the_allocator_a_pool_says_so(
     """
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setattr(moving, "started", False)
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "allocator.so")
+    monkeypatch.setattr(library, "LIBRARY", str(tmp_path / "allocator.so"))
     for kind in (shmreduce.get_context("fork").Pool, shmreduce.ProcessPoolExecutor):
         with pytest.raises(shmreduce.AllocatorUnavailableError, match="build-helper"):
             kind(1, shared_allocations=True)

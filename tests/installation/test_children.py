@@ -337,7 +337,7 @@ import sys
 
 import shmreduce
 
-UNNEEDED = {"importlib.metadata", "numpy", "pluggy"}
+UNNEEDED = {"importlib.metadata", "numpy", "pathlib", "pluggy"}
 
 
 def look(connection):

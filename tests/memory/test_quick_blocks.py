@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -28,7 +29,6 @@ from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.conftest import Children
 
@@ -469,8 +469,8 @@ def test_without_a_guard_it_goes_wrong(
         ).stdout.strip()
 
     changed_module(BLOCKS, tmp_path, (guard, instead))
-    assert outcome(BLOCKS.library) == right
-    assert outcome(tmp_path / BLOCKS.library.name) == wrong
+    assert outcome(Path(BLOCKS.library)) == right
+    assert outcome(tmp_path / Path(BLOCKS.library).name) == wrong
 
 
 def importing(handle: bytes) -> tuple[Any, ...]:

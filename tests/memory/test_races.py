@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import gc
 import multiprocessing
@@ -148,7 +147,7 @@ def test_a_chunk_of_slots_that_has_no_room_is_nobodys(monkeypatch: pytest.Monkey
             raise OSError(errno.ENOSPC, "no room")
 
         # Else the other takes the next chunk, and needs not wait.
-        segment.layout = dataclasses.replace(segment.layout, slots=CHUNK_SLOTS)
+        segment.layout = segment.layout._replace(slots=CHUNK_SLOTS)
         monkeypatch.setattr(lease_slots, "reserve_pages", refuse)
         with pytest.raises(shmreduce.OutOfSharedMemoryError):
             segment._take_slot()

@@ -8,6 +8,7 @@ long way.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,6 @@ from tests.model.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from shmreduce.memory.quick_slots import QuickSlots
     from shmreduce.memory.segment import Segment
@@ -42,7 +42,7 @@ class Watched:
 
     def __init__(self, folder: Path, *changes: tuple[str, str]) -> None:
         self.module = changed_module(SLOTS, folder, (STORING, NOTING), *changes)
-        library = ctypes.CDLL(str(folder / SLOTS.library.name))
+        library = ctypes.CDLL(str(folder / Path(SLOTS.library).name))
         self._notes = (ctypes.c_uint64 * 129).in_dll(library, "shmreduce_notes")
 
     def quick_slots(self, segment: Segment) -> QuickSlots:
