@@ -1,22 +1,24 @@
 """The methods of the contexts that make pipes, queues, pools and managers.
 
-May import ``connection``, ``queues``, ``pool``, ``managers``, and errors. All but the first are
-imported by the methods that make them. Where the channels of shmreduce do not work, the methods
-make those of :mod:`multiprocessing`.
+May import ``channel_support``, ``importing`` and errors, and, in the methods that need them,
+``connection``, ``queues``, ``pool`` and ``managers``. Where the channels of shmreduce do not work,
+the methods make those of :mod:`multiprocessing`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from shmreduce import connection
+from shmreduce import channel_support
 from shmreduce.errors import PlatformError
+from shmreduce.importing import while_importing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from multiprocessing import context, managers
 
-    from shmreduce import pool, queues
+    from shmreduce import connection, pool, queues
 
     _Base = context.BaseContext
 else:
@@ -24,6 +26,11 @@ else:
     _Base = object
 
 __all__ = ["ChannelFactories"]
+
+
+def _import(name: str) -> None:
+    """Import a module of shmreduce for the first time; forks of other threads wait for that."""
+    while_importing(import_module, f"shmreduce.{name}")
 
 
 class ChannelFactories(_Base):
@@ -61,7 +68,10 @@ class ChannelFactories(_Base):
         >>> here.close(), there.close()
         (None, None)
         """
-        return connection.Pipe(duplex)
+        _import("connection")
+        from shmreduce.connection import Pipe
+
+        return Pipe(duplex)
 
     def SimpleQueue(self) -> queues.SimpleQueue[Any]:  # noqa: N802
         """Return a queue that is only a pipe: ``put`` waits if the pipe is full.
@@ -85,8 +95,9 @@ class ChannelFactories(_Base):
         'hello'
         >>> queue.close()
         """
-        if not connection.supported():
+        if not channel_support.supported():
             return cast("queues.SimpleQueue[Any]", super().SimpleQueue())
+        _import("queues")
         from shmreduce.queues import SimpleQueue
 
         return SimpleQueue(ctx=self.get_context())
@@ -118,8 +129,9 @@ class ChannelFactories(_Base):
         'hello'
         >>> queue.close()
         """
-        if not connection.supported():
+        if not channel_support.supported():
             return cast("queues.Queue[Any]", super().Queue(maxsize))
+        _import("queues")
         from shmreduce.queues import Queue
 
         return Queue(maxsize, ctx=self.get_context())
@@ -153,8 +165,9 @@ class ChannelFactories(_Base):
         >>> queue.join()
         >>> queue.close()
         """
-        if not connection.supported():
+        if not channel_support.supported():
             return cast("queues.JoinableQueue[Any]", super().JoinableQueue(maxsize))
+        _import("queues")
         from shmreduce.queues import JoinableQueue
 
         return JoinableQueue(maxsize, ctx=self.get_context())
@@ -210,7 +223,7 @@ class ChannelFactories(_Base):
         ...     pool.map(abs, [-1, 2, -3])
         [1, 2, 3]
         """
-        if not connection.supported():
+        if not channel_support.supported():
             if retries or shared_allocations:
                 raise PlatformError(
                     "the pool of multiprocessing, which is used on this platform, has neither "
@@ -220,6 +233,7 @@ class ChannelFactories(_Base):
             return cast(
                 "pool.Pool", super().Pool(processes, initializer, initargs, maxtasksperchild)
             )
+        _import("pool")
         from shmreduce.pool import Pool
 
         return Pool(
@@ -254,8 +268,9 @@ class ChannelFactories(_Base):
         ...     len(shelf)
         3
         """
-        if not connection.supported():
+        if not channel_support.supported():
             return super().Manager()
+        _import("managers")
         from shmreduce.managers import SyncManager
 
         manager = SyncManager(ctx=self.get_context())

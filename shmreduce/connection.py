@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import io
 import multiprocessing.connection
 import os
@@ -27,11 +26,10 @@ import time
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, cast
 
+from shmreduce import channel_support
 from shmreduce.borrowed_socket import ask_socket
 from shmreduce.descriptor import take_over
 from shmreduce.errors import ConfigurationError
-from shmreduce.interpreter import is_free_threaded
-from shmreduce.memory import locks
 from shmreduce.memory.standard_streams import (
     clear_of_streams,
     seqpacket_pair,
@@ -58,7 +56,6 @@ __all__ = [
     "Listener",
     "Pipe",
     "give_buffer",
-    "supported",
     "take_buffer",
     "wait",
 ]
@@ -75,21 +72,6 @@ _NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _GONE = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED))
 _NO_MEMORY = frozenset((errno.ENOBUFS, errno.ENOMEM))
-_LACKING = frozenset(
-    (
-        errno.EAFNOSUPPORT,
-        errno.EPROTONOSUPPORT,
-        errno.ESOCKTNOSUPPORT,
-        errno.EPROTOTYPE,
-        errno.EOPNOTSUPP,
-        errno.EINVAL,
-        errno.ENOSYS,
-        # A filter of system calls (seccomp(2)), or another rule.
-        errno.EPERM,
-        errno.EACCES,
-    )
-)
-"""Errors of socketpair(2) on systems that have no sockets of this type."""
 _SPARE_BUFFERS = 4
 _UNREAD_SHARE = 4
 """Unread packets may take up to 1/4 of the socket's buffer; beyond it, large ones go into blocks.
@@ -427,7 +409,7 @@ def Pipe(duplex: bool = True) -> tuple[Connection, Connection]:  # noqa: N802
     >>> here.close(), there.close()
     (None, None)
     """
-    if not supported():
+    if not channel_support.supported():
         return cast("tuple[Connection, Connection]", multiprocessing.connection.Pipe(duplex))
     ends = seqpacket_pair()
     for end in ends:
@@ -443,30 +425,6 @@ def _ask_for_room(end: socket.socket) -> None:
         # Only a process with CAP_NET_ADMIN may pass that limit. Others keep the smaller buffer.
         with contextlib.suppress(PermissionError):
             end.setsockopt(socket.SOL_SOCKET, _BUFFER_WITHOUT_LIMIT, _BUFFER)
-
-
-@functools.cache
-def supported() -> bool:
-    """Return whether the connections of this module work here.
-
-    Raises
-    ------
-    OSError
-        If that cannot be told now: no descriptor or no memory is free. It is asked again then.
-    """
-    if is_free_threaded() or not (locks.supported() and hasattr(socket, "SOCK_SEQPACKET")):
-        return False
-    try:
-        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except OSError as error:
-        # Other errors tell only of this moment: no descriptor is free, say, or a signal's
-        # handler raised. But the answer is cached for as long as the process lives.
-        if error.errno not in _LACKING:
-            raise
-        return False
-    for end in ends:
-        end.close()
-    return True
 
 
 def _rebuild(kind: type[Connection], descriptor: Any, readable: bool, writable: bool) -> Any:

@@ -14,7 +14,7 @@ import multiprocessing
 from multiprocessing import context
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from shmreduce import connection
+from shmreduce import channel_support
 from shmreduce.channel_factories import ChannelFactories
 from shmreduce.memory import runtime
 from shmreduce.standard_names import names_of
@@ -75,7 +75,7 @@ class _Context(ChannelFactories):
 
 def _get_ready() -> None:
     """Prepare this process's family, which a child that is about to be started will join."""
-    if connection.supported():
+    if channel_support.supported():
         runtime.prepare_for_children()
 
 

@@ -2,8 +2,8 @@
 
 The only module that changes ``multiprocessing.reduction.ForkingPickler``. May
 import errors, settings, registry, process_registry, strategies, :mod:`shmreduce.memory`,
-``children``, ``fork_hooks``, ``pickled_calls``, ``pickler``, ``pickling``, ``plain_objects``,
-``remote``, ``short_waits``, ``standard_pools`` and ``thread_locks``.
+``children``, ``fork_hooks``, ``pickled_calls``, ``pickler``, ``plain_objects``,
+``remote``, ``short_waits``, ``standard_pools``, ``thread_locks`` and ``unpickling``.
 
 What is installed
 -----------------
@@ -50,7 +50,6 @@ from shmreduce.memory.loading import discard_message
 from shmreduce.memory.parts import IN_PIPE
 from shmreduce.pickled_calls import CallOnLoad
 from shmreduce.pickler import ask_reducer, dump_message
-from shmreduce.pickling import load_message
 from shmreduce.plain_objects import REPLACED_OVERRIDE
 from shmreduce.process_registry import get_registry, import_plugins
 from shmreduce.registry import describe, qualified_name
@@ -59,6 +58,7 @@ from shmreduce.short_waits import make_methods
 from shmreduce.standard_pools import instead_of_encoding_error, instead_of_message
 from shmreduce.strategies import current_strategy
 from shmreduce.thread_locks import interrupt_safe
+from shmreduce.unpickling import load_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

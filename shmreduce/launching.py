@@ -1,6 +1,7 @@
 """Starts the children of shmreduce's own contexts.
 
-May import ``pickling``, ``forking``, :mod:`shmreduce.memory` and :mod:`multiprocessing`.
+May import ``pickling``, ``unpickling``, ``forking``, :mod:`shmreduce.memory` and
+:mod:`multiprocessing`.
 
 A child that is not forked gets its process object as a pickle, which the standard
 library makes by ``ForkingPickler``. Here the process object is replaced by one that
@@ -14,7 +15,8 @@ from multiprocessing import popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.forking import as_child
-from shmreduce.pickling import dumps, loads
+from shmreduce.pickling import dumps
+from shmreduce.unpickling import loads
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess

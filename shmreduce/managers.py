@@ -1,7 +1,7 @@
 """Managers whose proxies share arrays with the server process.
 
-May import ``pickling``, ``remote``, ``standard_names``, :mod:`shmreduce.memory` and
-:mod:`multiprocessing.managers`.
+May import ``pickling``, ``unpickling``, ``remote``, ``standard_names``,
+:mod:`shmreduce.memory` and :mod:`multiprocessing.managers`.
 
 The standard library has a table of serializers for managers, by name. Ours is added
 there, under its own name, so nothing changes for managers that do not use it. Each proxy
@@ -16,9 +16,10 @@ from multiprocessing import connection, managers
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.memory.loading import discard_message
-from shmreduce.pickling import dumps, loads
+from shmreduce.pickling import dumps
 from shmreduce.remote import crosses_hosts, send_or_discard
 from shmreduce.standard_names import names_of
+from shmreduce.unpickling import loads
 
 __all__ = [
     "BaseManager",

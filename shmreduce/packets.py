@@ -1,9 +1,9 @@
 """Packets: what a channel of shmreduce sends for one message, by one system call.
 
 May import errors, signals, settings, registry, :mod:`shmreduce.memory`, ``moving``,
-``copying``, ``handle_calls``, ``pickled_calls``, ``pickler``, ``pickling``, ``plain_objects``
-and, for a number, ``packet_socket`` and, for a type, ``receive_buffer``; does nothing with
-sockets.
+``copying``, ``handle_calls``, ``pickled_calls``, ``pickler``, ``pickling``, ``plain_objects``,
+``unpickling`` and, for a number, ``packet_socket`` and, for a type, ``receive_buffer``; does
+nothing with sockets.
 
 A packet has its kind, the number of segments that it refers to, the segments'
 tokens, and then the body: the pickle itself or, if that is large, the handle of the
@@ -50,18 +50,14 @@ from shmreduce.memory.runtime import current
 from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves, give_born, is_born_elsewhere
 from shmreduce.packet_socket import MOST_DESCRIPTORS
-from shmreduce.pickled_calls import CallOnLoad
-from shmreduce.pickler import PROTOCOL, reducer_claim
-from shmreduce.pickling import (
-    dump_parts,
-    load_message,
-    load_whole,
-    loads_again,
-)
+from shmreduce.pickled_calls import PROTOCOL, CallOnLoad
+from shmreduce.pickler import reducer_claim
+from shmreduce.pickling import dump_parts
 from shmreduce.plain_objects import UNASKED, is_plain
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import inline_limit
 from shmreduce.signals import is_from_system
+from shmreduce.unpickling import load_message, load_whole, loads_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -387,7 +383,7 @@ def pack_lent(
     borrower : int or None
         The process id of the borrower.
     joined : callable
-        Takes a pickle of the list of blocks, for :func:`~shmreduce.pickling.loads`, and
+        Takes a pickle of the list of blocks, for :func:`~shmreduce.unpickling.loads`, and
         returns it together with the other bytes to send.
 
     Returns

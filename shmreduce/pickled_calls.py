@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["BEFORE_NAME", "BEGINNING", "CallOnLoad", "pickle_of_call", "start_of_call"]
+__all__ = ["BEFORE_NAME", "BEGINNING", "PROTOCOL", "CallOnLoad", "pickle_of_call", "start_of_call"]
 
-_PROTOCOL = 5
-BEGINNING = pickle.PROTO + bytes([_PROTOCOL])
+PROTOCOL = 5
+"""The first protocol with out-of-band buffers: https://peps.python.org/pep-0574/"""
+BEGINNING = pickle.PROTO + bytes([PROTOCOL])
 """The beginning of every pickle that is made here."""
 BEFORE_NAME = BEGINNING + pickle.GLOBAL
 """The beginning of the pickle of a call whose function has a simple name."""
@@ -56,9 +57,9 @@ def pickle_of_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
     """
     start = start_of_call(function)
     if start is None:
-        return pickle.dumps(CallOnLoad(function, *arguments), _PROTOCOL)
+        return pickle.dumps(CallOnLoad(function, *arguments), PROTOCOL)
     # GLOBAL puts nothing into the memo, so the memo indexes of the arguments are right.
-    return b"".join((start, memoryview(pickle.dumps(arguments, _PROTOCOL))[2:-1], _CALLED))
+    return b"".join((start, memoryview(pickle.dumps(arguments, PROTOCOL))[2:-1], _CALLED))
 
 
 def start_of_call(function: Callable[..., Any]) -> bytes | None:
@@ -68,7 +69,7 @@ def start_of_call(function: Callable[..., Any]) -> bytes | None:
         if type(function) is not FunctionType or not _is_simple_name(function):
             return None
         # Raises if the function cannot be found by its name.
-        pickle.dumps(function, _PROTOCOL)
+        pickle.dumps(function, PROTOCOL)
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
         name = f"{function.__module__}\n{function.__qualname__}\n".encode()

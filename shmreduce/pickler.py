@@ -1,7 +1,7 @@
 """One run of a pickler: it calls reducers by type, and commits or rolls back the message.
 
-May import errors, registry, process_registry, plain_objects and, of :mod:`shmreduce.memory`,
-``message``, ``mover`` and ``parts``.
+May import errors, registry, process_registry, plain_objects, pickled_calls and, of
+:mod:`shmreduce.memory`, ``message``, ``mover`` and ``parts``.
 Changes nothing outside itself: :mod:`shmreduce.forking` puts :func:`ask_reducer` and
 :func:`dump_message` into ``ForkingPickler``, the channels of shmreduce use :func:`pickle_into`.
 
@@ -23,6 +23,7 @@ from shmreduce.errors import ReducerError
 from shmreduce.memory.message import Message
 from shmreduce.memory.mover import take_mover
 from shmreduce.memory.parts import IN_BLOCK
+from shmreduce.pickled_calls import PROTOCOL
 from shmreduce.plain_objects import override_of_others
 from shmreduce.process_registry import get_registry
 from shmreduce.registry import describe, imported_class, qualified_name
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     _Reduce = Callable[[Any], Any]
 
 __all__ = [
-    "PROTOCOL",
     "Begun",
     "Run",
     "ask_reducer",
@@ -49,8 +49,6 @@ __all__ = [
     "reducer_claim",
 ]
 
-PROTOCOL = 5
-"""The first protocol with out-of-band buffers: https://peps.python.org/pep-0574/"""
 _MESSAGE = "_shmreduce_message"
 """The pickler's attribute for the message of the current dump; None until it is needed."""
 _MOVER = "_shmreduce_mover"

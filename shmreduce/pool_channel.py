@@ -1,6 +1,7 @@
 """One end of the connection between a pool and one of its workers.
 
-May import errors, ``connection``, ``packets``, ``pickling`` and what is below them.
+May import errors, ``connection``, ``packets``, ``pickling``, ``unpickling`` and what is below
+them.
 
 Pickling and sending are separate steps. A task is pickled when the user gives it to
 the pool, and sent when a worker is free. An answer is received and then unpickled, so
@@ -23,7 +24,7 @@ import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
-from shmreduce import connection, packets, pickling
+from shmreduce import connection, packets, pickling, unpickling
 from shmreduce.errors import ShmreduceError
 from shmreduce.fork_hooks import renew_in_children
 from shmreduce.memory.loading import discard_message
@@ -236,7 +237,7 @@ class _OwnChannel(Channel):
         # If the blocks cannot be opened, for example because no descriptor is free, the worker
         # uses memory of its own, and the lender takes the blocks back.
         with contextlib.suppress(ShmreduceError):
-            self._borrowed = pickling.loads(lent)
+            self._borrowed = unpickling.loads(lent)
         return task
 
     def pack_last(self, held: list[Any]) -> Any:
@@ -248,7 +249,7 @@ class _OwnChannel(Channel):
 
     @staticmethod
     def loads(data: Any) -> Any:
-        return pickling.loads(data)
+        return unpickling.loads(data)
 
     def send_bytes(self, data: Any) -> None:
         packet = packets.pack_bytes(memoryview(data))

@@ -2,7 +2,7 @@
 
 May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`, ``anonymous`` and
 ``loading`` of the memory, :mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling`,
-:mod:`shmreduce.prctl` and ``tracebacks``.
+:mod:`shmreduce.prctl`, ``tracebacks`` and :mod:`shmreduce.unpickling`.
 
 The child writes the outcome to an unnamed file that the parent made, not to a pipe. So
 the child never waits for a reader, the parent never waits for the rest of a message,
@@ -60,9 +60,9 @@ class PicklerChoice(enum.Enum):
         """Unpickle an object of a child."""
         if self is PicklerChoice.STANDARD:
             return ForkingPickler.loads(data)
-        from shmreduce import pickling
+        from shmreduce import unpickling
 
-        return pickling.loads(data)
+        return unpickling.loads(data)
 
     def discard(self, data: bytes) -> None:
         """Give back the shared memory of a child's object that nobody has loaded."""

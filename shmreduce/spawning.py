@@ -16,7 +16,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from shmreduce import connection, context
+from shmreduce import channel_support, context
 from shmreduce.descriptor import Descriptor
 from shmreduce.errors import ConfigurationError, ProcessException
 from shmreduce.interrupts import Interrupts
@@ -214,7 +214,7 @@ def _pickler_of(ctx: Any) -> PicklerChoice:
         kind,
         context.Process | context.ForkProcess | context.SpawnProcess | context.ForkServerProcess,
     )
-    return PicklerChoice.OWN if ours and connection.supported() else PicklerChoice.STANDARD
+    return PicklerChoice.OWN if ours and channel_support.supported() else PicklerChoice.STANDARD
 
 
 class _Starter:

@@ -52,7 +52,7 @@ LAYERS = [
     {"strategies"},
     {"memory"},
     {"born"},
-    {"moving"},
+    {"channel_support", "moving", "unpickling"},
     {
         "children",
         "remote",

@@ -14,7 +14,7 @@ from shmreduce import (
     AlreadyLoadedError,
     InvalidHandleError,
     Message,
-    pickling,
+    unpickling,
 )
 from shmreduce.memory import parts, runtime
 from shmreduce.memory.heap import Heap
@@ -168,7 +168,7 @@ def test_few_arrays_get_no_block() -> None:
     """They are pickled, and can be loaded often."""
     data, message = dumps(many(count=10))
     assert message is None or message.is_empty
-    assert all(len(pickling.loads(bytes(data))) == 10 for _ in range(2))
+    assert all(len(unpickling.loads(bytes(data))) == 10 for _ in range(2))
 
 
 @PICKLES
@@ -180,13 +180,13 @@ def test_few_are_in_a_pickle_that_no_block_takes(dumps_short: Callable[[Any], by
     before = sizes_out()
     data = dumps_short(many(count=6))
     assert sizes_out() == before
-    assert all(len(pickling.loads(data)) == 6 for _ in range(2))
+    assert all(len(unpickling.loads(data)) == 6 for _ in range(2))
     sent = many(count=30)
     data = dumps_short(sent)
     assert 6 * LENGTH < len(data) < 7 * LENGTH
     taken = sorted((Counter(sizes_out()) - Counter(before)).elements())
     assert 7 * LENGTH * 2 <= taken[0] < taken[-1] < 2 * sum(array.nbytes for array in sent)
-    found = pickling.loads(data)
+    found = unpickling.loads(data)
     for array, original in zip(found, sent, strict=True):
         np.testing.assert_array_equal(array, original)
     del array, found
@@ -200,7 +200,7 @@ def test_what_has_a_block_of_its_own_does_not_count(dumps_short: Callable[[Any],
     image, mask = np.ones(100_000, np.uint8), np.ones(LENGTH, np.uint8)
     data = dumps_short([image, image[1:], image[2:], mask, mask[1:]])
     assert 2 * LENGTH < len(data) < 3 * LENGTH
-    *_, first, second = pickling.loads(data)
+    *_, first, second = unpickling.loads(data)
     assert [shmreduce.find_block(each) for each in (first, second)] == [None, None]
 
 
@@ -210,9 +210,9 @@ def test_many_are_loaded_once() -> None:
     data, message = dumps(many())
     assert message is not None
     message.commit()
-    first = pickling.loads(bytes(data))
+    first = unpickling.loads(bytes(data))
     with pytest.raises(AlreadyLoadedError):
-        pickling.loads(bytes(data))
+        unpickling.loads(bytes(data))
     assert (first[-1] == (COUNT - 1) % 251).all()
 
 
@@ -262,7 +262,7 @@ def test_a_complete_message_holds_its_blocks_by_leases_alone() -> None:
     assert not any(
         segment.records for segment in runtime.current().heap(BY_VALUE).segments if segment.out
     )
-    found = pickling.loads(bytes(data))
+    found = unpickling.loads(bytes(data))
     del found, data
     assert sizes_out() == before
 
@@ -286,7 +286,7 @@ def test_a_child_that_is_forked_meanwhile_does_not_write_into_the_block() -> Non
     assert message is not None
     message.commit()
     forks.let_child_go_on()
-    _, forked, found = pickling.loads(bytes(data))
+    _, forked, found = unpickling.loads(bytes(data))
     assert forked == "forked"
     assert all((array == (7 + each) % 251).all() for each, array in enumerate(found))
 
@@ -316,7 +316,7 @@ def test_arrays_between_the_limits_share_blocks_in_a_pipe_as_smaller_ones_do() -
     sent = [np.full(64 << 10, each, np.uint8) for each in range(12)]
     data = standard_pickle(sent)
     assert len(data) < sent[0].nbytes
-    received = pickling.loads(data)
+    received = unpickling.loads(data)
     assert [int(array[-1]) for array in received] == list(range(12))
     blocks = [find_block_of(array) for array in received]
     assert all(blocks)

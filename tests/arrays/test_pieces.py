@@ -16,7 +16,7 @@ from shmreduce import (
     ConfigurationError,
     InvalidHandleError,
     Message,
-    pickling,
+    unpickling,
 )
 from shmreduce.memory import parts, runtime
 from shmreduce.memory.heap import Heap
@@ -260,7 +260,7 @@ def test_few_are_pickled() -> None:
     """They need no block, and can be loaded often."""
     data, message = dumps(many(count=MANY))
     assert message is None or message.is_empty
-    assert all(len(pickling.loads(bytes(data))) == MANY for _ in range(2))
+    assert all(len(unpickling.loads(bytes(data))) == MANY for _ in range(2))
 
 
 @PICKLES
@@ -274,10 +274,10 @@ def test_a_short_pickle_for_a_pipe_or_a_pool_has_no_pieces(
     data = dumps_short(many(count=count))
     assert sizes_out() == before
     for _ in range(2):
-        check(pickling.loads(data), many(count=count))
+        check(unpickling.loads(data), many(count=count))
     longer = dumps_short(many())
     assert len(data) < len(longer) < len(data) + 40 * COUNT
-    check(pickling.loads(longer), many())
+    check(unpickling.loads(longer), many())
 
 
 @pytest.mark.usefixtures("shmreduce_no_leaks")
@@ -286,9 +286,9 @@ def test_many_are_loaded_once() -> None:
     data, message = dumps(many())
     assert message is not None
     message.commit()
-    check(pickling.loads(bytes(data)), many())
+    check(unpickling.loads(bytes(data)), many())
     with pytest.raises(AlreadyLoadedError):
-        pickling.loads(bytes(data))
+        unpickling.loads(bytes(data))
 
 
 @WAYS
@@ -374,7 +374,7 @@ def test_a_complete_message_holds_its_blocks_by_leases_alone() -> None:
     assert not any(
         segment.records for segment in runtime.current().heap(BY_VALUE).segments if segment.out
     )
-    found = pickling.loads(bytes(data))
+    found = unpickling.loads(bytes(data))
     del found, data
     assert sizes_out() == before
 
@@ -404,7 +404,7 @@ def test_a_child_that_is_forked_meanwhile_goes_on_with_blocks_of_its_own() -> No
         if os.getpid() != parent:
             os._exit(2)
     forks.let_child_go_on()
-    found, forked, others = pickling.loads(bytes(data))
+    found, forked, others = unpickling.loads(bytes(data))
     assert forked == "forked"
     check(found, first)
     check(others, rest)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmreduce import pickling
+from shmreduce import pickling, unpickling
 
 pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")
 
@@ -75,7 +75,7 @@ def arrays_of(dtype: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 def arrived(obj: Any) -> Any:
     data, message = pickling.dumps(obj)
-    found = pickling.loads(data)
+    found = unpickling.loads(data)
     assert message is None or message.is_empty
     return found
 

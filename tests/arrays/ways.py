@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shmreduce
-from shmreduce import LeaseTimeoutError, OutOfLeasesError, SegmentError, pickling
+from shmreduce import LeaseTimeoutError, OutOfLeasesError, SegmentError, pickling, unpickling
 from shmreduce.memory import runtime
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.packets import INLINE_BODY
@@ -40,7 +40,7 @@ def transfer(obj: Any) -> Any:
         # It may be in a block itself, which nobody would read.
         message.take_back(data)
         message.commit()
-    return pickling.loads(pickled)
+    return unpickling.loads(pickled)
 
 
 def standard_pickle(obj: Any) -> bytes:
@@ -59,8 +59,8 @@ WAYS = pytest.mark.parametrize(
     "way",
     [
         transfer,
-        lambda obj: pickling.loads(standard_pickle(obj)),
-        lambda obj: pickling.loads(pickled_task(obj)),
+        lambda obj: unpickling.loads(standard_pickle(obj)),
+        lambda obj: unpickling.loads(pickled_task(obj)),
     ],
     ids=["channel", "pipe", "pool"],
 )

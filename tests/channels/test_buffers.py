@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import shmreduce
-from shmreduce import pickling
+from shmreduce import pickling, unpickling
 from shmreduce.memory import message as message_module
 from tests.channels.channels import context_of, within
 
@@ -129,7 +129,7 @@ def test_without_room_the_buffers_are_in_the_pickle(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(message_module.Message, "allocate", lambda *_: None)
     data, message = pickling.dumps(Holder(bytes(LARGE)))
     assert message is None
-    assert bytes(pickling.loads(data).buffers[0]) == bytes(LARGE)
+    assert bytes(unpickling.loads(data).buffers[0]) == bytes(LARGE)
 
 
 def test_buffer_in_pieces_is_an_error_as_always(pipe: tuple[Any, Any]) -> None:

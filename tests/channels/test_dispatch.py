@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shmreduce import Message, Reducer, pickler, pickling, process_registry
+from shmreduce import Message, Reducer, pickler, pickling, process_registry, unpickling
 from shmreduce.pickler import pickle_into
 from tests.conftest import registered
 
@@ -27,7 +27,7 @@ def arrived(obj: Any) -> Any:
     data, message = pickling.dumps(obj)
     if message is not None:
         message.rollback()
-    return pickling.loads(data)
+    return unpickling.loads(data)
 
 
 @pytest.fixture

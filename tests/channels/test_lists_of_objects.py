@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shmreduce import Message, Reducer, ReducerError, pickling
+from shmreduce import Message, Reducer, ReducerError, pickling, unpickling
 from tests.conftest import registered
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def ways(obj: Any) -> list[str]:
     if message is not None:
         # Nobody takes its blocks over.
         message.rollback()
-    return [each.way for each in pickling.loads(data)]
+    return [each.way for each in unpickling.loads(data)]
 
 
 def test_each_is_asked_for(reducer: MarkReducer) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import PlatformError, StrategyUnusableError, connection
+from shmreduce import PlatformError, StrategyUnusableError, channel_support, connection
 from tests.open_files import open_files
 
 pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")
@@ -28,14 +28,14 @@ PATIENCE = 30.0
 @pytest.fixture
 def context(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A context that believes to be on such a platform."""
-    monkeypatch.setattr(connection, "supported", lambda: False)
+    monkeypatch.setattr(channel_support, "supported", lambda: False)
     return shmreduce.get_context("fork")
 
 
 def ask_with_no_descriptor_free() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_files()) + 1, hard))
-    connection.supported.cache_clear()
+    channel_support.supported.cache_clear()
     taken = []
     try:
         with pytest.raises(OSError, match="Too many open files"):
@@ -70,14 +70,14 @@ def test_where_the_system_has_no_packets(monkeypatch: pytest.MonkeyPatch, number
     def refuse(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
-    connection.supported.cache_clear()
+    channel_support.supported.cache_clear()
     try:
         with monkeypatch.context() as patch:
             patch.setattr(socket, "socketpair", refuse)
-            assert not connection.supported()
-        assert not connection.supported()
+            assert not channel_support.supported()
+        assert not channel_support.supported()
     finally:
-        connection.supported.cache_clear()
+        channel_support.supported.cache_clear()
 
 
 def test_nothing_is_installed_in_a_free_threaded_python(
@@ -85,13 +85,13 @@ def test_nothing_is_installed_in_a_free_threaded_python(
 ) -> None:
     """Where nobody has seen it work: the error says what to do."""
     monkeypatch.setattr(sys, "abiflags", "t")
-    connection.supported.cache_clear()
+    channel_support.supported.cache_clear()
     try:
-        assert not connection.supported()
+        assert not channel_support.supported()
         with pytest.raises(StrategyUnusableError, match="global interpreter lock") as caught:
             shmreduce.install(strategy="file_system")
     finally:
-        connection.supported.cache_clear()
+        channel_support.supported.cache_clear()
     assert caught.value.name == "file_system"
     assert caught.value.available == []
 

@@ -62,7 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "shmreduce.connection:Connection._watch",
         "shmreduce.packets:Arrival.load",
         "shmreduce.packets:CallArrival.load",
-        "shmreduce.pickling:load_message",
+        "shmreduce.unpickling:load_message",
         f"{_MEMORY}.loading:import_block",
         f"{_MEMORY}.loading:_claim",
         f"{_MEMORY}.loading:_record_of",

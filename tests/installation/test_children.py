@@ -364,6 +364,32 @@ def test_a_child_that_is_sent_no_arrays_imports_nothing_for_them(
     assert output_of(WITHOUT_ARRAYS, tmp_path, method) == f"{imported}\n"
 
 
+WITHOUT_CHANNELS = """
+import sys
+
+import numpy
+
+import shmreduce
+
+
+def look(array):
+    unneeded = ("connection", "packets", "pickler", "pickling", "pool", "queues")
+    print([name for name in unneeded if f"shmreduce.{name}" in sys.modules], array.sum())
+
+
+if __name__ == "__main__":
+    context = shmreduce.get_context("spawn")
+    process = context.Process(target=look, args=(numpy.ones(100_000),))
+    process.start()
+    process.join()
+"""
+
+
+def test_a_child_that_is_given_no_channel_imports_none(tmp_path: Path) -> None:
+    """Nor does it import what pickles messages, since it only receives its arguments."""
+    assert output_of(WITHOUT_CHANNELS, tmp_path) == "[] 100000.0\n"
+
+
 @pytest.mark.parametrize("children", [("forkserver", "file_descriptor")], indirect=True)
 @pytest.mark.parametrize("own", [False, True], ids=["multiprocessing", "shmreduce"])
 def test_a_look_for_lost_messages_while_a_child_starts(

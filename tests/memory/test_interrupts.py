@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import pickling
+from shmreduce import unpickling
 from shmreduce.compiled import BLOCKS
 from shmreduce.memory import locks, mapping, runtime
 from shmreduce.memory.block_locks import BlockLocks
@@ -243,10 +243,10 @@ def test_a_load_that_was_interrupted_is_over() -> None:
     number = 0
 
     def load() -> None:
-        pickling.loads(plain)
+        unpickling.loads(plain)
         with_arrived({}, len, plain)
 
-    for number in interrupted_everywhere(load, "/memory/loading.py", "/shmreduce/pickling.py"):
+    for number in interrupted_everywhere(load, "/memory/loading.py", "/shmreduce/unpickling.py"):
         assert here.loading is None, number
     assert number > 5
 
@@ -256,7 +256,7 @@ def test_a_load_inside_another_leaves_it_as_it_was() -> None:
     outer = here.loading = Loading()
     try:
         for number in interrupted_everywhere(
-            lambda: pickling.loads(b"N."), "/memory/loading.py", "/shmreduce/pickling.py"
+            lambda: unpickling.loads(b"N."), "/memory/loading.py", "/shmreduce/unpickling.py"
         ):
             assert here.loading is outer, number
     finally:
@@ -353,7 +353,7 @@ def test_a_message_about_what_is_here_ends_after_an_interrupt(
     monkeypatch.setattr(Loading, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         if through == "pickle":
-            pickling.loads(data)
+            unpickling.loads(data)
         else:
             with_arrived({}, import_block, handle.pack())
     assert here.loading is None

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import handle_calls, pickling
+from shmreduce import handle_calls, unpickling
 from shmreduce.cli import main
 from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
@@ -629,9 +629,9 @@ def test_a_load_too_deep_for_the_stack_says_so_where_no_thread_can_be_had(
     def refuse(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pickling, "start_new_thread", refuse)
+    monkeypatch.setattr(unpickling, "start_new_thread", refuse)
     with pytest.raises(RecursionError):
-        pickling.load_message(too_deep, b"")
+        unpickling.load_message(too_deep, b"")
 
 
 def too_deep(_data: bytes) -> None:
