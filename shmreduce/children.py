@@ -10,7 +10,6 @@ it the pickle has calls, which set up the settings, the family and the reducers.
 from __future__ import annotations
 
 import pickle
-from multiprocessing import forkserver
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +48,10 @@ def preload_in_fork_server() -> None:
     """
     if getattr(get_spawning_popen(), "method", None) != "forkserver":
         return
+    # Imported here, since it imports a dozen modules that a child may not need. The method of
+    # such a child has imported it already.
+    from multiprocessing import forkserver
+
     # Not public: set_forkserver_preload() replaces the list. A Python without these attributes
     # has each child import the modules.
     server: Any = forkserver._forkserver

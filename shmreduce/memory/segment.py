@@ -7,8 +7,8 @@ May import contracts, ``standard_streams``, ``locks``, ``mapping``, ``handle``, 
 from __future__ import annotations
 
 import os
+import select
 import time
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.contracts import SegmentFile
@@ -64,7 +64,15 @@ class Sent(NamedTuple):
         if getattr(child, "pid", None) is None:
             return False
         sentinel = getattr(child, "sentinel", None)
-        return sentinel is not None and bool(wait([sentinel], 0))
+        return sentinel is not None and _is_readable(sentinel)
+
+
+def _is_readable(fd: int) -> bool:
+    # As multiprocessing.connection.wait(). A process that is given no channel need not import
+    # that module, which imports tempfile, random and, for compressed archives, much more.
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class Segment(LeaseTransitions):
