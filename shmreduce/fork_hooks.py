@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["renew_in_children", "to_the_end"]
+__all__ = ["also_prepare", "prepare_late", "renew_in_children", "to_the_end"]
 
 _ATTEMPTS = 10
 """How often a step of a fork is tried if it raises an exception."""
 _FRAMES = 40
 """How many frames of recursion a step of a fork may need."""
+_late: list[Callable[[int], object]] = []
+"""See :func:`also_prepare`."""
 
 
 def renew_in_children(renew: Callable[[], object]) -> None:
@@ -34,6 +36,27 @@ def renew_in_children(renew: Callable[[], object]) -> None:
     """
     os.register_at_fork(after_in_child=renew)
     os.register_at_fork(after_in_child=renew)
+
+
+def also_prepare(prepare: Callable[[int], object]) -> None:
+    """Call a function before each fork, even before one whose hooks run already.
+
+    Python makes the list of a fork's hooks when the fork begins. A hook that another thread
+    registers then is not called for that fork.
+
+    Parameters
+    ----------
+    prepare : callable
+        Gets the number of forks that the thread has prepared for and not made yet. It does
+        nothing if its own hook was called for this fork, and a second call changes nothing.
+    """
+    _late.append(prepare)
+
+
+def prepare_late(depth: int) -> None:
+    """Call these functions, in a hook before a fork that was registered long ago."""
+    for prepare in _late:
+        prepare(depth)
 
 
 def to_the_end(step: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Holds forks back while another thread imports a part of shmreduce, or a plugin.
+"""Keeps imports of a part of shmreduce, or of a plugin, apart from forks of other threads.
 
 May import the standard library only.
 
@@ -6,6 +6,10 @@ The first use of a name or of a reducer imports modules. A thread that imports a
 its lock, and CPython does not renew these locks in a forked child. So a child that was forked
 meanwhile would wait for ever when it imports the same module:
 https://docs.python.org/3/library/os.html#os.fork
+
+A module may also register hooks of forks, and Python makes the list of a fork's hooks when the
+fork begins. So the thread that has imported waits for forks that have begun: they would happen
+without those hooks, and their children would see what it does with the module.
 """
 
 from __future__ import annotations
@@ -24,28 +28,60 @@ if TYPE_CHECKING:
 __all__ = ["while_importing"]
 
 _LONGEST_WAIT = 10.0
-"""Seconds. The other thread may be waiting for the one that forks; then the fork goes on."""
+"""Seconds. The other thread may be waiting for this one; then the fork, or the import, goes on."""
 _PAUSE = 1e-3
 _importing: dict[object, int] = {}
 """The threads that import, by a mark of the call."""
+_forking: dict[int, float] = {}
+"""The threads that are about to fork, and since when."""
 
 
 def while_importing(function: Callable[..., _Result], *arguments: object) -> _Result:
-    """Call a function that imports modules; forks of other threads wait for its end."""
+    """Call a function that imports modules; forks of other threads wait for its end.
+
+    If such a fork has begun, it is over when this returns.
+    """
     mark = object()
     try:
         _importing[mark] = get_ident()
         return function(*arguments)
     finally:
         _importing.pop(mark, None)
+        _wait_for_forks()
+
+
+def _wait_for_forks() -> None:
+    here = get_ident()
+    # Not in a hook of this thread's own fork, and not while forks wait for an outer call.
+    if here in _forking or here in _importing.values():
+        return
+    # Not from items(): before CPython 3.12 each pair that they make may start the garbage
+    # collector, and other threads run meanwhile.
+    begun = {thread: _forking.get(thread) for thread in list(_forking)}
+    # Marks that are older belong to forks whose hooks were skipped, see fork_hooks.
+    while any(
+        since is not None and _forking.get(thread) == since > time.monotonic() - _LONGEST_WAIT
+        for thread, since in begun.items()
+    ):
+        time.sleep(_PAUSE)
 
 
 def _wait_for_others() -> None:
+    here = get_ident()
+    _forking[here] = time.monotonic()
     end = time.monotonic() + _LONGEST_WAIT
-    while set(_importing.values()) - {get_ident()} and time.monotonic() < end:
+    while set(_importing.values()) - {here} and time.monotonic() < end:
         # It polls: a lock that the importing thread held would itself stay taken in the child
         # if the wait ended without it.
         time.sleep(_PAUSE)
 
 
-os.register_at_fork(before=_wait_for_others, after_in_child=_importing.clear)
+def _forked() -> None:
+    _forking.pop(get_ident(), None)
+
+
+os.register_at_fork(
+    before=_wait_for_others, after_in_parent=_forked, after_in_child=_importing.clear
+)
+# Again, since a signal handler may raise when Python enters a hook, which skips that hook.
+os.register_at_fork(after_in_parent=_forked, after_in_child=_forking.clear)

@@ -37,7 +37,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_ALLOCATOR_VERSION 3
+#define SHMREDUCE_ALLOCATOR_VERSION 4
 
 #define MOST_ENTRIES 16384
 #define MOST_RANGES 64
@@ -107,6 +107,7 @@ struct status {
     uint64_t served; /* requests that got a block */
     uint32_t unknown; /* entries that Python has not recorded */
     uint32_t freed; /* entries on the stack of freed ones */
+    uint32_t forking; /* forks that are under way */
 };
 
 static struct entry entries[MOST_ENTRIES + 1];
@@ -120,7 +121,9 @@ static uint32_t unknown[MOST_ENTRIES];
 
 static uint64_t threshold = UINT64_MAX, allowance;
 static uint64_t lowest = UINT64_MAX, highest;
-static int enabled, forking, ended;
+static int enabled, ended;
+/* How many of the forks under way are this thread's. */
+static _Thread_local uint32_t depth;
 static int collapses = 1; /* whether it is worth asking the kernel for huge pages */
 static unsigned page_bits;
 
@@ -370,7 +373,7 @@ static void *take(uint64_t size, int *zeroed)
 {
     uint64_t capacity;
     uint32_t number = 0;
-    if (!enabled || forking || size < threshold || size > UINT64_MAX / 4 || !try_enter())
+    if (!enabled || status.forking || size < threshold || size > UINT64_MAX / 4 || !try_enter())
         return NULL;
     capacity = size_class(size);
     if (size > status.largest)
@@ -628,7 +631,8 @@ EXPORT void shmreduce_unsend(uint32_t number)
 EXPORT void shmreduce_before_fork(void)
 {
     enter();
-    forking++;
+    depth++;
+    status.forking++;
     status.forks++;
     for (uint32_t number = 1; number < unused; number++) {
         struct entry *entry = &entries[number];
@@ -644,11 +648,22 @@ EXPORT void shmreduce_before_fork(void)
     leave();
 }
 
+/* The same for a thread that has prepared for `others` forks and is about to make another, if
+ * the fork began before its list of hooks had the function above. */
+EXPORT void shmreduce_prepare_fork(uint32_t others)
+{
+    if (depth <= others)
+        shmreduce_before_fork();
+}
+
 EXPORT void shmreduce_after_fork_in_parent(void)
 {
     enter();
-    if (forking)
-        forking--;
+    /* Otherwise nothing was prepared for this fork, and the number is another thread's. */
+    if (depth) {
+        depth--;
+        status.forking--;
+    }
     leave();
 }
 
@@ -656,7 +671,7 @@ EXPORT void shmreduce_after_fork_in_parent(void)
 EXPORT void shmreduce_after_fork_in_child(void)
 {
     atomic_flag_clear(&busy);
-    forking = 0;
+    depth = 0;
     freed = 0;
     memset(stacks, 0, sizeof stacks);
     memset(&status, 0, sizeof status);
@@ -699,8 +714,9 @@ EXPORT void shmreduce_free(void *context, void *pointer, size_t size)
         if (entry->state == INHERITED) {
             drop_private_pages(entry);
             drop_entry(number);
-        } else if (entry->state == LIVE && !(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&
-                   entry->birth == status.forks && !ranges[entry->range].retired) {
+        } else if (entry->state == LIVE && !(entry->flags & (SENT | PRIVATE | EXPOSED)) &&
+                   !status.forking && entry->birth == status.forks &&
+                   !ranges[entry->range].retired) {
             push_idle(number);
         } else if (entry->state == LIVE) {
             push_freed(number);

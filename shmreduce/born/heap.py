@@ -85,9 +85,10 @@ class BornHeap(Heap):
         runtime = current()
         self._library: Library = load()
         self._ledger = runtime.live.ledger
-        # The allocator has counted forks since it was loaded, the ledger since shared memory
-        # was first used here.
-        self._forks_before = self._library.counters.forks - self._ledger.forks
+        self._forks_before: int | None = None
+        """How many more forks the allocator has counted than the ledger; None if that is not
+        known yet. The one counts since it was loaded, the other since shared memory was first
+        used here."""
         self._ranges: dict[int, OwnedSegment] = {}
         self._numbers: dict[bytes, int] = {}
         self._region_blocks: list[int] = []
@@ -158,7 +159,7 @@ class BornHeap(Heap):
         if birth == death:
             return False
         before = self._forks_before
-        if self._library.counters.forks - before != self._ledger.forks:
+        if before is None or self._library.counters.forks - before != self._ledger.forks:
             # A fork is in progress, or its hooks were interrupted: then it is not known
             # whether the child has ended.
             return True
@@ -189,6 +190,8 @@ class BornHeap(Heap):
                 self._relieve_others()
             self._lend()
             self._provide()
+            if self._forks_before is None:
+                self._enable()
         if noted:
             self._host.on_growth()
 
@@ -209,9 +212,24 @@ class BornHeap(Heap):
         self.tend()
 
     def start_lending(self) -> None:
-        """Let large arrays be born here."""
+        """Let large arrays be born here, if no fork is under way that the allocator may miss."""
         self.lending = True
         self.tend()
+        self._enable()
+
+    def _enable(self) -> None:
+        """Enable the allocator if it is known of which forks it knows.
+
+        Another thread's fork that had begun when the allocator was loaded may happen without
+        the allocator's hooks. It is marked in the ledger by then, or still to be prepared for
+        by :func:`~shmreduce.fork_hooks.also_prepare`.
+        """
+        if self._forks_before is None:
+            counters, ledger = self._library.counters, self._ledger
+            # From here until the number is noted, no call lets another thread run.
+            if ledger.pending or counters.forking:
+                return
+            self._forks_before = counters.forks - ledger.forks
         self._library.enable(1)
 
     def _relieve_others(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from shmreduce.compiled import ALLOCATOR
 from shmreduce.contracts import AllocatorFunctions
 from shmreduce.errors import AllocatorUnavailableError
-from shmreduce.fork_hooks import renew_in_children
+from shmreduce.fork_hooks import also_prepare, renew_in_children
 from shmreduce.free_descriptors import need_descriptors
 from shmreduce.interpreter import is_free_threaded
 from shmreduce.memory.mapping import PAGE_SIZE
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 LIBRARY = ALLOCATOR.library
-VERSION = 3
+VERSION = 4
 """Version of the tables and functions; the C source has the same number."""
 LIVE, FREED = 2, 3
 """States of an entry, as in the C source."""
@@ -93,6 +93,7 @@ class Status(ctypes.Structure):
         ("served", ctypes.c_uint64),
         ("unknown", ctypes.c_uint32),
         ("freed", ctypes.c_uint32),
+        ("forking", ctypes.c_uint32),
     )
     forks: int
     idle_bytes: int
@@ -103,6 +104,7 @@ class Status(ctypes.Structure):
     served: int
     unknown: int
     freed: int
+    forking: int
 
 
 _u32, _u64, _int = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
@@ -138,6 +140,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "send": (_u32, (_u64,)),
     "unsend": (None, (_u32,)),
     "before_fork": (None, ()),
+    "prepare_fork": (None, (_u32,)),
     "after_fork_in_parent": (None, ()),
     "after_fork_in_child": (None, ()),
     "end": (None, ()),
@@ -176,6 +179,7 @@ class Library:
             after_in_parent=self.after_fork_in_parent,
             after_in_child=self.after_fork_in_child,
         )
+        also_prepare(self.prepare_fork)
 
     def __getattr__(self, name: str) -> Any:
         # Only for type checkers: __init__ has set all functions.

@@ -87,8 +87,6 @@ class ForkLedger:
         """How many forks there were, including those that are about to happen."""
         self.pending = _pending
         """The numbers of forks that are about to happen."""
-        # Forks before there was a ledger need not be noted, since there was nothing to see.
-        self.pending.pop(UNNOTED, None)
         self._begun_before = _forks_begun()
         self._unnoted_since: float | None = None
         self._unsure: dict[int, float] = {}
@@ -101,6 +99,15 @@ class ForkLedger:
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptor of the ledger's file, if a fork needed one."""
         return () if self._fd == -1 else (self._fd,)
+
+    def forget_unnoted(self) -> None:
+        """Forget forks that happened before there was this ledger, and anything to see."""
+        self.pending.pop(UNNOTED, None)
+
+    @property
+    def depth(self) -> int:
+        """How many forks this thread has prepared for: a signal handler may fork before one."""
+        return len(self._ready.get(threading.get_ident(), ()))
 
     @property
     def _is_open(self) -> bool:

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from multiprocessing import util
 
-from shmreduce.fork_hooks import renew_in_children, to_the_end
+from shmreduce.fork_hooks import prepare_late, renew_in_children, to_the_end
 from shmreduce.memory.ledger import Fork, count_fork, mark_fork
 from shmreduce.memory.process_memory import Runtime
 from shmreduce.strategies import current_strategy
@@ -44,6 +44,10 @@ def _begin() -> Runtime:
     if _latest is None:
         _latest = made
         _current.append(made)
+        # A thread that is about to fork may have looked for a state before there was this one.
+        # Then the mark of its fork stays, and what is made until then is not reused.
+        if not _forking:
+            made.live.ledger.forget_unnoted()
         _finish_at_exit(made)
         _retire_in_children(made)
         # multiprocessing clears the finalizers in children that it forks, after the hooks of
@@ -119,10 +123,13 @@ _prepared: dict[int, None] = {}
 """Threads that have run the first of the hooks before a fork, but not the second."""
 _finished: dict[int, None] = {}
 """The same for the hooks after a fork."""
+_forking: dict[int, None] = {}
+"""Threads that are about to fork, from before they look for a state."""
 
 
 def _before_fork() -> None:
     here = threading.get_ident()
+    _forking[here] = None
     # Left by an earlier fork, if its second hook was skipped.
     _prepared.pop(here, None)
     forks: list[Fork] = []
@@ -147,6 +154,7 @@ def _prepare(runtime: Runtime, forks: list[Fork], *, last: bool = False) -> None
     if not forks:
         forks.append(Fork())
     try:
+        prepare_late(runtime.live.ledger.depth)
         runtime.before_fork(forks[0])
     except Exception:
         if last:
@@ -172,6 +180,7 @@ def _after_fork_in_parent() -> None:
                 to_the_end(lambda: _current[0].after_fork_in_parent(over))
         finally:
             _finished[here] = None
+            _forking.pop(here, None)
     if _current:
         # Warned last, since a warning may be an error.
         _current[0].live.warn_of_exposed()
@@ -203,7 +212,7 @@ def _renew(parent: Runtime) -> None:
 
 # Hooks run before a fork in the reverse order of registration, and after it in that order.
 os.register_at_fork(after_in_parent=_hear_signals)
-for _parents in (_prepared, _finished, _current):
+for _parents in (_prepared, _finished, _forking, _current):
     os.register_at_fork(after_in_child=_parents.clear)
 os.register_at_fork(
     before=_before_fork_again,

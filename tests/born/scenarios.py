@@ -17,13 +17,17 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 import shmreduce
 from shmreduce.born.heap import get_heap
+from shmreduce.memory.runtime import Runtime, current
 from tests.born.allocator import LARGE, address_of, counters, filled, is_born
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from shmreduce.memory.ledger import Fork
 
 __all__ = ["RUN", "SCENARIOS"]
 
@@ -326,6 +330,69 @@ def threads_may_allocate_while_others_fork() -> None:
     check(not wrong)
 
 
+def _first_array_during_a_fork(interrupt: Callable[[Callable[[], object]], object]) -> bool:
+    """Load the allocator and make its first array while another thread is about to fork.
+
+    ``interrupt`` lets that thread call a function before it forks. Returns whether the array was
+    born in shared memory.
+    """
+    current()
+    forks, made, forked = (threading.Event() for _ in range(3))
+    shown: list[Any] = []
+    born: list[bool] = []
+
+    def make() -> None:
+        check(forks.wait(PATIENCE))
+        with shmreduce.shared_allocations():
+            shown.append(filled(1))
+            born.append(is_born(shown[0]))
+            made.set()
+            check(forked.wait(PATIENCE))
+            shown.clear()
+            for _ in range(8):
+                filled(9)
+            shown.extend(filled(9) for _ in range(8))
+
+    def wait() -> None:
+        if not forked.is_set():
+            forks.set()
+            check(made.wait(PATIENCE))
+
+    interrupt(wait)
+    maker = threading.Thread(target=make)
+    maker.start()
+    child = Child(lambda: check((shown[0] == 1).all()))
+    forked.set()
+    maker.join(PATIENCE)
+    check(len(shown) == 8)
+    child.finish()
+    with shmreduce.shared_allocations():
+        check(is_born(filled(2)))
+    return born[0]
+
+
+def the_first_array_at_the_end_of_a_forks_hooks_is_apart() -> None:
+    """Nothing knows any more that it has to be kept apart, so it is an ordinary array."""
+
+    def interrupt(wait: Callable[[], object]) -> None:
+        prepare = Runtime.before_fork
+
+        def prepare_and_wait(runtime: Runtime, fork: Fork) -> None:
+            prepare(runtime, fork)
+            wait()
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(Runtime, "before_fork", prepare_and_wait)
+
+    check(not _first_array_during_a_fork(interrupt))
+
+
+def the_first_array_at_the_beginning_of_a_forks_hooks_is_apart() -> None:
+    """It is born in shared memory, and its pages are made private before the fork."""
+    # Registered last, so it is called first, and no hook of the allocator is on the list.
+    check(_first_array_during_a_fork(lambda wait: os.register_at_fork(before=wait)))
+
+
 def interrupts_come_at_any_instant() -> None:
     """Ctrl-C hundreds of times while arrays are made, moved and dropped: each is whole."""
     generator = random.Random(5)
@@ -481,6 +548,8 @@ SCENARIOS = {
         a_child_inside_the_block_gets_ordinary_memory_until_it_enters_one,
         files_with_the_numbers_of_closed_descriptors_are_apart,
         threads_may_allocate_while_others_fork,
+        the_first_array_at_the_end_of_a_forks_hooks_is_apart,
+        the_first_array_at_the_beginning_of_a_forks_hooks_is_apart,
         interrupts_come_at_any_instant,
         arrays_live_to_the_very_end,
         a_freed_array_gives_its_memory_back_to_a_later_region,

@@ -27,8 +27,8 @@ class Guard(NamedTuple):
 
 IN_C = {
     "a block that a child may see waits for Python": Guard(
-        "!(entry->flags & (SENT | PRIVATE | EXPOSED)) && !forking &&\n"
-        "                   entry->birth == status.forks",
+        "!(entry->flags & (SENT | PRIVATE | EXPOSED)) &&\n"
+        "                   !status.forking && entry->birth == status.forks",
         "1",
         "a_block_waits_for_the_children_that_may_see_it",
     ),
@@ -43,9 +43,14 @@ IN_C = {
         "arrays_are_copied_by_a_fork",
     ),
     "nothing is born while a fork is under way": Guard(
-        "if (!enabled || forking || ",
+        "if (!enabled || status.forking || ",
         "if (!enabled || ",
         "what_is_made_in_the_middle_of_a_fork_is_apart",
+    ),
+    "a fork that had begun when the allocator was loaded is prepared for": Guard(
+        "    if (depth <= others)\n",
+        "    if (0)\n",
+        "the_first_array_at_the_beginning_of_a_forks_hooks_is_apart",
     ),
     "a child forgets what lay idle for its parent": Guard(
         "    memset(stacks, 0, sizeof stacks);\n",
@@ -84,6 +89,11 @@ IN_PYTHON = {
         "lambda *_: False",
         "a_block_waits_for_the_children_that_may_see_it",
     ),
+    "nothing is born before it is known which forks the allocator knows": Guard(
+        "BornHeap._enable",
+        "enable",
+        "the_first_array_at_the_end_of_a_forks_hooks_is_apart",
+    ),
     "forks are noted although no received array lives": Guard(
         "BornHeap.__init__",
         "unguarded",
@@ -110,6 +120,11 @@ with_guard = BornHeap.__init__
 def unguarded(self, kind, strategy, host):
     with_guard(self, kind, strategy, host)
     host.live.guards_forks = False
+"""
+ENABLED = """
+def enable(self):
+    self._forks_before = self._library.counters.forks - self._ledger.forks
+    self._library.enable(1)
 """
 WITHOUT = """
 from shmreduce.born import heap, library, moving
@@ -138,4 +153,4 @@ def test_the_allocator_needs_each_of_its_guards(name: str, tmp_path: Path) -> No
 def test_the_heap_needs_each_of_its_guards(name: str) -> None:
     """Without the guard, what the scenario says does not hold."""
     guard = IN_PYTHON[name]
-    assert fails(guard.scenario, f"{UNGUARDED}{guard.found} = {guard.instead}")
+    assert fails(guard.scenario, f"{UNGUARDED}{ENABLED}{guard.found} = {guard.instead}")

@@ -65,6 +65,53 @@ def test_the_child_can_import_the_module(tmp_path: Path, guard: str) -> None:
     assert done.returncode == (0 if guard == "guarded" else 1)
 
 
+BEGUN = """
+import os, sys, threading
+
+begun, imported, forked = (threading.Event() for _ in range(3))
+
+def let_import():
+    begun.set()
+    imported.wait(0.5)
+
+# Hooks before a fork run in the reverse order: this one after that of shmreduce.
+os.register_at_fork(before=let_import, after_in_parent=forked.set)
+from shmreduce import importing
+early = []
+
+def load():
+    assert begun.wait(30)
+    importing.while_importing(int)
+    early.append(not forked.is_set())
+    imported.set()
+
+if sys.argv[1] == "without":
+    importing._wait_for_forks = int
+thread = threading.Thread(target=load)
+thread.start()
+if os.fork() == 0:
+    # Nothing waits here for the thread's own fork, nor for one of the parent's.
+    importing.while_importing(int)
+    os._exit(0)
+thread.join()
+sys.exit(early != [False] or os.wait()[1] != 0)
+"""
+
+
+@pytest.mark.parametrize("guard", ["guarded", "without"])
+def test_a_fork_that_has_begun_is_over_before_the_module_is_used(
+    tmp_path: Path, guard: str
+) -> None:
+    """It would happen without the hooks of forks that the module registers."""
+    (tmp_path / "program.py").write_text(BEGUN)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", tmp_path / "program.py", guard],
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == (0 if guard == "guarded" else 1)
+
+
 FIRST_USE = """
 import os, threading
 import numpy as np

@@ -835,3 +835,64 @@ def test_the_ledgers_descriptor_is_listed_without_any_segment() -> None:
     """Else it would look like a leak: it stays open once a fork has needed it."""
     # In a process of its own, in which nothing else has segments.
     assert wait_for_exit(in_forked_child(ledger_is_listed)) == 0
+
+
+FIRST_BLOCK = """
+import os, sys, threading
+
+forks, made, forked = (threading.Event() for _ in range(3))
+
+def let_make():
+    forks.set()
+    assert made.wait(30)
+
+# Hooks before a fork run in the reverse order: this one after those of shmreduce.
+os.register_at_fork(before=let_make)
+from shmreduce import allocate
+from shmreduce.memory import runtime
+from shmreduce.strategies import current_strategy
+
+current_strategy()
+if sys.argv[1] == "without":
+    class Empty(dict):
+        def __len__(self):
+            return 0
+
+    runtime._forking = Empty()
+blocks = []
+
+def make(value):
+    blocks.append(allocate(1 << 20))
+    blocks[-1].buffer[:] = bytes([value]) * (1 << 20)
+
+def make_first():
+    assert forks.wait(30)
+    make(1)
+    made.set()
+    assert forked.wait(30)
+    blocks.clear()
+    for _ in range(4):
+        make(2)
+
+maker = threading.Thread(target=make_first)
+maker.start()
+reader, writer = os.pipe()
+pid = os.fork()
+if pid == 0:
+    os.close(writer)
+    os.read(reader, 1)
+    os._exit(bytes(blocks[0].buffer) != b"\\1" * (1 << 20))
+forked.set()
+maker.join()
+os.close(writer)
+sys.exit(os.waitpid(pid, 0)[1] != 0)
+"""
+
+
+@pytest.mark.parametrize("guard", ["guarded", "without"])
+def test_the_first_block_that_another_thread_makes_during_a_fork(guard: str) -> None:
+    """The fork was not prepared, since there was no memory yet; what it sees is not reused."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST_BLOCK, guard], timeout=PATIENCE, check=False
+    )
+    assert done.returncode == (0 if guard == "guarded" else 1)
