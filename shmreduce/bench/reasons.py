@@ -89,7 +89,8 @@ REASONS: dict[str, str] = {
         "each of them, which takes 3.4 us."
     ),
     "start spawn *": (
-        "The child imports the modules that send and receive arrays, which takes 20 to 60 ms."
+        "The child imports some 60 modules of shmreduce before its arguments, which takes 20 to "
+        "40 ms."
     ),
     "fresh *: shmreduce install / multiprocessing": (
         "Both pickle the array and send it through a pipe: the difference is within the spread."
