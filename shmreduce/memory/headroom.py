@@ -43,7 +43,7 @@ class Machine:
     def text(self, name: str) -> str | None:
         """Return a file's text, or None if it cannot be read."""
         try:
-            # Unbuffered, and by no Path: a heap that grows reads a dozen files.
+            # Unbuffered, and without a Path: a heap that grows reads a dozen files.
             with open(f"{self.root}/{name}", "rb", buffering=0) as file:
                 return file.read().decode(errors="replace").strip()
         except OSError as error:
