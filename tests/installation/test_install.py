@@ -27,8 +27,8 @@ from shmreduce import (
     get_sharing_strategy,
     install,
     pickler,
-    pickling,
     uninstall,
+    unpickling,
 )
 from shmreduce.memory.handle import MARK
 from tests.conftest import registered
@@ -432,7 +432,7 @@ def test_message_that_cannot_be_loaded(
 ) -> None:
     """It is kept with an error that may pass, and its memory is released with any other."""
     discarded: list[bytes] = []
-    monkeypatch.setattr(pickling, "discard_message", discarded.append)
+    monkeypatch.setattr(unpickling, "discard_message", discarded.append)
     with install():
         beside = MARK if has_handle else b""
         data = bytes(ForkingPickler.dumps((Exploding(error), beside)))
