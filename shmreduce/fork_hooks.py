@@ -1,4 +1,4 @@
-"""Hooks of forks that do their work even if a signal handler interrupts one.
+"""Hooks of forks that do their work even if a signal handler interrupts one, or that come late.
 
 May import the standard library only.
 """
@@ -7,19 +7,44 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from _thread import get_ident
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["also_prepare", "prepare_late", "renew_in_children", "to_the_end"]
+__all__ = [
+    "also_prepare",
+    "fork_begins",
+    "fork_is_over",
+    "forking",
+    "prepare_late",
+    "renew_in_children",
+    "to_the_end",
+]
 
 _ATTEMPTS = 10
 """How often a step of a fork is tried if it raises an exception."""
 _FRAMES = 40
 """How many frames of recursion a step of a fork may need."""
+forking: dict[int, float] = {}
+"""The threads that are about to fork, and since when; see :func:`fork_begins`.
+
+A mark stays if a signal handler raises as each hook that would remove it is entered.
+"""
 _late: list[Callable[[int], object]] = []
 """See :func:`also_prepare`."""
+
+
+def fork_begins() -> None:
+    """Note that this thread is about to fork; a second call changes nothing."""
+    forking.setdefault(get_ident(), time.monotonic())
+
+
+def fork_is_over() -> None:
+    """Note that this thread's fork is over."""
+    forking.pop(get_ident(), None)
 
 
 def renew_in_children(renew: Callable[[], object]) -> None:
@@ -95,3 +120,8 @@ def to_the_end(step: Callable[[], None]) -> None:
 def _go_down(frames: int) -> None:
     if frames:
         _go_down(frames - 1)
+
+
+# Twice, since a signal handler may raise when Python enters a hook, which skips that hook.
+os.register_at_fork(after_in_parent=fork_is_over, after_in_child=forking.clear)
+os.register_at_fork(after_in_parent=fork_is_over)

@@ -1,6 +1,6 @@
 """Keeps imports of a part of shmreduce, or of a plugin, apart from forks of other threads.
 
-May import the standard library only.
+May import ``fork_hooks``.
 
 The first use of a name or of a reducer imports modules. A thread that imports a module has
 its lock, and CPython does not renew these locks in a forked child. So a child that was forked
@@ -18,6 +18,8 @@ import os
 import time
 from _thread import get_ident
 
+from shmreduce.fork_hooks import fork_begins, forking
+
 TYPE_CHECKING = False  # as typing's, which need not be imported for this
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +34,6 @@ _LONGEST_WAIT = 10.0
 _PAUSE = 1e-3
 _importing: dict[object, int] = {}
 """The threads that import, by a mark of the call."""
-_forking: dict[int, float] = {}
-"""The threads that are about to fork, and since when."""
 
 
 def while_importing(function: Callable[..., _Result], *arguments: object) -> _Result:
@@ -53,35 +53,26 @@ def while_importing(function: Callable[..., _Result], *arguments: object) -> _Re
 def _wait_for_forks() -> None:
     here = get_ident()
     # Not in a hook of this thread's own fork, and not while forks wait for an outer call.
-    if here in _forking or here in _importing.values():
+    if here in forking or here in _importing.values():
         return
     # Not from items(): before CPython 3.12 each pair that they make may start the garbage
     # collector, and other threads run meanwhile.
-    begun = {thread: _forking.get(thread) for thread in list(_forking)}
-    # Marks that are older belong to forks whose hooks were skipped, see fork_hooks.
+    begun = {thread: forking.get(thread) for thread in list(forking)}
+    # Older marks are of forks whose hooks were skipped.
     while any(
-        since is not None and _forking.get(thread) == since > time.monotonic() - _LONGEST_WAIT
+        since is not None and forking.get(thread) == since > time.monotonic() - _LONGEST_WAIT
         for thread, since in begun.items()
     ):
         time.sleep(_PAUSE)
 
 
 def _wait_for_others() -> None:
-    here = get_ident()
-    _forking[here] = time.monotonic()
+    fork_begins()
     end = time.monotonic() + _LONGEST_WAIT
-    while set(_importing.values()) - {here} and time.monotonic() < end:
+    while set(_importing.values()) - {get_ident()} and time.monotonic() < end:
         # It polls: a lock that the importing thread held would itself stay taken in the child
         # if the wait ended without it.
         time.sleep(_PAUSE)
 
 
-def _forked() -> None:
-    _forking.pop(get_ident(), None)
-
-
-os.register_at_fork(
-    before=_wait_for_others, after_in_parent=_forked, after_in_child=_importing.clear
-)
-# Again, since a signal handler may raise when Python enters a hook, which skips that hook.
-os.register_at_fork(after_in_parent=_forked, after_in_child=_forking.clear)
+os.register_at_fork(before=_wait_for_others, after_in_child=_importing.clear)

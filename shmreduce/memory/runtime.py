@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from multiprocessing import util
 
-from shmreduce.fork_hooks import prepare_late, renew_in_children, to_the_end
+from shmreduce.fork_hooks import fork_begins, forking, prepare_late, renew_in_children, to_the_end
 from shmreduce.memory.ledger import Fork, count_fork, mark_fork
 from shmreduce.memory.process_memory import Runtime
 from shmreduce.strategies import current_strategy
@@ -46,7 +46,7 @@ def _begin() -> Runtime:
         _current.append(made)
         # A thread that is about to fork may have looked for a state before there was this one.
         # Then the mark of its fork stays, and what is made until then is not reused.
-        if not _forking:
+        if not forking:
             made.live.ledger.forget_unnoted()
         _finish_at_exit(made)
         _retire_in_children(made)
@@ -123,15 +123,15 @@ _prepared: dict[int, None] = {}
 """Threads that have run the first of the hooks before a fork, but not the second."""
 _finished: dict[int, None] = {}
 """The same for the hooks after a fork."""
-_forking: dict[int, None] = {}
-"""Threads that are about to fork, from before they look for a state."""
 
 
 def _before_fork() -> None:
     here = threading.get_ident()
-    _forking[here] = None
-    # Left by an earlier fork, if its second hook was skipped.
+    # Left by an earlier fork, if its second hook was skipped. First, since a signal handler may
+    # raise in the next call.
     _prepared.pop(here, None)
+    # Before it looks for a state, see _begin().
+    fork_begins()
     forks: list[Fork] = []
     try:
         if _current:
@@ -180,7 +180,6 @@ def _after_fork_in_parent() -> None:
                 to_the_end(lambda: _current[0].after_fork_in_parent(over))
         finally:
             _finished[here] = None
-            _forking.pop(here, None)
     if _current:
         # Warned last, since a warning may be an error.
         _current[0].live.warn_of_exposed()
@@ -212,7 +211,7 @@ def _renew(parent: Runtime) -> None:
 
 # Hooks run before a fork in the reverse order of registration, and after it in that order.
 os.register_at_fork(after_in_parent=_hear_signals)
-for _parents in (_prepared, _finished, _forking, _current):
+for _parents in (_prepared, _finished, _current):
     os.register_at_fork(after_in_child=_parents.clear)
 os.register_at_fork(
     before=_before_fork_again,

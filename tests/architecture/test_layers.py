@@ -27,11 +27,11 @@ PLUGINS = {
 }
 
 LAYERS = [
+    {"fork_hooks"},
     {
         "borrowed_socket",
         "compiled",
         "descriptor",
-        "fork_hooks",
         "importing",
         "interpreter",
         "pickled_calls",

@@ -858,7 +858,7 @@ if sys.argv[1] == "without":
         def __len__(self):
             return 0
 
-    runtime._forking = Empty()
+    runtime.forking = Empty()
 blocks = []
 
 def make(value):
