@@ -24,13 +24,9 @@ from shmreduce.settings import inline_limit
 from shmreduce.unpickling import load_with_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shmreduce.memory.mover import Mover
     from shmreduce.memory.parts import Limits
     from shmreduce.registry import Registry
-
-    _Reduce = Callable[[Any, Message], Any]
 
 __all__ = ["Pickled", "dump_parts", "dumps"]
 

@@ -47,13 +47,11 @@ if TYPE_CHECKING:
     from shmreduce.memory.lending import Lender
 
 __all__ = [
-    "is_exhausted",
     "load_message",
     "load_whole",
     "load_with_buffers",
     "loads",
     "loads_again",
-    "unloaded",
 ]
 
 _SEARCHED = 32 << 10
@@ -108,10 +106,10 @@ def load_message(
         here.loading = loading
         loaded = load(data, **options)
     except BaseException as error:
-        if is_exhausted(error):
+        if _is_exhausted(error):
             _clear_frames(error)
             loading.undo()
-            failed = unloaded(error, data)
+            failed = _unloaded(error, data)
             failed.message_bytes = loads_again(bytes(data))
             raise failed from error
         if _may_pass(error):
@@ -159,8 +157,8 @@ def load_whole(load: Callable[..., Any], data: Any, **options: Any) -> Any:
     try:
         return load(data, **options)
     except Exception as error:
-        if is_exhausted(error):
-            raise unloaded(error, data) from error
+        if _is_exhausted(error):
+            raise _unloaded(error, data) from error
         # A rebuild function may open other memory, such as a device's.
         if _may_pass(error) and error.message_bytes != data:
             error.message_bytes = loads_again(bytes(data))
@@ -194,7 +192,7 @@ def _load_again(data: bytes) -> Any:
     return load_message(pickle.loads, data)
 
 
-def is_exhausted(error: BaseException) -> TypeGuard[OSError]:
+def _is_exhausted(error: BaseException) -> TypeGuard[OSError]:
     """Return whether an error means that no descriptor is free.
 
     Not only segments need one: so does the import of a module that is needed to unpickle.
@@ -202,7 +200,7 @@ def is_exhausted(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in EXHAUSTED
 
 
-def unloaded(error: OSError, data: Any) -> AttachError:
+def _unloaded(error: OSError, data: Any) -> AttachError:
     """Return the error for a message that can be loaded once a descriptor is free."""
     found = AttachError(
         f"no descriptor is free to load the message: {error}. Close files or raise the limit "

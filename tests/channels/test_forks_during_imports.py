@@ -51,18 +51,18 @@ sys.exit(os.waitpid(pid, 0)[1] != 0)
 """
 
 
+def ends_well(folder: Path, program: str, *arguments: str) -> bool:
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, "-W", "ignore", str(folder / "program.py"), *arguments]
+    return subprocess.run(command, timeout=PATIENCE, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("guard", ["guarded", "without"])
 def test_the_child_can_import_the_module(tmp_path: Path, guard: str) -> None:
     """The fork waits for the import; without that, the child waits for its lock for ever."""
     (tmp_path / "slow.py").write_text(SLOW)
     (tmp_path / "imported.py").write_text(MODULE)
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", tmp_path / "program.py", guard],
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == (0 if guard == "guarded" else 1)
+    assert ends_well(tmp_path, PROGRAM, guard) == (guard == "guarded")
 
 
 BEGUN = """
@@ -103,13 +103,7 @@ def test_a_fork_that_has_begun_is_over_before_the_module_is_used(
     tmp_path: Path, guard: str
 ) -> None:
     """It would happen without the hooks of forks that the module registers."""
-    (tmp_path / "program.py").write_text(BEGUN)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", tmp_path / "program.py", guard],
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == (0 if guard == "guarded" else 1)
+    assert ends_well(tmp_path, BEGUN, guard) == (guard == "guarded")
 
 
 FIRST_USE = """
@@ -147,8 +141,4 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 def test_both_can_send_their_first_array(tmp_path: Path) -> None:
     """A thread sends the first array, which loads the plugins; the child sends one, too."""
-    (tmp_path / "program.py").write_text(FIRST_USE)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", tmp_path / "program.py"], timeout=PATIENCE, check=False
-    )
-    assert done.returncode == 0
+    assert ends_well(tmp_path, FIRST_USE)
