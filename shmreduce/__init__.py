@@ -2,7 +2,7 @@
 
 This module only names the public interface. Each name is imported from the
 module that defines it when it is first used (PEP 562), so that
-``import shmreduce`` imports next to nothing.
+``import shmreduce`` imports next to nothing. It may import ``importing``.
 
 Examples
 --------
@@ -14,6 +14,11 @@ True
 """
 
 from __future__ import annotations
+
+import sys as _sys
+
+# At once: its hook of forks must be there before anything is imported late.
+from shmreduce.importing import while_importing as _while_importing
 
 TYPE_CHECKING = False  # as typing's; importing typing takes longer than all of this module
 
@@ -375,8 +380,6 @@ _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in 
 
 def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it (PEP 562)."""
-    from importlib import import_module
-
     if name in _SHARED_MODULES:
         module = f"shmreduce.{name}"
     elif name in _OTHER_MODULES:
@@ -388,8 +391,8 @@ def __getattr__(name: str) -> object:
     else:
         raise AttributeError(f"module 'shmreduce' has no attribute {name!r}")
     # A child that is forked meanwhile could never import the same module.
-    while_importing = import_module("shmreduce.importing").while_importing
-    found: object = while_importing(import_module, module)
+    _while_importing(__import__, module)
+    found: object = _sys.modules[module]
     value = found if name in _SHARED_MODULES | _OTHER_MODULES else getattr(found, name)
     globals()[name] = value
     return value

@@ -109,6 +109,16 @@ class Reducer(ABC):
     types: Sequence[type | str] = ()
     subclasses: bool = False
 
+    def prepare(self) -> None:
+        """Import what the other methods need, if that was not done before.
+
+        Called before the reducer is asked for the first time about an object of a class,
+        at least once in each process that was not forked. Forks of other threads wait
+        meanwhile: a child that was forked during an import could never import the same
+        module (https://docs.python.org/3/library/os.html#os.fork). Do nothing else here.
+        A second call must do no harm. The default does nothing.
+        """
+
     @abstractmethod
     def reduce(self, obj: Any, message: Message) -> Any:
         """Return what ``__reduce__`` would return, with handles for the buffers.
@@ -343,6 +353,9 @@ class ArrayFactory(Protocol):
     A plugin returns one from the hook ``shmreduce_array_factory``. The arrays lie in
     blocks of :func:`shmreduce.allocate`, and belong to the caller. ``shmreduce_numpy``
     has the factory for NumPy.
+
+    If it has a method ``prepare()``, too, that is called before the first array is made,
+    for the reason and under the rules of :meth:`Reducer.prepare`.
     """
 
     def empty(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:

@@ -9,8 +9,8 @@ import os
 import sys
 import time
 from _thread import get_ident
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as typing's, which need not be imported for this
 if TYPE_CHECKING:
     from collections.abc import Callable
 

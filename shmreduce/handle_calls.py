@@ -1,6 +1,6 @@
 """Pickles of one call of a rebuild function, whose first argument is a handle.
 
-May import ``pickled_calls`` and ``plain_objects``.
+May import ``importing``, ``pickled_calls`` and ``plain_objects``.
 
 Many messages have the same function and the same other arguments, such as the shape and
 dtype of an array. So the parts of the pickle before and after the handle are made, and
@@ -15,6 +15,7 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shmreduce.importing import while_importing
 from shmreduce.pickled_calls import BEFORE_NAME, BEGINNING, start_of_call
 from shmreduce.plain_objects import ATOMS, only_atoms
 
@@ -190,7 +191,8 @@ def call_of(start: bytes, end: bytes) -> tuple[Callable[..., Any], tuple[Any, ..
         # The module may have been reloaded, and pickle would use its new function.
         if found is None or _is_current(found):
             return None if found is None else found.call
-    found = _calls[key] = _read_call(start, end)
+    # It imports the function's module.
+    found = _calls[key] = while_importing(_read_call, start, end)
     return None if found is None else found.call
 
 

@@ -60,6 +60,9 @@ class _Process:
         self.taken_over: list[Reducer] = []
         self.warned_by_parent: frozenset[str] = frozenset()
         self.found_by_parent: Told | None = None
+        # With the settings that the plugins followed.
+        self.array_factory: tuple[Settings | None, ArrayFactory | None] = None, None
+        self.memory_handlers: tuple[Settings | None, MemoryHandlers | None] = None, None
 
 
 _process = _Process()
@@ -137,12 +140,28 @@ def get_registry() -> Registry:
 
 def get_array_factory() -> ArrayFactory | None:
     """Return the factory that makes the arrays of ``shmreduce.empty`` and the like, or None."""
-    return get_plugins().array_factory()
+    plugins = get_plugins()
+    settings, factory = _process.array_factory
+    if factory is None or settings is not plugins.settled_with:
+        factory = plugins.array_factory()
+        prepare = getattr(factory, "prepare", None)
+        if prepare is not None:
+            while_importing(prepare)
+        _process.array_factory = plugins.settled_with, factory
+    return factory
 
 
 def get_memory_handlers() -> MemoryHandlers | None:
     """Return a plugin's memory handlers, for ``shared_allocations``, or None."""
     plugins = get_plugins()
+    settings, handlers = _process.memory_handlers
+    if handlers is None or settings is not plugins.settled_with:
+        handlers = while_importing(_ask_for_memory_handlers, plugins)
+        _process.memory_handlers = plugins.settled_with, handlers
+    return handlers
+
+
+def _ask_for_memory_handlers(plugins: Plugins) -> MemoryHandlers | None:
     with _process.lock:
         return plugins.memory_handlers()
 

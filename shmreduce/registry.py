@@ -1,6 +1,6 @@
 """The registry: which reducer handles a type, which strategy has a name.
 
-May import errors, contracts and ``thread_locks``.
+May import errors, contracts, ``importing`` and ``thread_locks``.
 
 The rule for types
 ------------------
@@ -32,6 +32,7 @@ from shmreduce.errors import (
     ReducerError,
     StrategyConflictError,
 )
+from shmreduce.importing import while_importing
 from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
@@ -223,24 +224,37 @@ class Registry:
             return candidates[0] if candidates else None
 
     def _find_and_remember(self, cls: type) -> ReducerClaim | None:
-        with self._lock:
-            answer = None
-            # Not cls.__mro__: a metaclass may define an attribute of that name.
-            for base in type.__dict__["__mro__"].__get__(cls):
-                claim = self.find_exact(base)
-                if claim is not None and (base is cls or claim.reducer.subclasses):
-                    answer = claim
-                    break
-            key = id(cls)
-            answers, watched = self._answers, self._watched
+        prepared: ReducerClaim | None = None
+        while True:
+            with self._lock:
+                claim = self._claim_for(cls)
+                if claim is prepared:
+                    self._remember(cls, claim)
+                    return claim
+            # Without the lock: another thread may need it to import the same module. If the
+            # claims have changed meanwhile, another reducer is to be prepared.
+            if claim is not None:
+                while_importing(claim.reducer.prepare)
+            prepared = claim
 
-            def forget(_reference: weakref.ref[type]) -> None:
-                answers.pop(key, None)
-                watched.pop(key, None)
+    def _claim_for(self, cls: type) -> ReducerClaim | None:
+        # Not cls.__mro__: a metaclass may define an attribute of that name.
+        for base in type.__dict__["__mro__"].__get__(cls):
+            claim = self.find_exact(base)
+            if claim is not None and (base is cls or claim.reducer.subclasses):
+                return claim
+        return None
 
-            watched[key] = weakref.ref(cls, forget)
-            answers[key] = answer
-            return answer
+    def _remember(self, cls: type, answer: ReducerClaim | None) -> None:
+        key = id(cls)
+        answers, watched = self._answers, self._watched
+
+        def forget(_reference: weakref.ref[type]) -> None:
+            answers.pop(key, None)
+            watched.pop(key, None)
+
+        watched[key] = weakref.ref(cls, forget)
+        answers[key] = answer
 
     def _claim_on(self, wanted: type | str) -> ReducerClaim | None:
         """Return who has claimed this class or name already."""

@@ -9,7 +9,6 @@ module implements the hooks. The core gets ``reducer``, ``factory`` and ``handle
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from typing import TYPE_CHECKING
@@ -39,12 +38,12 @@ def shmreduce_reducers() -> Iterable[Reducer]:
     """
     from shmreduce_numpy.reducer import NumpyReducer
 
+    reducer = NumpyReducer()
     if sys.modules.get("numpy") is not None:
         # Now, not at the first message or shared array: children that are forked later need
-        # not import them, and no descriptor may be free by then.
-        importlib.import_module("shmreduce_numpy.reduction")
-        importlib.import_module("shmreduce_numpy.sharing")
-    return [NumpyReducer()]
+        # not import the modules, and no descriptor may be free by then.
+        reducer.prepare()
+    return [reducer]
 
 
 @hookimpl

@@ -6,6 +6,7 @@ functions, since it imports NumPy.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ class NumpyArrayFactory:
     NumPy. If the dtype holds Python objects, each raises
     :class:`shmreduce.NotShareableError`.
     """
+
+    def prepare(self) -> None:
+        """Import NumPy, and what the other methods need."""
+        import_module("shmreduce_numpy.sharing")
 
     def empty(self, shape: Any, dtype: Any, order: str, mode: Mode) -> Any:
         """Return an array with the contents that the memory had before."""

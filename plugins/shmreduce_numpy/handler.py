@@ -11,7 +11,6 @@ thread begins with NumPy's own handler.
 from __future__ import annotations
 
 import ctypes
-from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +55,9 @@ class NumpyMemoryHandlers:
 
     def __init__(self) -> None:
         self._made: dict[AllocatorFunctions, Any] = {}
+        table = _table()
+        self._get = ctypes.PYFUNCTYPE(ctypes.py_object)(table[_GET_HANDLER])
+        self._set = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(table[_SET_HANDLER])
 
     def make(self, functions: AllocatorFunctions) -> Any:
         """Return a handler that allocates with these functions."""
@@ -72,25 +74,17 @@ class NumpyMemoryHandlers:
         """Make a handler the current one of this context."""
         self._set(handler)
 
-    @cached_property
-    def _table(self) -> Any:
-        # numpy.core before NumPy 2.0. import_module, since neither has type information.
-        core = "numpy._core" if int(np.__version__.partition(".")[0]) > 1 else "numpy.core"
-        extension = import_module(f"{core}._multiarray_umath")
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype = ctypes.c_void_p
-        pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-        start = pointer(extension._ARRAY_API, None)
-        return (ctypes.c_void_p * (_GET_HANDLER + 1)).from_address(start)
 
-    @cached_property
-    def _get(self) -> Any:
-        return ctypes.PYFUNCTYPE(ctypes.py_object)(self._table[_GET_HANDLER])
-
-    @cached_property
-    def _set(self) -> Any:
-        kind = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
-        return kind(self._table[_SET_HANDLER])
+def _table() -> Any:
+    """Return NumPy's table of C functions."""
+    # numpy.core before NumPy 2.0. import_module, since neither has type information.
+    core = "numpy._core" if int(np.__version__.partition(".")[0]) > 1 else "numpy.core"
+    extension = import_module(f"{core}._multiarray_umath")
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype = ctypes.c_void_p
+    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    start = pointer(extension._ARRAY_API, None)
+    return (ctypes.c_void_p * (_GET_HANDLER + 1)).from_address(start)
 
 
 def _new_handler(functions: AllocatorFunctions) -> Any:

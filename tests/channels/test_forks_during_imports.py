@@ -142,3 +142,98 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 def test_both_can_send_their_first_array(tmp_path: Path) -> None:
     """A thread sends the first array, which loads the plugins; the child sends one, too."""
     assert ends_well(tmp_path, FIRST_USE)
+
+
+LATE = """
+import os, signal, sys, threading
+import shmreduce
+
+begun, going, over = (threading.Event() for _ in range(3))
+os.register_at_fork(before=going.set, after_in_parent=over.set)
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name != slow:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        [spec, *_] = filter(None, (finder.find_spec(name, path, target) for finder in finders))
+        execute = spec.loader.exec_module
+
+        def slowly(module):
+            # Only now: while a module is looked for, Python does not fork.
+            begun.set()
+            assert going.wait(30)
+            over.wait(0.5)
+            execute(module)
+
+        spec.loader.exec_module = slowly
+        return spec
+
+if sys.argv[1] == "without":
+    import shmreduce.process_registry, shmreduce.registry, shmreduce.handle_calls
+
+    def unguarded(function, *arguments):
+        return function(*arguments)
+
+    for module in (shmreduce.process_registry, shmreduce.registry, shmreduce.handle_calls):
+        module.while_importing = unguarded
+{prepare}
+sys.meta_path.insert(0, Slow())
+def use():
+    {use}
+
+thread = threading.Thread(target=use)
+thread.start()
+assert begun.wait(30)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(2 if sys.argv[1] == "without" else 30)
+    use()
+    os._exit(0)
+thread.join()
+sys.exit(os.waitpid(pid, 0)[1] != 0)
+"""
+LATE_IMPORTS = {
+    "memory handlers": (
+        """
+import numpy as np
+slow = "shmreduce_numpy.handler"
+""",
+        "with shmreduce.shared_allocations(): np.ones(100_000)",
+    ),
+    "reducer": (
+        """
+shmreduce.get_all_sharing_strategies()
+import numpy as np
+slow = "shmreduce_numpy.reduction"
+""",
+        "assert shmreduce.share(np.ones(100_000)).sum() == 100_000",
+    ),
+    "array factory": (
+        """
+shmreduce.get_all_sharing_strategies()
+slow = "shmreduce_numpy.sharing"
+""",
+        "assert shmreduce.ones(100_000).sum() == 100_000",
+    ),
+    "what a message calls": (
+        """
+from shmreduce.handle_calls import around_handle, call_of
+import colorsys
+around = around_handle(colorsys.rgb_to_hsv, ())
+slow = "colorsys"
+del sys.modules[slow]
+""",
+        "assert call_of(*around)[0] is sys.modules[slow].rgb_to_hsv",
+    ),
+}
+"""What is done before the import, and what imports."""
+
+
+@pytest.mark.parametrize("guard", ["guarded", "without"])
+@pytest.mark.parametrize("imported", LATE_IMPORTS)
+def test_both_can_use_for_the_first_time(tmp_path: Path, imported: str, guard: str) -> None:
+    """What is imported late is imported while forks of other threads wait."""
+    prepare, use = LATE_IMPORTS[imported]
+    program = LATE.replace("{prepare}", prepare).replace("{use}", use)
+    assert ends_well(tmp_path, program, guard) == (guard == "guarded")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 import weakref
 from typing import Any
@@ -285,3 +286,83 @@ def test_strategies_have_names() -> None:
     strategy.name = ""
     with pytest.raises(PluginError, match="has no name"):
         Registry().register_strategy(strategy, "test")
+
+
+class Prepares(Reducer):
+    """Notes how often it was prepared, and can look something up meanwhile."""
+
+    types = (Base,)
+    subclasses = True
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.prepared = 0
+        self.error: Exception | None = None
+        self.meanwhile: Any = lambda: None
+
+    def prepare(self) -> None:
+        self.prepared += 1
+        self.meanwhile()
+        if self.error is not None:
+            raise self.error
+
+    def reduce(self, obj: Any, message: Any) -> Any:
+        return NotImplemented
+
+
+def test_a_reducer_is_prepared_for_each_class_once() -> None:
+    """Before the registry names it for the first time."""
+    registry = Registry()
+    reducer = Prepares(registry)
+    registry.register(reducer, "test")
+    assert reducer.prepared == 0
+    for prepared, cls in enumerate((Base, Derived), start=1):
+        assert found(registry, cls) is found(registry, cls) is reducer
+        assert reducer.prepared == prepared
+
+
+def test_a_reducer_that_cannot_be_prepared_is_tried_again() -> None:
+    """Its exception is the answer until then."""
+    registry = Registry()
+    reducer = Prepares(registry)
+    registry.register(reducer, "test")
+    reducer.error = ImportError("no such library")
+    for _ in range(2):
+        with pytest.raises(ImportError, match="no such library"):
+            registry.find(Base)
+    reducer.error = None
+    assert found(registry, Base) is reducer
+    assert reducer.prepared == 3
+
+
+def test_a_reducer_is_prepared_without_the_lock() -> None:
+    """Another thread can look up a class meanwhile: it may be importing the same module."""
+    registry = Registry()
+    reducer = Prepares(registry)
+    registry.register(reducer, "test")
+    others: list[Reducer | None] = []
+
+    def look_up() -> None:
+        reducer.meanwhile = lambda: None
+        thread = threading.Thread(target=lambda: others.append(found(registry, Derived)))
+        thread.start()
+        thread.join(30)
+
+    reducer.meanwhile = look_up
+    assert found(registry, Base) is reducer
+    assert others == [reducer]
+
+
+def test_claims_change_while_a_reducer_is_prepared() -> None:
+    """The reducer that has the claim at the end is prepared, and is the answer."""
+    registry = Registry()
+    first, second = Prepares(registry), Prepares(registry)
+    registry.register(first, "test")
+
+    def exchange() -> None:
+        registry.unregister(first)
+        registry.register(second, "test")
+
+    first.meanwhile = exchange
+    assert found(registry, Base) is second
+    assert (first.prepared, second.prepared) == (1, 1)
