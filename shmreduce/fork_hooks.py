@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "also_prepare",
+    "at_the_fork",
     "fork_begins",
     "fork_is_over",
     "forking",
@@ -33,6 +34,8 @@ forking: dict[int, float] = {}
 
 A mark stays if a signal handler raises as each hook that would remove it is entered.
 """
+at_the_fork: dict[int, float] = {}
+"""Those of them that wait for nothing more, and since when; see :mod:`shmreduce.importing`."""
 _late: list[Callable[[int], object]] = []
 """See :func:`also_prepare`."""
 
@@ -44,6 +47,7 @@ def fork_begins() -> None:
 
 def fork_is_over() -> None:
     """Note that this thread's fork is over."""
+    at_the_fork.pop(get_ident(), None)
     forking.pop(get_ident(), None)
 
 
@@ -124,4 +128,4 @@ def _go_down(frames: int) -> None:
 
 # Twice, since a signal handler may raise when Python enters a hook, which skips that hook.
 os.register_at_fork(after_in_parent=fork_is_over, after_in_child=forking.clear)
-os.register_at_fork(after_in_parent=fork_is_over)
+os.register_at_fork(after_in_parent=fork_is_over, after_in_child=at_the_fork.clear)

@@ -7,6 +7,10 @@ its lock, and CPython does not renew these locks in a forked child. So a child t
 meanwhile would wait for ever when it imports the same module:
 https://docs.python.org/3/library/os.html#os.fork
 
+A thread that forks waits until no other thread imports, and says that it is at the fork. A
+thread that imports says so, and waits until no other thread is at the fork. Each says it before
+it looks, so one of them sees the other.
+
 A module may also register hooks of forks, and Python makes the list of a fork's hooks when the
 fork begins. So the thread that has imported waits for forks that have begun: they would happen
 without those hooks, and their children would see what it does with the module.
@@ -18,7 +22,7 @@ import os
 import time
 from _thread import get_ident
 
-from shmreduce.fork_hooks import fork_begins, forking
+from shmreduce.fork_hooks import at_the_fork, fork_begins, forking
 
 TYPE_CHECKING = False  # as typing's, which need not be imported for this
 if TYPE_CHECKING:
@@ -44,32 +48,40 @@ def while_importing(function: Callable[..., _Result], *arguments: object) -> _Re
     mark = object()
     try:
         _importing[mark] = get_ident()
+        _wait_for_forks(at_the_fork)
         return function(*arguments)
     finally:
         _importing.pop(mark, None)
-        _wait_for_forks()
+        # Not while forks wait for an outer call.
+        if get_ident() not in _importing.values():
+            _wait_for_forks(forking)
 
 
-def _wait_for_forks() -> None:
-    here = get_ident()
-    # Not in a hook of this thread's own fork, and not while forks wait for an outer call.
-    if here in forking or here in _importing.values():
+def _wait_for_forks(forks: dict[int, float]) -> None:
+    """Wait until these forks, of which the dictionary has the threads, are over."""
+    # Not in a hook of this thread's own fork.
+    if get_ident() in forking:
         return
     # Not from items(): before CPython 3.12 each pair that they make may start the garbage
     # collector, and other threads run meanwhile.
-    begun = {thread: forking.get(thread) for thread in list(forking)}
+    begun = {thread: forks.get(thread) for thread in list(forks)}
     # Older marks are of forks whose hooks were skipped.
     while any(
-        since is not None and forking.get(thread) == since > time.monotonic() - _LONGEST_WAIT
+        since is not None and forks.get(thread) == since > time.monotonic() - _LONGEST_WAIT
         for thread, since in begun.items()
     ):
         time.sleep(_PAUSE)
 
 
 def _wait_for_others() -> None:
+    here = get_ident()
     fork_begins()
     end = time.monotonic() + _LONGEST_WAIT
-    while set(_importing.values()) - {get_ident()} and time.monotonic() < end:
+    while True:
+        at_the_fork[here] = time.monotonic()
+        if not set(_importing.values()) - {here} or time.monotonic() > end:
+            break
+        del at_the_fork[here]
         # It polls: a lock that the importing thread held would itself stay taken in the child
         # if the wait ended without it.
         time.sleep(_PAUSE)

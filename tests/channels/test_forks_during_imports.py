@@ -66,9 +66,9 @@ def test_the_child_can_import_the_module(tmp_path: Path, guard: str) -> None:
 
 
 BEGUN = """
-import os, sys, threading
+import os, sys, threading, time
 
-begun, imported, forked = (threading.Event() for _ in range(3))
+begun, importing_now, imported, forked = (threading.Event() for _ in range(4))
 
 def let_import():
     begun.set()
@@ -79,16 +79,29 @@ os.register_at_fork(before=let_import, after_in_parent=forked.set)
 from shmreduce import importing
 early = []
 
-def load():
-    assert begun.wait(30)
-    importing.while_importing(int)
+def note():
     early.append(not forked.is_set())
+
+def wait_for_fork():
+    importing_now.set()
+    end = time.monotonic() + 30
+    while not importing.forking and time.monotonic() < end:
+        time.sleep(1e-3)
+
+def load():
+    if sys.argv[1] == "at the fork":
+        assert begun.wait(30)
+        importing.while_importing(note)
+    else:
+        importing.while_importing(wait_for_fork)
+        note()
     imported.set()
 
-if sys.argv[1] == "without":
-    importing._wait_for_forks = int
+if sys.argv[2] == "without":
+    importing._wait_for_forks = lambda forks: None
 thread = threading.Thread(target=load)
 thread.start()
+assert sys.argv[1] == "at the fork" or importing_now.wait(30)
 if os.fork() == 0:
     # Nothing waits here for the thread's own fork, nor for one of the parent's.
     importing.while_importing(int)
@@ -99,11 +112,14 @@ sys.exit(early != [False] or os.wait()[1] != 0)
 
 
 @pytest.mark.parametrize("guard", ["guarded", "without"])
+@pytest.mark.parametrize("fork", ["at the fork", "waiting"])
 def test_a_fork_that_has_begun_is_over_before_the_module_is_used(
-    tmp_path: Path, guard: str
+    tmp_path: Path, fork: str, guard: str
 ) -> None:
-    """It would happen without the hooks of forks that the module registers."""
-    assert ends_well(tmp_path, BEGUN, guard) == (guard == "guarded")
+    """It would happen without the hooks of forks that the module registers. If the fork waits
+    for nothing more, it is over before the import: its child would never get the module's lock.
+    """
+    assert ends_well(tmp_path, BEGUN, fork, guard) == (guard == "guarded")
 
 
 FIRST_USE = """
