@@ -81,7 +81,8 @@ def _wait_for_others() -> None:
         at_the_fork[here] = time.monotonic()
         if not set(_importing.values()) - {here} or time.monotonic() > end:
             break
-        del at_the_fork[here]
+        # Not del: a signal handler may have forked here meanwhile.
+        at_the_fork.pop(here, None)
         # It polls: a lock that the importing thread held would itself stay taken in the child
         # if the wait ended without it.
         time.sleep(_PAUSE)

@@ -6,6 +6,7 @@ functions, since it is not needed before the first array is sent.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import NotShareableError, Reducer
@@ -53,6 +54,10 @@ class CudaReducer(Reducer):
     def __init__(self, types: Sequence[type | str] | None = None) -> None:
         if types is not None:
             self.types = types
+
+    def prepare(self) -> None:
+        """Import what :meth:`reduce` needs; that does not load the driver."""
+        import_module("shmreduce_cuda.sharing")
 
     def reduce(self, obj: Any, message: Message) -> Any:
         """Return how to rebuild the array; NotImplemented for a message to another host."""
