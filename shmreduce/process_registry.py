@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.errors import ReducerConflictError, StrategyConflictError
 from shmreduce.fork_hooks import renew_in_children
@@ -49,6 +49,21 @@ __all__ = [
 ]
 
 
+class _Answer(NamedTuple):
+    """What a hook of plugins returned, which settings they followed."""
+
+    plugins: Plugins | None = None
+    settings: Settings | None = None
+    value: Any = None
+
+    def is_current(self, plugins: Plugins) -> bool:
+        return (
+            self.value is not None
+            and self.plugins is plugins
+            and self.settings is plugins.settled_with
+        )
+
+
 class _Process:
     """The registry and plugins of this process, made when first needed."""
 
@@ -60,9 +75,7 @@ class _Process:
         self.taken_over: list[Reducer] = []
         self.warned_by_parent: frozenset[str] = frozenset()
         self.found_by_parent: Told | None = None
-        # With the settings that the plugins followed.
-        self.array_factory: tuple[Settings | None, ArrayFactory | None] = None, None
-        self.memory_handlers: tuple[Settings | None, MemoryHandlers | None] = None, None
+        self.array_factory = self.memory_handlers = _Answer()
 
 
 _process = _Process()
@@ -141,23 +154,27 @@ def get_registry() -> Registry:
 def get_array_factory() -> ArrayFactory | None:
     """Return the factory that makes the arrays of ``shmreduce.empty`` and the like, or None."""
     plugins = get_plugins()
-    settings, factory = _process.array_factory
-    if factory is None or settings is not plugins.settled_with:
-        factory = plugins.array_factory()
-        prepare = getattr(factory, "prepare", None)
-        if prepare is not None:
-            while_importing(prepare)
-        _process.array_factory = plugins.settled_with, factory
+    known = _process.array_factory
+    if known.is_current(plugins):
+        found: ArrayFactory = known.value
+        return found
+    factory = plugins.array_factory()
+    prepare = getattr(factory, "prepare", None)
+    if prepare is not None:
+        while_importing(prepare)
+    _process.array_factory = _Answer(plugins, plugins.settled_with, factory)
     return factory
 
 
 def get_memory_handlers() -> MemoryHandlers | None:
     """Return a plugin's memory handlers, for ``shared_allocations``, or None."""
     plugins = get_plugins()
-    settings, handlers = _process.memory_handlers
-    if handlers is None or settings is not plugins.settled_with:
-        handlers = while_importing(_ask_for_memory_handlers, plugins)
-        _process.memory_handlers = plugins.settled_with, handlers
+    known = _process.memory_handlers
+    if known.is_current(plugins):
+        found: MemoryHandlers = known.value
+        return found
+    handlers = while_importing(_ask_for_memory_handlers, plugins)
+    _process.memory_handlers = _Answer(plugins, plugins.settled_with, handlers)
     return handlers
 
 
