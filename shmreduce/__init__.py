@@ -15,10 +15,8 @@ True
 
 from __future__ import annotations
 
-import sys as _sys
-
 # At once: its hook of forks must be there before anything is imported late.
-from shmreduce.importing import while_importing as _while_importing
+from shmreduce.importing import import_late
 
 TYPE_CHECKING = False  # as typing's; importing typing takes longer than all of this module
 
@@ -255,6 +253,7 @@ __all__ = [
     "get_thread_name",
     "hookimpl",
     "import_block",
+    "import_late",
     "install",
     "is_shared",
     "log_to_stderr",
@@ -390,9 +389,7 @@ def __getattr__(name: str) -> object:
         module = _MODULE_OF.get(name, "shmreduce.errors")
     else:
         raise AttributeError(f"module 'shmreduce' has no attribute {name!r}")
-    # A child that is forked meanwhile could never import the same module.
-    _while_importing(__import__, module)
-    found: object = _sys.modules[module]
+    found: object = import_late(module)
     value = found if name in _SHARED_MODULES | _OTHER_MODULES else getattr(found, name)
     globals()[name] = value
     return value

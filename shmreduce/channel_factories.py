@@ -7,12 +7,11 @@ the methods make those of :mod:`multiprocessing`.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from shmreduce import channel_support
 from shmreduce.errors import PlatformError
-from shmreduce.importing import while_importing
+from shmreduce.importing import import_late
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,11 +25,6 @@ else:
     _Base = object
 
 __all__ = ["ChannelFactories"]
-
-
-def _import(name: str) -> None:
-    """Import a module of shmreduce for the first time; forks of other threads wait for that."""
-    while_importing(import_module, f"shmreduce.{name}")
 
 
 class ChannelFactories(_Base):
@@ -68,7 +62,7 @@ class ChannelFactories(_Base):
         >>> here.close(), there.close()
         (None, None)
         """
-        _import("connection")
+        import_late("shmreduce.connection")
         from shmreduce.connection import Pipe
 
         return Pipe(duplex)
@@ -97,7 +91,7 @@ class ChannelFactories(_Base):
         """
         if not channel_support.supported():
             return cast("queues.SimpleQueue[Any]", super().SimpleQueue())
-        _import("queues")
+        import_late("shmreduce.queues")
         from shmreduce.queues import SimpleQueue
 
         return SimpleQueue(ctx=self.get_context())
@@ -131,7 +125,7 @@ class ChannelFactories(_Base):
         """
         if not channel_support.supported():
             return cast("queues.Queue[Any]", super().Queue(maxsize))
-        _import("queues")
+        import_late("shmreduce.queues")
         from shmreduce.queues import Queue
 
         return Queue(maxsize, ctx=self.get_context())
@@ -167,7 +161,7 @@ class ChannelFactories(_Base):
         """
         if not channel_support.supported():
             return cast("queues.JoinableQueue[Any]", super().JoinableQueue(maxsize))
-        _import("queues")
+        import_late("shmreduce.queues")
         from shmreduce.queues import JoinableQueue
 
         return JoinableQueue(maxsize, ctx=self.get_context())
@@ -233,7 +227,7 @@ class ChannelFactories(_Base):
             return cast(
                 "pool.Pool", super().Pool(processes, initializer, initargs, maxtasksperchild)
             )
-        _import("pool")
+        import_late("shmreduce.pool")
         from shmreduce.pool import Pool
 
         return Pool(
@@ -270,7 +264,7 @@ class ChannelFactories(_Base):
         """
         if not channel_support.supported():
             return super().Manager()
-        _import("managers")
+        import_late("shmreduce.managers")
         from shmreduce.managers import SyncManager
 
         manager = SyncManager(ctx=self.get_context())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from shmreduce import channel_support
 from shmreduce.channel_factories import ChannelFactories
+from shmreduce.importing import import_late
 from shmreduce.memory import runtime
 from shmreduce.standard_names import names_of
 
@@ -131,6 +132,8 @@ class ForkProcess(context.ForkProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
         _get_ready()
+        # The method would import it, and no other fork would wait for that.
+        import_late("multiprocessing.popen_fork")
         return context.ForkProcess._Popen(process_obj)
 
 
@@ -140,6 +143,7 @@ class SpawnProcess(context.SpawnProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
         _get_ready()
+        import_late("shmreduce.launching")
         from shmreduce.launching import SpawnPopen
 
         return SpawnPopen(process_obj)
@@ -151,6 +155,7 @@ class ForkServerProcess(context.ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
         _get_ready()
+        import_late("shmreduce.launching")
         from shmreduce.launching import ForkServerPopen
 
         return ForkServerPopen(process_obj)

@@ -1,14 +1,14 @@
 """Packages of the optional extras, imported when they are used.
 
-May import :mod:`shmreduce.errors` only.
+May import ``errors`` and ``importing``.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from shmreduce.errors import MissingExtraError
+from shmreduce.importing import import_late
 
 __all__ = ["import_extra"]
 
@@ -36,7 +36,7 @@ def import_extra(module: str, *, extra: str) -> Any:
     shmreduce.errors.MissingExtraError: no_such_package is not installed: ...
     """
     try:
-        return import_module(module)
+        return import_late(module)
     except ModuleNotFoundError as error:
         package = error.name or module
         raise MissingExtraError(

@@ -19,6 +19,7 @@ without those hooks, and their children would see what it does with the module.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from _thread import get_ident
 
@@ -27,17 +28,53 @@ from shmreduce.fork_hooks import at_the_fork, fork_begins, forking
 TYPE_CHECKING = False  # as typing's, which need not be imported for this
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
     from typing import TypeVar
 
     _Result = TypeVar("_Result")
 
-__all__ = ["while_importing"]
+__all__ = ["import_late", "while_importing"]
 
 _LONGEST_WAIT = 10.0
 """Seconds. The other thread may be waiting for this one; then the fork, or the import, goes on."""
 _PAUSE = 1e-3
 _importing: dict[object, int] = {}
 """The threads that import, by a mark of the call."""
+
+
+def import_late(module: str) -> ModuleType:
+    """Import a module that a function needs, when it is needed for the first time.
+
+    Forks of other threads wait for that. CPython does not renew the locks of modules in a
+    forked child: one that is forked while a thread imports a module waits for ever when it
+    imports the same module (see
+    `os.fork <https://docs.python.org/3/library/os.html#os.fork>`_ on locks of other threads).
+
+    Do not call it while you hold a lock that a hook of :func:`os.register_at_fork` takes: then
+    the fork waits for the lock, and the import for the fork, which goes on after ten seconds.
+
+    Parameters
+    ----------
+    module : str
+        Its dotted name.
+
+    Returns
+    -------
+    module
+        The module itself, not its package as with :func:`__import__`.
+
+    Raises
+    ------
+    ImportError
+        If it cannot be imported.
+
+    Examples
+    --------
+    >>> import_late("os.path").basename("a/b")
+    'b'
+    """
+    while_importing(__import__, module)
+    return sys.modules[module]
 
 
 def while_importing(function: Callable[..., _Result], *arguments: object) -> _Result:

@@ -1,6 +1,6 @@
 """What a worker process of a pool does.
 
-May import :mod:`shmreduce.errors`, ``born``, ``pool_tasks``, ``pool_channel``,
+May import :mod:`shmreduce.errors`, ``born``, ``importing``, ``pool_tasks``, ``pool_channel``,
 ``pool_errors``, ``pool_worker_progress``, ``parent_death`` and ``tracebacks``. The
 protocol is described in :mod:`shmreduce.pool_supervisor`.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.born.allocations import check_allocator, shared_allocations
 from shmreduce.errors import ShmreduceError
+from shmreduce.importing import import_late
 from shmreduce.parent_death import die_with_parent
 from shmreduce.pool_channel import FAILED, READY, RETURNED, STOP, close_in_forked_children
 from shmreduce.pool_errors import WithTraceback, in_words
@@ -57,6 +58,7 @@ class _ProgramFile:
         named = getattr(main, "__spec__", None) is not None
         if self._path is None or named or hasattr(main, "__file__"):
             return str, ()
+        import_late("multiprocessing.spawn")
         from multiprocessing.spawn import import_main_path
 
         return import_main_path, (self._path,)
@@ -142,6 +144,7 @@ def _report(error: Exception, *, plain: bool) -> None:
     """Write an initializer's error to standard error; ``plain`` as concurrent.futures does."""
     if plain:
         # Without a handler logging writes to standard error.
+        import_late("logging")
         import logging
 
         logger = logging.getLogger("concurrent.futures")

@@ -1,8 +1,9 @@
 """What a process of ``spawn`` or ``start_processes`` does, and how it reports the outcome.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.interrupts`, ``anonymous`` and
-``loading`` of the memory, :mod:`shmreduce.parent_death`, :mod:`shmreduce.pickling`,
-:mod:`shmreduce.prctl`, ``tracebacks`` and :mod:`shmreduce.unpickling`.
+May import :mod:`shmreduce.descriptor`, ``importing``, :mod:`shmreduce.interrupts`,
+``anonymous`` and ``loading`` of the memory, :mod:`shmreduce.parent_death`,
+:mod:`shmreduce.pickling`, :mod:`shmreduce.prctl`, ``tracebacks`` and
+:mod:`shmreduce.unpickling`.
 
 The child writes the outcome to an unnamed file that the parent made, not to a pipe. So
 the child never waits for a reader, the parent never waits for the rest of a message,
@@ -24,6 +25,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.descriptor import Descriptor
+from shmreduce.importing import import_late
 from shmreduce.interrupts import Interrupts, take_over
 from shmreduce.memory.anonymous import anonymous_zeros
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
@@ -49,6 +51,7 @@ class PicklerChoice(enum.Enum):
         if self is PicklerChoice.STANDARD:
             return bytes(ForkingPickler.dumps(obj))
         # Imported late: it takes long to import, and not every process needs it.
+        import_late("shmreduce.pickling")
         from shmreduce import pickling
 
         data, message = pickling.dumps(obj)
@@ -60,12 +63,14 @@ class PicklerChoice(enum.Enum):
         """Unpickle an object of a child."""
         if self is PicklerChoice.STANDARD:
             return ForkingPickler.loads(data)
+        import_late("shmreduce.unpickling")
         from shmreduce import unpickling
 
         return unpickling.loads(data)
 
     def discard(self, data: bytes) -> None:
         """Give back the shared memory of a child's object that nobody has loaded."""
+        import_late("shmreduce.memory.loading")
         from shmreduce.memory.loading import discard_message
 
         discard_message(data)

@@ -1,6 +1,6 @@
 """Gives a module of ours the other names of the multiprocessing module that it replaces.
 
-May import the standard library only.
+May import ``importing``.
 
 After ``import shmreduce as mp``, ``mp.connection`` is a module of ours. Users of
 ``multiprocessing`` expect to find ``mp.connection.wait`` there.
@@ -8,8 +8,9 @@ After ``import shmreduce as mp``, ``mp.connection`` is a module of ours. Users o
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from shmreduce.importing import import_late
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,7 @@ def names_of(module: str) -> Callable[[str], object]:
 
     def find(name: str) -> object:
         try:
-            found: object = getattr(import_module(f"multiprocessing.{module}"), name)
+            found: object = getattr(import_late(f"multiprocessing.{module}"), name)
         except AttributeError:
             raise AttributeError(
                 f"neither shmreduce.{module} nor multiprocessing.{module} has {name!r}", name=name

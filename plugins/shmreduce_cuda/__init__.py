@@ -17,7 +17,7 @@ side, ``rebuild`` is the receiving side, and ``sharing`` is the interface for us
 
 from __future__ import annotations
 
-from shmreduce import hookimpl
+from shmreduce import hookimpl, import_late
 
 TYPE_CHECKING = False
 
@@ -97,9 +97,7 @@ def __getattr__(name: str) -> object:
     """Import a public name from the module that defines it (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    module = import_module(f"{__name__}.{_DEFINED_IN.get(name, 'errors')}")
+    module = import_late(f"{__name__}.{_DEFINED_IN.get(name, 'errors')}")
     value: object = getattr(module, name)
     globals()[name] = value
     return value

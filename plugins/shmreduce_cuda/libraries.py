@@ -7,9 +7,9 @@ not installed, the result is the view. Nothing is copied.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shmreduce import import_late
 from shmreduce_cuda.layout import itemsize_of
 from shmreduce_cuda.view import CudaArrayView
 
@@ -24,7 +24,7 @@ __all__ = ["make_array", "make_empty"]
 def _import(name: str) -> Any:
     """Return a library, or None if it is not installed here."""
     try:
-        return import_module(name)
+        return import_late(name)
     except ImportError:
         return None
 
@@ -61,12 +61,11 @@ def make_empty(library: str, layout: Layout, extras: dict[str, Any]) -> Any:
     dtype = _dtype(layout)
     if library == "cupy":
         return module.empty(layout.shape, dtype)
-    return import_module("numba.cuda").device_array(layout.shape, dtype)
+    return import_late("numba.cuda").device_array(layout.shape, dtype)
 
 
 def _dtype(layout: Layout) -> Any:
-    import numpy as np
-
+    np = import_late("numpy")
     descr: Any = layout.descr
     if descr is not None:
         # np.dtype(descr) would make fields of the gaps between fields.
@@ -88,7 +87,7 @@ def _make_cupy(
 def _make_numba(
     _numba: Any, view: CudaArrayView, _base: int, _size: int, _extras: dict[str, Any]
 ) -> Any:
-    cuda = import_module("numba.cuda")
+    cuda = import_late("numba.cuda")
     # numba looks up the address in the context of the current device.
     with cuda.gpus[view.device]:
         array = cuda.from_cuda_array_interface(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shmreduce import NotShareableError, Reducer
+from shmreduce import NotShareableError, Reducer, import_late
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +78,7 @@ class CudaReducer(Reducer):
 
     def unusable_reason(self) -> str | None:
         """Return why CUDA cannot be used here, or None if it can."""
+        import_late("shmreduce_cuda.driver")
         from shmreduce_cuda.driver import unusable_reason
 
         return unusable_reason()

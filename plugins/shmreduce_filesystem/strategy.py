@@ -5,6 +5,7 @@ May import public names of :mod:`shmreduce` only.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -21,6 +22,10 @@ from shmreduce import (
     SharingStrategy,
     open_process_descriptor,
 )
+
+# Not every system has it: see unusable_reason().
+with contextlib.suppress(ImportError):
+    import fcntl
 
 __all__ = ["FileSystemStrategy"]
 
@@ -202,8 +207,6 @@ class FileSystemStrategy(SharingStrategy):
 
 
 def _lock_first_byte(fd: int) -> None:
-    import fcntl
-
     # A Python that was built with a C library before glibc 2.20 has no name for it.
     command = getattr(fcntl, "F_OFD_SETLK", 37)
     # struct flock: l_type, l_whence, l_start, l_len, l_pid (0 for these locks).

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shmreduce import NotShareableError, Reducer, allocate, copy_bytes, find_block, share
+from shmreduce import (
+    NotShareableError,
+    Reducer,
+    allocate,
+    copy_bytes,
+    find_block,
+    import_late,
+    share,
+)
 from shmreduce_memoryview.layout import (
     Elements,
     Rows,
@@ -142,8 +150,7 @@ def _as_array(view: memoryview) -> Any:
 
 
 def _array_of(view: memoryview) -> Any:
-    import numpy as np
-
+    np = import_late("numpy")
     try:
         kind = structure_of(view)
         array: Any = (
@@ -168,8 +175,7 @@ def _can_be_viewed(dtype: Any) -> bool:
     It cannot if fields overlap (a union), if there are none (opaque bytes), and sometimes
     if there are gaps.
     """
-    import numpy as np
-
+    np = import_late("numpy")
     sample: Any = np.empty(0, dtype)
     try:
         again: Any = np.asarray(memoryview(sample))

@@ -29,6 +29,7 @@ class NumpyReducer(Reducer):
 
     def prepare(self) -> None:
         """Import what the other methods need; whoever has an array has imported NumPy."""
+        import_module("shmreduce_numpy.blocks")
         import_module("shmreduce_numpy.reduction")
         import_module("shmreduce_numpy.sharing")
 

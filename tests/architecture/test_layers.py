@@ -37,10 +37,9 @@ LAYERS = [
         "pickled_calls",
         "processors",
         "signals",
-        "standard_names",
         "thread_locks",
     },
-    {"errors", "receive_buffer", "tracebacks"},
+    {"errors", "receive_buffer", "standard_names", "tracebacks"},
     {"contracts", "copying", "free_descriptors"},
     {"settings"},
     {"hookspecs", "registry"},
@@ -199,6 +198,73 @@ def test_memory_is_layered_too(module: str) -> None:
         if imported.startswith("memory."):
             other = layer_of(imported.split(".")[1], MEMORY_LAYERS)
             assert other < own, f"{module} imports {imported}"
+
+
+def late_imports_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield function and module of each import in a function of which forks are not told."""
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    prepared = {
+        named
+        for function in functions
+        for named in modules_named(function, "import_module")
+        if function.name == "prepare"
+    }
+    for function in functions:
+        told = prepared | modules_named(function, "import_late")
+        visitor = Imports("")
+        visitor.visit(function)
+        for module, name in visitor.found:
+            if not {module, f"{module}.{name}"} & told:
+                yield function.name, f"{module}.{name}" if module == "shmreduce" else module
+
+
+def modules_named(function: ast.FunctionDef, call: str) -> set[str]:
+    """Return the modules that a function names in calls of another one."""
+    return {
+        node.args[0].value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == call
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }
+
+
+NOT_TOLD = {
+    # While plugins are loaded, forks wait.
+    ("shmreduce.process_registry", "shmreduce.discovery"),
+    ("shmreduce.entry_points", "importlib.metadata"),
+    ("shmreduce.entry_points", "pathlib"),
+    # What is there for sure, imported already by others.
+    ("shmreduce.children", "multiprocessing"),
+    ("shmreduce.pool_errors", "concurrent.futures.process"),
+    ("shmreduce_numpy.factory", "numpy"),
+    # Under a lock that the hooks of forks take, so that a fork waits for the lock.
+    ("shmreduce.memory.anonymous", "tempfile"),
+    # Perhaps in a destructor, which may hold any lock.
+    ("shmreduce.memory.handle", "ctypes"),
+    # Only doctor calls it.
+    ("shmreduce.memory.headroom", "pathlib"),
+}
+"""Who may import what without telling forks."""
+
+
+@pytest.mark.parametrize("package", ["shmreduce", *PLUGINS])
+def test_forks_are_told_of_imports_in_functions(package: str) -> None:
+    """A child that is forked while a thread imports a module could never import it."""
+    folder = CORE if package == "shmreduce" else PLUGINS[package]
+    untold = set()
+    for module, path in modules(folder, package):
+        part = module.split(".")[1:2]
+        is_command = package == "shmreduce" and layer_of("".join(part), LAYERS) == len(LAYERS)
+        if is_command or part == ["verify"]:
+            continue
+        for function, imported in late_imports_of(ast.parse(path.read_text())):
+            # These hooks are called while plugins are loaded, or in the same way.
+            if not function.startswith("shmreduce_"):
+                untold.add((module, imported))
+    assert untold == {each for each in NOT_TOLD if each[0].split(".")[0] == package}
 
 
 @pytest.mark.parametrize("module", CORE_MODULES)

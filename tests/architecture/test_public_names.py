@@ -30,6 +30,7 @@ FUNCTIONS = {
     "get_sharing_strategy",
     "get_thread_name",
     "import_block",
+    "import_late",
     "install",
     "is_shared",
     "ones",

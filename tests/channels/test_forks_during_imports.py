@@ -186,12 +186,12 @@ class Slow:
         return spec
 
 if sys.argv[1] == "without":
-    import shmreduce.process_registry, shmreduce.registry, shmreduce.handle_calls
+    from shmreduce import handle_calls, importing, process_registry, registry
 
     def unguarded(function, *arguments):
         return function(*arguments)
 
-    for module in (shmreduce.process_registry, shmreduce.registry, shmreduce.handle_calls):
+    for module in (importing, process_registry, registry, handle_calls):
         module.while_importing = unguarded
 {prepare}
 sys.meta_path.insert(0, Slow())
@@ -241,6 +241,33 @@ slow = "colorsys"
 del sys.modules[slow]
 """,
         "assert call_of(*around)[0] is sys.modules[slow].rgb_to_hsv",
+    ),
+    "what starts a process": (
+        """
+# A script whose name a spawned process does not learn, so that it does not run it.
+del __file__
+context = shmreduce.get_context("spawn")
+slow = "shmreduce.launching"
+""",
+        """
+    process = context.Process(target=int)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+""",
+    ),
+    "what views need": (
+        """
+import ctypes
+shmreduce.get_all_sharing_strategies()
+from shmreduce import connection
+slow = "numpy"
+""",
+        """
+    here, there = connection.Pipe()
+    here.send(memoryview((ctypes.c_short.__ctype_be__ * 3)(1, 2, 3)))
+    assert there.recv().tobytes() == bytes([0, 1, 0, 2, 0, 3])
+""",
     ),
 }
 """What is done before the import, and what imports."""

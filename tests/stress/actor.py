@@ -508,6 +508,8 @@ def end_by_alarm(seconds: float) -> None:
     """Die with a traceback of all threads after so many seconds."""
     # Not dump_traceback_later(): a forked child waits for its parent's thread.
     faulthandler.enable()
+    # A forked child has its parent's registration; a second one would do nothing.
+    faulthandler.unregister(signal.SIGALRM)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(int(seconds))
