@@ -19,6 +19,7 @@ import multiprocessing.resource_tracker
 import os
 import pickle
 import random
+import signal
 import sys
 import threading
 import traceback
@@ -98,6 +99,7 @@ class User:
             (self._send_parts, 2),
             (self._share, 3),
             (self._make_born_shared, 2),
+            (self._exchange_with_child, 3 if self._generation < _MOST_GENERATIONS else 0),
             (self._fork, 3 if self._generation < _MOST_GENERATIONS else 0),
             (self._start_process, 1 if self._generation < _MOST_GENERATIONS else 0),
             (self._use_pool, 1 if self._generation < 1 else 0),
@@ -245,6 +247,38 @@ class User:
         self._held = inherited
         self.look()
         return code
+
+    def _exchange_with_child(self) -> None:
+        """Send an array to a forked child, which sends one of its own, and may be killed."""
+        library: Any = self._random.choice((shmreduce, multiprocessing))
+        there, back = library.Pipe(duplex=False), library.Pipe(duplex=False)
+        array, seed = self._message_array()
+        own, own_seed = self._message_array()
+        is_killed = self._random.random() < 0.3
+        pid = os.fork()
+        if not pid:
+            code = _FAILED
+            try:
+                end_by_alarm(SECONDS)
+                (received,) = there[0].recv()
+                wrong = complaint(received, seed)
+                back[1].send([own])
+                if library is multiprocessing:
+                    # There the memory goes with its sender, unless the message is read before.
+                    there[0].recv()
+                if is_killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                code = _FAILED if wrong is not None else 0
+            finally:
+                os._exit(code)
+        there[1].send([array])
+        (received,) = back[0].recv()
+        self._hold(received, own_seed, f"from a child, {library.__name__}")
+        there[1].send(None)
+        self.look()
+        _, status = os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(status) != (-signal.SIGKILL if is_killed else 0):
+            raise RuntimeError(f"a child that answers ended with {status}")
 
     def _start_process(self) -> None:
         array, seed = self._message_array()
