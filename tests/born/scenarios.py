@@ -22,6 +22,7 @@ import pytest
 import shmreduce
 from shmreduce.born.heap import get_heap
 from shmreduce.memory.runtime import Runtime, current
+from shmreduce.process_registry import get_memory_handlers
 from tests.born.allocator import LARGE, address_of, counters, filled, is_born
 
 if TYPE_CHECKING:
@@ -337,13 +338,16 @@ def _first_array_during_a_fork(interrupt: Callable[[Callable[[], object]], objec
     born in shared memory.
     """
     current()
+    # Otherwise the thread would import these, and forks and imports wait for each other.
+    get_memory_handlers()
+    shared_allocations = shmreduce.shared_allocations
     forks, made, forked = (threading.Event() for _ in range(3))
     shown: list[Any] = []
     born: list[bool] = []
 
     def make() -> None:
         check(forks.wait(PATIENCE))
-        with shmreduce.shared_allocations():
+        with shared_allocations():
             shown.append(filled(1))
             born.append(is_born(shown[0]))
             made.set()

@@ -17,7 +17,7 @@ from tests.stress.programs import SECONDS, SLACK, run_stress
 if TYPE_CHECKING:
     from pathlib import Path
 
-_SECONDS = min(10.0, SECONDS / 6)
+_SECONDS = min(5.0, SECONDS / 12)
 _PROGRAM = ("-m", "tests.stress.first_uses")
 
 
