@@ -240,9 +240,9 @@ NOT_TOLD = {
     ("shmreduce.children", "multiprocessing"),
     ("shmreduce.pool_errors", "concurrent.futures.process"),
     ("shmreduce_numpy.factory", "numpy"),
-    # Under a lock that the hooks of forks take, so that a fork waits for the lock.
+    # Perhaps under a lock that a fork waits for: where there is no memfd_create(), and in
+    # destructors.
     ("shmreduce.memory.anonymous", "tempfile"),
-    # Perhaps in a destructor, which may hold any lock.
     ("shmreduce.memory.handle", "ctypes"),
     # Only doctor calls it.
     ("shmreduce.memory.headroom", "pathlib"),
