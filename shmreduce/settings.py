@@ -66,7 +66,8 @@ class Settings:
         operating system. ``SHMREDUCE_IDLE_SECONDS``.
     idle_keep : int
         Bytes of idle memory that a process keeps nevertheless: this many for by-value
-        arrays, and as many again for shared arrays. ``SHMREDUCE_IDLE_KEEP``.
+        arrays, as many again for shared arrays, and as many in segments of other processes
+        that it has open. ``SHMREDUCE_IDLE_KEEP``.
     message_timeout : float or None
         Seconds after which the memory of a message that nobody has read is freed. None
         means never. ``SHMREDUCE_MESSAGE_TIMEOUT``.

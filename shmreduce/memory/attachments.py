@@ -178,6 +178,8 @@ class Attachments:
         self._family = family
         self._inherited = dict(inherited or {})
         self._replaced: dict[Segment, None] = {}
+        self.on_open: Callable[[], None] = _do_nothing
+        """Called when another process's segment was opened."""
 
     def segments(self) -> list[Segment]:
         """Return all open segments, including those that were replaced in the directory."""
@@ -310,6 +312,7 @@ class Attachments:
                 os.close(fd)
             segment = Segment.adopt(SegmentFile(again, None), handle.token, strategy)
         self._publish(segment)
+        self.on_open()
         sweep(strategy)
 
     def _gone(self, handle: Handle) -> AttachError:
@@ -414,8 +417,31 @@ class Attachments:
         Nothing will come from that owner any more, and the pages are freed when the last
         process closes the segment. This runs when views die, so it does not wait.
         """
-        if segment.idle and not segment.owner_alive():
-            self._close(segment)
+        if segment.idle:
+            segment.idle_since = time.monotonic()
+            if not segment.owner_alive():
+                self._close(segment)
+
+    def foreign_bytes(self) -> int:
+        """Return how large the open segments of other processes are, with all their gaps."""
+        return sum(each.header.size for each in self.segments() if not each.owner)
+
+    def close_unused(self, seconds: float, keep: int) -> int:
+        """Close segments of other processes, and return how large those are that stay open.
+
+        If such a process is killed, nobody else can free what was in use there. So all idle
+        ones with a dead owner are closed, and those that were idle for some time until the
+        others have ``keep`` bytes, the oldest first.
+        """
+        left = self.foreign_bytes()
+        now = time.monotonic()
+        for segment in sorted(self.segments(), key=lambda segment: segment.idle_since):
+            if segment.owner or not segment.idle:
+                continue
+            is_surplus = left > keep and now - segment.idle_since >= seconds
+            if (is_surplus or _is_ownerless(segment)) and self._close(segment):
+                left -= segment.header.size
+        return left
 
     def _close(self, segment: Segment) -> bool:
         # Removed from the directory before pins are looked at: see _pin.
@@ -458,6 +484,18 @@ class Attachments:
         with suppress(OSError, LeaseTimeoutError):
             self._family().tidy(is_over)
         return any(found)
+
+
+def _do_nothing() -> None:
+    """Stand in for :attr:`Attachments.on_open`."""
+
+
+def _is_ownerless(segment: Segment) -> bool:
+    try:
+        return not segment.owner_alive()
+    except OSError:
+        # Other code has closed the descriptor, as daemons do.
+        return False
 
 
 def _closed_here(segment: Segment) -> AttachError:

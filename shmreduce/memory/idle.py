@@ -3,11 +3,12 @@
 May import ``locks``, ``heap`` and ``blocks``.
 
 A process that waits for its next message cannot notice that its receivers have released
-blocks. So while its heaps hold more memory than they may keep idle, a thread looks from time
-to time. The thread ends when it is not needed any more. It is also stopped before a fork:
-CPython 3.12 and later warn about forking while other threads run, and from 3.15 on the fork
-raises where warnings are errors. With 3.13 the warning comes anyway, because it counts the
-threads after the hooks of the fork, which start this one again.
+blocks, nor that a sender was killed of which it has segments open. So while its heaps, or
+these segments, are larger than what may be kept idle, a thread looks from time to time. The
+thread ends when it is not needed any more. It is also stopped before a fork: CPython 3.12 and
+later warn about forking while other threads run, and from 3.15 on the fork raises where
+warnings are errors. With 3.13 the warning comes anyway, because it counts the threads after
+the hooks of the fork, which start this one again.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class IdleReturn:
         The live blocks; the thread tries again to release those that wait.
     heaps : callable
         Returns the process's heaps.
+    close_unused : callable
+        Closes segments of other processes. It gets the two limits, and returns how many bytes
+        stay open.
     limits : callable
         Returns how long memory must be idle, in seconds, and how many idle bytes may be
         kept.
@@ -55,10 +59,12 @@ class IdleReturn:
         self,
         live: LiveBlocks,
         heaps: Callable[[], list[Heap]],
+        close_unused: Callable[[float, int], int],
         limits: Callable[[], tuple[float, int]],
     ) -> None:
         self._live = live
         self._heaps = heaps
+        self._close_unused = close_unused
         self._limits = limits
         self._thread: threading.Thread | None = None
         self._leaving: threading.Thread | None = None
@@ -137,7 +143,9 @@ class IdleReturn:
             for heap in heaps:
                 self._look_after(heap, seconds, left)
                 left = max(0, left - heap.warm_bytes)
-            if sum(heap.block_bytes for heap in heaps) <= keep and not self._asked:
+            open_elsewhere = self._close_unused(seconds, keep)
+            most = max(sum(heap.block_bytes for heap in heaps), open_elsewhere)
+            if most <= keep and not self._asked:
                 self._leave(stop)
                 return
 

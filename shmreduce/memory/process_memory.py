@@ -59,7 +59,10 @@ class Runtime:
             self._get_family, lineage, boot=None if parent is None else parent.boot
         )
         self.live.on_unused = self.attachments.close_ownerless
-        self.idle_return = IdleReturn(self.live, lambda: self.heaps, _idle_limits)
+        self.attachments.on_open = self._on_open
+        self.idle_return = IdleReturn(
+            self.live, lambda: self.heaps, self.attachments.close_unused, _idle_limits
+        )
         self._heaps: dict[tuple[int, str, str], Heap] = {}
         self.strategies: set[SharingStrategy] = set()
         """Strategies that this process has used; their leftovers are swept at its end."""
@@ -204,6 +207,11 @@ class Runtime:
             for heap in self.heaps:
                 heap.unlink_names()
         elif sum(heap.block_bytes for heap in self.heaps) > get_settings().idle_keep:
+            self.idle_return.start()
+
+    def _on_open(self) -> None:
+        """Start that thread if others' segments are open that are larger than that."""
+        if not self.has_left and self.attachments.foreign_bytes() > get_settings().idle_keep:
             self.idle_return.start()
 
     # Fork

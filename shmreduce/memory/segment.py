@@ -107,6 +107,8 @@ class Segment(LeaseTransitions):
         """Slots whose hold lasts only until the load has copied the block."""
         self.pins: dict[object, None] = {}
         """Calls that need the segment to stay open."""
+        self.idle_since = 0.0
+        """When the last hold in another process's segment ended, by :func:`time.monotonic`."""
         self.outbox: dict[int, Sent] = {}
         """Messages that this process sent, by nonce; messages that were read are pruned."""
         self._uncarried: dict[int, None] = {}

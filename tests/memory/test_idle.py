@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,12 @@ import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.idle import IdleReturn
-from shmreduce.memory.inspection import SegmentState, list_segments, process_state
+from shmreduce.memory.inspection import (
+    SegmentState,
+    list_segments,
+    process_state,
+    remove_leftovers,
+)
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.strategies import current_strategy
 from shmreduce.testing.processes import OtherProcess
@@ -25,11 +31,18 @@ from tests.memory.waiting import PATIENCE, eventually, in_forked_child, wait_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shmreduce.memory.segment import Segment
+
 MEBIBYTE = 1 << 20
 
 
 def reserved() -> int:
     return sum(heap.reserved_bytes for heap in runtime.current().heaps)
+
+
+def nothing_is_open(_seconds: float, _keep: int) -> int:
+    """Stand in for Attachments.close_unused()."""
+    return 0
 
 
 def own_segments() -> list[SegmentState]:
@@ -114,6 +127,70 @@ def test_memory_in_use_does_not_go_back() -> None:
         del kept
 
 
+def segments_of(pid: int) -> list[Segment]:
+    """Return the segments of another process that this one has open."""
+    every = runtime.current().attachments.segments()
+    return [each for each in every if each.header.owner_pid == pid]
+
+
+@pytest.mark.parametrize("name", ["file_descriptor", "file_system"])
+def test_memory_of_a_killed_sender_goes_back(name: str) -> None:
+    """A process that had received arrays, and does nothing, closes what the sender left."""
+    with shmreduce.install(strategy=name, idle_keep=MEBIBYTE, idle_seconds=60):
+        with OtherProcess("fork") as other:
+            arrays = [other.ask(np.ones, 5 * MEBIBYTE) for _ in range(3)]
+            pid = other.process.pid
+            assert pid is not None
+            assert sum(segment.header.size for segment in segments_of(pid)) >= 120 * MEBIBYTE
+            # While the sender lives, its segments stay open for the next message.
+            arrays.clear()
+            assert segments_of(pid)
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not segments_of(pid), "the segments are closed")
+        if name == "file_system":
+            # Files of the killed stay until the next process uses the strategy.
+            remove_leftovers()
+        assert not [each for each in list_segments() if each.owner == pid]
+
+
+def test_segments_that_are_not_used_are_closed_in_time() -> None:
+    """Those of a process that lives, too. Its next message opens them again."""
+    with (
+        shmreduce.install(idle_keep=MEBIBYTE, idle_seconds=0.05),
+        OtherProcess("fork") as other,
+    ):
+        pid = other.process.pid
+        assert pid is not None
+        for number in range(3):
+            array = other.ask(np.full, 2 * MEBIBYTE, number)
+            assert segments_of(pid)
+            assert (array == number).all()
+            del array
+            eventually(lambda: not segments_of(pid), "the segments are closed")
+
+
+def test_segments_that_are_used_or_small_stay_open() -> None:
+    """Nothing is closed that has an array, that was used a moment ago, or that may be kept."""
+    attachments = runtime.current().attachments
+    with (
+        shmreduce.install(idle_keep=1 << 40, idle_seconds=60),
+        OtherProcess("fork") as other,
+    ):
+        pid = other.process.pid
+        assert pid is not None
+        array = other.ask(np.ones, 2 * MEBIBYTE)
+        attachments.close_unused(0.0, 0)
+        assert segments_of(pid)
+        del array
+        attachments.close_unused(60.0, 0)
+        assert segments_of(pid)
+        attachments.close_unused(0.0, 1 << 40)
+        assert segments_of(pid)
+        left = attachments.close_unused(0.0, 0)
+        assert not segments_of(pid)
+        assert left == attachments.foreign_bytes()
+
+
 def test_the_thread_that_gives_back_ends() -> None:
     """When there is nothing to give back there is no thread."""
     import threading
@@ -148,7 +225,7 @@ def test_who_asks_while_the_thread_is_about_to_end_is_heard() -> None:
 
     state = runtime.current()
     heap = Growing(BY_VALUE, current_strategy(), state)
-    thread = IdleReturn(state.live, lambda: [heap], lambda: (0.01, 0))
+    thread = IdleReturn(state.live, lambda: [heap], nothing_is_open, lambda: (0.01, 0))
     thread.start()
     assert again.wait(PATIENCE)
     eventually(lambda: not thread.stop(), "the thread ends when nobody asks any more")
@@ -156,7 +233,7 @@ def test_who_asks_while_the_thread_is_about_to_end_is_heard() -> None:
 
 def test_threads_that_ask_at_once_get_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one would not be stopped for forks."""
-    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+    idle = IdleReturn(runtime.current().live, list, nothing_is_open, lambda: (60.0, -1))
     make = threading.Thread
 
     def slow(*arguments: Any, **named: Any) -> threading.Thread:
@@ -179,7 +256,7 @@ def test_a_thread_that_is_asked_for_while_one_is_ended_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The one that is ended is that which was there before."""
-    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+    idle = IdleReturn(runtime.current().live, list, nothing_is_open, lambda: (60.0, -1))
     idle.start()
     first = idle._thread
     is_alive = threading.Thread.is_alive
@@ -201,7 +278,7 @@ def test_a_thread_that_is_asked_for_while_one_is_ended_is_left_alone(
 
 def test_a_thread_that_is_ended_while_it_is_started_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows of it any more who could end it later."""
-    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+    idle = IdleReturn(runtime.current().live, list, nothing_is_open, lambda: (60.0, -1))
     before = set(threading.enumerate())
     start = threading.Thread.start
 
@@ -225,7 +302,7 @@ def in_another_thread(function: Callable[[], object]) -> None:
 
 def test_an_interrupted_fork_leaves_the_thread_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was waited for, before a fork, when a signal handler raised: it goes on afterwards."""
-    idle = IdleReturn(runtime.current().live, list, lambda: (60.0, -1))
+    idle = IdleReturn(runtime.current().live, list, nothing_is_open, lambda: (60.0, -1))
 
     def interrupted(*_: Any) -> None:
         monkeypatch.undo()
@@ -262,7 +339,7 @@ def test_what_may_be_kept_is_asked_when_it_is_looked_at() -> None:
 
     state = runtime.current()
     heap = Constant(BY_VALUE, current_strategy(), state)
-    thread = IdleReturn(state.live, lambda: [heap], limits)
+    thread = IdleReturn(state.live, lambda: [heap], nothing_is_open, limits)
     thread.start()
     assert again.wait(PATIENCE)
     assert thread.stop()
