@@ -405,10 +405,17 @@ class Attachments:
             surplus = len(idle) - position > keep
             if (surplus or not segment.owner_alive()) and self._close(segment):
                 closed += 1
+        return closed + self._close_replaced()
+
+    def _close_replaced(self) -> int:
+        """Close the idle ones that were replaced in the directory; return how many."""
+        closed = 0
         for segment in [one for one in list(self._replaced) if one.idle]:
-            self._replaced.pop(segment, None)
-            segment.close()
-            closed += 1
+            # Another thread may do the same. There is no call between these two lines.
+            if segment in self._replaced:
+                del self._replaced[segment]
+                segment.close()
+                closed += 1
         return closed
 
     def close_ownerless(self, segment: Segment) -> None:
@@ -433,10 +440,12 @@ class Attachments:
         ones with a dead owner are closed, and those that were idle for some time until the
         others have ``keep`` bytes, the oldest first.
         """
+        self._close_replaced()
         left = self.foreign_bytes()
         now = time.monotonic()
-        for segment in sorted(self.segments(), key=lambda segment: segment.idle_since):
-            if segment.owner or not segment.idle:
+        listed = list(self.directory.values())
+        for segment in sorted(listed, key=lambda each: each.idle_since):
+            if not segment.idle:
                 continue
             is_surplus = left > keep and now - segment.idle_since >= seconds
             if (is_surplus or _is_ownerless(segment)) and self._close(segment):
