@@ -63,8 +63,6 @@ class Held(NamedTuple):
     array: Any
     seed: int
     whence: str
-    own: bool
-    """Whether no other process writes to it."""
 
 
 class User:
@@ -133,8 +131,8 @@ class User:
         fill(array, seed)
         return array, seed
 
-    def _hold(self, array: Any, seed: int, whence: str, *, own: bool = True) -> None:
-        self._held.append(Held(array, seed, whence, own))
+    def _hold(self, array: Any, seed: int, whence: str) -> None:
+        self._held.append(Held(array, seed, whence))
 
     # Sending
 
@@ -240,7 +238,6 @@ class User:
     def _be_child(self, seed: str) -> int:
         """See the arrays of the parent, and be a first process again."""
         end_by_alarm(SECONDS)
-        # Their bytes; what the parent shares, the child may see changed only by others.
         self.look()
         inherited = self._held
         code = play(seed, self._generation + 1, threads=self._random.randrange(1, 3))

@@ -9,6 +9,7 @@ meets forks. Prints one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import signal
@@ -27,6 +28,8 @@ _SEEDS = 100_000
 """As many as one run may need."""
 _LONGEST = SECONDS / 2
 """Seconds after which a process and its children have to say where they are."""
+_PATIENCE = 5.0
+"""Seconds that they have to print that."""
 _PAUSE = 0.01
 
 
@@ -42,18 +45,29 @@ class Running:
         """Return whether it has; one that hangs prints its stacks, and is ended."""
         if self.process.poll() is not None:
             return True
-        took = time.monotonic() - self.began
-        if took > _LONGEST:
-            # Those of children, too: the signal ends each of them behind its stacks.
-            os.killpg(self.process.pid, signal.SIGALRM)
-            time.sleep(1.0)
+        if time.monotonic() - self.began <= _LONGEST:
+            return False
+        # Its children, too: the signal ends each of them when it has printed its stacks.
+        os.killpg(self.process.pid, signal.SIGALRM)
+        end = time.monotonic() + _PATIENCE
+        while self._group_lives() and time.monotonic() < end:
+            time.sleep(_PAUSE)
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        return took > _LONGEST
+        self.process.wait()
+        return True
+
+    def _group_lives(self) -> bool:
+        self.process.poll()
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def complaint(self) -> str:
         """Return what is wrong with it, after its end; an empty string if all was well."""
-        # An end by itself may leave children only if something is wrong, and those have the pipe.
+        # If children are left, they have the pipe until their alarms end them.
         output, _ = self.process.communicate()
         code = self.process.returncode
         if not code and not output:
