@@ -239,9 +239,7 @@ class User:
         """See the arrays of the parent, and be a first process again."""
         end_by_alarm(SECONDS)
         self.look()
-        inherited = self._held
         code = play(seed, self._generation + 1, threads=self._random.randrange(1, 3))
-        self._held = inherited
         self.look()
         return code
 
@@ -263,7 +261,7 @@ class User:
                 if library is multiprocessing:
                     # There the memory goes with its sender, unless the message is read before.
                     there[0].recv()
-                if is_killed:
+                if is_killed and wrong is None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 code = _FAILED if wrong is not None else 0
             finally:
