@@ -385,7 +385,10 @@ class Run:
         Says which reducer a class has.
     """
 
-    __slots__ = ("_copyreg", "_functions", "_generation", "_pickler", "_registered", "_registry")
+    __slots__ = (
+        "_copyreg", "_functions", "_generation", "_had_override", "_pickler", "_registered",
+        "_registry",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -398,6 +401,8 @@ class Run:
         # Copies: an entry is compared with what it is when the pickler is used again.
         self._copyreg = dict(copyreg.dispatch_table)
         self._registered = dict(_registered())
+        # The pickler asks for every object then, and would go on when the override is gone.
+        self._had_override = override_of_others() is not None
         asks_for_all = _must_ask_for_all(registry)
         self._functions = _Dispatch(registry, asks_for_all)
         self._pickler: pickle.Pickler
@@ -414,6 +419,7 @@ class Run:
             and self._generation == registry.generation
             and self._copyreg == copyreg.dispatch_table
             and self._registered == _registered()
+            and not self._had_override
             and override_of_others() is None
         )
 

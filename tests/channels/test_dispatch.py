@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import gc
 import io
+import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -51,6 +52,23 @@ def test_the_registry_is_asked_once_for_each_class(found: list[type]) -> None:
     sent = [Decimal(number) for number in range(1000)]
     assert arrived(sent) == sent
     assert found.count(Decimal) == 1
+
+
+def test_an_override_that_is_gone_is_asked_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, found: list[type]
+) -> None:
+    """A pickler that was made for it is not used again: it would ask for every object."""
+
+    def override(_pickler: Any, _obj: Any) -> Any:
+        return NotImplemented
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkingPickler, "reducer_override", override, raising=False)
+        assert arrived([Decimal(1)]) == [Decimal(1)]
+    assert type(pickling._spare[-1].run._pickler) is not pickle.Pickler
+    for _ in range(2):
+        assert arrived([Decimal(1)]) == [Decimal(1)]
+        assert [type(each.run._pickler) for each in pickling._spare] == [pickle.Pickler]
 
 
 def test_the_next_message_asks_for_none(found: list[type]) -> None:
