@@ -163,19 +163,18 @@ def _array_of(view: memoryview) -> Any:
             type_name="builtins.memoryview",
             reason=f"format {view.format!r} is not known to NumPy",
         ) from error
-    if array.dtype.names is None or _can_be_viewed(array.dtype):
+    if array.dtype.names is None or _can_be_viewed(np, array.dtype):
         return array
     # NumPy cannot export this dtype's fields through a buffer, so send opaque bytes.
     return array.view(f"V{view.itemsize}")
 
 
-def _can_be_viewed(dtype: Any) -> bool:
+def _can_be_viewed(np: Any, dtype: Any) -> bool:
     """Return whether NumPy can read a memoryview of an array of this dtype.
 
     It cannot if fields overlap (a union), if there are none (opaque bytes), and sometimes
     if there are gaps.
     """
-    np = import_late("numpy")
     sample: Any = np.empty(0, dtype)
     try:
         again: Any = np.asarray(memoryview(sample))

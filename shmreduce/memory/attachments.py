@@ -419,7 +419,7 @@ class Attachments:
         return closed
 
     def close_ownerless(self, segment: Segment) -> None:
-        """Close a segment after the last hold of this process in it ended, if its owner is dead.
+        """Note that this process's last hold in a segment ended; close it if its owner is dead.
 
         Nothing will come from that owner any more, and the pages are freed when the last
         process closes the segment. This runs when views die, so it does not wait.

@@ -59,7 +59,7 @@ class Runtime:
             self._get_family, lineage, boot=None if parent is None else parent.boot
         )
         self.live.on_unused = self.attachments.close_ownerless
-        self.attachments.on_open = self._on_open
+        self.attachments.on_open = self._look_after_idle
         self.idle_return = IdleReturn(
             self.live, lambda: self.heaps, self.attachments.close_unused, _idle_limits
         )
@@ -201,17 +201,19 @@ class Runtime:
             segment.give_up(timeout)
 
     def on_growth(self) -> None:
-        """Start the thread that cools heaps, if they hold more than they may keep idle."""
+        """Look after a heap that has grown."""
         if self.has_left:
             # Nothing that runs later would remove the names.
             for heap in self.heaps:
                 heap.unlink_names()
-        elif sum(heap.block_bytes for heap in self.heaps) > get_settings().idle_keep:
-            self.idle_return.start()
+        self._look_after_idle()
 
-    def _on_open(self) -> None:
-        """Start that thread if others' segments are open that are larger than that."""
-        if not self.has_left and self.attachments.foreign_bytes() > get_settings().idle_keep:
+    def _look_after_idle(self) -> None:
+        """Start the thread that gives back, if heaps or others' open segments are too large."""
+        if self.has_left:
+            return
+        own = sum(heap.block_bytes for heap in self.heaps)
+        if max(own, self.attachments.foreign_bytes()) > get_settings().idle_keep:
             self.idle_return.start()
 
     # Fork

@@ -23,6 +23,7 @@ from shmreduce.memory.inspection import (
     remove_leftovers,
 )
 from shmreduce.memory.layout import BY_VALUE
+from shmreduce.memory.process_memory import Runtime
 from shmreduce.strategies import current_strategy
 from shmreduce.testing.processes import OtherProcess
 from tests.memory.resending import resent
@@ -189,6 +190,23 @@ def test_segments_that_are_used_or_small_stay_open() -> None:
         left = attachments.close_unused(0.0, 0)
         assert not segments_of(pid)
         assert left == attachments.foreign_bytes()
+
+
+def test_a_thread_that_was_stopped_is_started_for_segments_of_others_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that joins another family stops the thread, and asks for it again."""
+    state = runtime.current()
+    with (
+        shmreduce.install(idle_keep=MEBIBYTE, idle_seconds=60),
+        OtherProcess("fork") as other,
+    ):
+        array = other.ask(np.ones, 2 * MEBIBYTE)
+        state.idle_return.stop()
+        monkeypatch.setattr(Runtime, "heaps", [])
+        state.on_growth()
+        assert state.idle_return.stop()
+        del array
 
 
 def test_the_thread_that_gives_back_ends() -> None:
