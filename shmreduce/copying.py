@@ -1,6 +1,6 @@
 """Copies many bytes: bypassing the caches, and in several threads, if that is faster.
 
-May import errors, ``compiled`` and ``processors``.
+May import errors, ``compiled``, ``copy_trials`` and ``processors``.
 
 One processor cannot use all of a machine's memory bandwidth. So a copy that is large
 enough is done in parts, each by its own thread. The threads end with the copy, so that
@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.compiled import COPIES, find_module
+from shmreduce.copy_trials import Trials
 from shmreduce.errors import ConfigurationError
 from shmreduce.processors import cache_size, usable_processors
 
@@ -52,18 +53,11 @@ _USUAL_CACHE = 32 << 20
 _LEAST_CACHE, _MOST_CACHE = 16 << 20, 128 << 20
 """Limits of the assumed cache size: other programs, and on a virtual machine other machines,
 use the cache too."""
-_TRIAL = 2 << 20
-"""Bytes that each thread copies to measure the speed."""
-_TRIALS = 3
-"""How many copies begin with such pieces."""
-_GAIN = 1.1
-"""Bypassing the caches must be faster by this factor, since its reader will not find the
-data in them."""
 _WAIT_SECONDS = 1.0
 """How long to wait for a thread before looking whether this is a forked child, which lacks it."""
 
-_rates: dict[bool, list[float]] = {False: [], True: []}
-"""Bytes per second of the trials; True for those that bypassed the caches."""
+_trials: dict[int, Trials] = {}
+"""Those of copies that caches do not keep, by the number of bits of their size."""
 
 
 def copy_bytes(target: Any, source: Any) -> None:
@@ -233,25 +227,15 @@ _copy: Any = getattr(_COMPILED, "copy", None)
 
 
 def _copy_large(target: Any, source: Any, threads: int) -> None:
-    """Copy more than caches keep, bypassing them if that is faster on this machine.
-
-    With one manufacturer's processors that takes two thirds of the time, with another's
-    twice as long. So the first few copies begin with one piece of each kind, to measure.
-    """
-    done, trial = 0, _TRIAL * threads
-    if len(_rates[True]) < _TRIALS and target.nbytes > 2 * trial:
-        for past_caches in (False, True):
-            piece = slice(done, done + trial)
-            started = perf_counter()
-            _copy(target[piece], source[piece], past_caches, threads)
-            _rates[past_caches].append(trial / (perf_counter() - started))
-            done += trial
-    _copy(target[done:], source[done:], _past_caches_is_quicker(), threads)
-
-
-def _past_caches_is_quicker() -> bool:
-    # The best of each: disturbances only make a copy slower.
-    return max(_rates[True], default=0.0) > _GAIN * max(_rates[False], default=0.0)
+    """Copy more than caches keep, bypassing them if that is faster for such a size here."""
+    size = target.nbytes
+    trials = _trials.setdefault(size.bit_length(), Trials())
+    past_caches = trials.choose()
+    started = perf_counter()
+    _copy(target, source, past_caches, threads)
+    seconds = perf_counter() - started
+    if seconds > 0:
+        trials.note(past_caches, size / seconds)
 
 
 def _parts(target: Any, source: Any, count: int) -> Iterator[tuple[Any, Any]]:

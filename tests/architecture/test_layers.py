@@ -31,6 +31,7 @@ LAYERS = [
     {
         "borrowed_socket",
         "compiled",
+        "copy_trials",
         "descriptor",
         "importing",
         "interpreter",

@@ -15,6 +15,7 @@ import pytest
 
 from shmreduce import ConfigurationError, copy_bytes, copy_in_parts, copying, processors
 from shmreduce.compiled import COPIES
+from shmreduce.copy_trials import Trials
 from tests.compiler import needs_module
 from tests.conftest import PATIENCE
 from tests.faults.injection import no_descriptors
@@ -41,11 +42,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     needs_module(COPIES)
     kept = 1 << 40 if request.param == "through caches" else -1
     monkeypatch.setattr(copying, "_kept_in_cache", lambda: kept)
-    rates: dict[bool, list[float]] = {False: [], True: []}
+    monkeypatch.setattr(copying, "_trials", {})
     if request.param == "past caches":
-        rates = {False: [1.0] * 3, True: [2.0] * 3}
-    monkeypatch.setattr(copying, "_rates", rates)
-    monkeypatch.setattr(copying, "_TRIAL", 1000)
+        monkeypatch.setattr(Trials, "choose", lambda _: True)
 
 
 @pytest.mark.usefixtures("way")
@@ -161,35 +160,48 @@ def test_no_thread_copies_any_more_where_the_wait_for_them_is_struck(
         go_on.set()
 
 
+def rated(trials: Trials, count: int, through: float, past: float) -> list[bool]:
+    """Let copies be made that are as fast as this; return which went past the caches."""
+    made = []
+    for _ in range(count):
+        made.append(trials.choose())
+        trials.note(made[-1], past if made[-1] else through)
+    return made
+
+
 @pytest.mark.parametrize(("past", "chosen"), [(2.0, True), (0.5, False), (1.05, False)])
-def test_the_quicker_way_is_taken(
-    past: float, chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the trials; what is hardly quicker is not worth what it costs the reader."""
-    taken = []
-    monkeypatch.setattr(copying, "_rates", {False: [1.0] * 3, True: [past] * 3})
-    monkeypatch.setattr(copying, "_copy", lambda *arguments: taken.append(arguments[2:]))
-    copying._copy_large(memoryview(bytearray(10)), memoryview(b"0123456789"), 3)
-    assert taken == [(chosen, 3)]
+def test_the_quicker_way_is_taken(past: float, chosen: bool) -> None:
+    """After three trials of each; what is hardly quicker is not worth what it costs the reader."""
+    assert rated(Trials(), 20, 1.0, past) == [False, True] * 3 + [chosen] * 14
 
 
-@pytest.mark.parametrize(("threads", "lengths"), [(1, [2, 2, 6]), (2, [4, 4, 2])])
-def test_trials_end(threads: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three copies are begun with a piece of either kind for each thread, the next are not."""
-    taken = []
+def test_a_wrong_choice_is_corrected() -> None:
+    """The first copies may have been disturbed: one in a hundred is made the other way."""
+    trials = Trials()
+    rated(trials, 6, through=1.0, past=0.1)
+    later = rated(trials, 400, through=1.0, past=2.0)
+    assert [number for number, past in enumerate(later, 1) if past] == [
+        *range(100, 200),
+        *range(201, 300),
+        *range(301, 400),
+    ]
 
-    def copy(target: Any, source: Any, _past_caches: bool, _threads: int) -> None:
-        taken.append(len(target))
+
+def test_copies_of_another_size_have_trials_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One way may be faster for copies that caches nearly keep, the other for larger ones."""
+    ways = []
+
+    def copy(target: Any, source: Any, past_caches: bool, threads: int) -> None:
+        ways.append((len(target), past_caches, threads))
         target[:] = source
 
-    monkeypatch.setattr(copying, "_rates", {False: [], True: []})
-    monkeypatch.setattr(copying, "_TRIAL", 2)
+    monkeypatch.setattr(copying, "_trials", {})
     monkeypatch.setattr(copying, "_copy", copy)
-    for _ in range(5):
-        target = memoryview(bytearray(10))
-        copying._copy_large(target, memoryview(b"0123456789"), threads)
-        assert bytes(target) == b"0123456789"
-    assert taken == lengths * 3 + [10, 10]
+    for size in (10, 10, 100, 11, 100):
+        target = memoryview(bytearray(size))
+        copying._copy_large(target, memoryview(random_bytes(size)), 2)
+        assert bytes(target) == random_bytes(size)
+    assert ways == [(10, False, 2), (10, True, 2), (100, False, 2), (11, False, 2), (100, True, 2)]
 
 
 @pytest.mark.parametrize(
