@@ -67,6 +67,7 @@ __all__ = [
     "constant_of_block",
     "constant_of_record",
     "keep_leases",
+    "lend",
     "next_nonce",
 ]
 
@@ -707,20 +708,7 @@ class Message:
         self, segment: Segment, block: int, generation: int, constant: bytes
     ) -> tuple[bytes, Lease]:
         """Give out one more lease on a block; return its handle and itself."""
-        nonce = next_nonce()
-        quickly: tuple[bytes, Lease] | None = quick_blocks.lend_block(
-            segment, block, generation, nonce, constant, self._taken
-        )
-        if quickly is not None:
-            return quickly
-        taken = Lease(segment, block, generation, nonce)
-        try:
-            taken.slot = segment.add_message(block, generation, taken.nonce)
-        except BaseException:
-            taken.drop()
-            raise
-        self._taken.append(taken)
-        return pack_handle(taken.slot, nonce, constant), taken
+        return lend(segment, block, generation, constant, self._taken)
 
     def _add_inherited(self, runtime: Runtime, record: Record, room: int) -> tuple[bytes, Lease]:
         """Give out a lease on a block that this process inherited from its parent."""
@@ -768,6 +756,39 @@ def _contiguous(memory: Any) -> memoryview:
         setting="memory",
         value=type(memory).__qualname__,
     )
+
+
+def lend(
+    segment: Segment, block: int, generation: int, constant: bytes, leases: list[Lease]
+) -> tuple[bytes, Lease]:
+    """Add a message's lease on a block that this process has; return its handle and itself.
+
+    Parameters
+    ----------
+    constant : bytes
+        The constant part of this process's handles for the block.
+    leases : list
+        It gets the lease.
+
+    Raises
+    ------
+    OutOfLeasesError, LeaseTimeoutError
+        As :meth:`Message.refer`.
+    """
+    nonce = next_nonce()
+    quickly: tuple[bytes, Lease] | None = quick_blocks.lend_block(
+        segment, block, generation, nonce, constant, leases
+    )
+    if quickly is not None:
+        return quickly
+    taken = Lease(segment, block, generation, nonce)
+    try:
+        taken.slot = segment.add_message(block, generation, taken.nonce)
+    except BaseException:
+        taken.drop()
+        raise
+    leases.append(taken)
+    return pack_handle(taken.slot, nonce, constant), taken
 
 
 def keep_leases(leases: list[Lease], child: weakref.ref[Any] | None = None) -> None:

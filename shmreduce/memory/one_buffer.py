@@ -3,9 +3,9 @@
 May import errors, settings, copying, ``quick_blocks``, ``layout``, ``runtime``, ``message``
 and, for types, ``record`` and ``lease``.
 
-This is the usual case of :meth:`Message.carry`: the block is known and can be sent, or a
-warm block of the size is free. That case is done completely. In every other case nothing is
-done, and a :class:`Message` does it, which also raises the errors.
+This is the usual case of :meth:`Message.carry`: the block is known and can be sent, or the bytes
+are copied. That case is done completely. In every other case nothing is done, and the object
+goes the long way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from shmreduce.memory.message import (
     can_travel,
     constant_of_block,
     constant_of_record,
+    lend,
     next_nonce,
 )
 from shmreduce.memory.runtime import current
@@ -263,17 +264,11 @@ def _give_out_block(
     record: Record,
     leases: list[Lease],
     trial: Trial | None = None,
-) -> GivenBuffer | None:
+) -> GivenBuffer:
     segment = record.segment
-    quickly: tuple[bytes, Lease] | None = quick_blocks.lend_block(
-        segment,
-        record.block,
-        record.generation,
-        next_nonce(),
-        constant_of_record(record, segment),
-        leases,
-    )
-    return None if quickly is None else GivenBuffer(runtime, *quickly, trial)
+    constant = constant_of_record(record, segment)
+    given = lend(segment, record.block, record.generation, constant, leases)
+    return GivenBuffer(runtime, *given, trial)
 
 
 def _give_out_copy(runtime: Runtime, view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
@@ -283,18 +278,27 @@ def _give_out_copy(runtime: Runtime, view: memoryview, leases: list[Lease]) -> G
         runtime.heap(BY_VALUE), live, view.nbytes, next_nonce(), leases
     )
     if quickly is None:
-        return None
+        return _give_out_cold(runtime, view, leases)
     copy_run(quickly[0], view)
     return GivenBuffer(runtime, quickly[1], leases[0])
 
 
+def _give_out_cold(runtime: Runtime, view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
+    """Copy a buffer into a block for which the heap must make room first."""
+    message = Message()
+    try:
+        handle = message.carry(view)
+        leases.extend(message.leases())
+    except BaseException:
+        message.rollback()
+        raise
+    return None if handle is None else GivenBuffer(runtime, handle, leases[0])
+
+
 def lend_by_value(
     segment: Segment, block: int, nbytes: int, leases: list[Lease]
-) -> tuple[bytes, Lease] | None:
-    """Add a lease on a by-value block, which the caller keeps from reuse; None if not done."""
+) -> tuple[bytes, Lease]:
+    """Add a lease on a by-value block, which the caller keeps from reuse."""
     generation = segment.generations[block]
     constant = constant_of_block(segment, block, generation, nbytes, shared=False, mode="rw")
-    lent: tuple[bytes, Lease] | None = quick_blocks.lend_block(
-        segment, block, generation, next_nonce(), constant, leases
-    )
-    return lent
+    return lend(segment, block, generation, constant, leases)

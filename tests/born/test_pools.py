@@ -12,6 +12,7 @@ import pytest
 import shmreduce
 from shmreduce import pool as pool_module
 from shmreduce.born import allocations, library, moving
+from shmreduce.memory.one_buffer import GivenBuffer
 from shmreduce.moving import Moves
 from tests.born.allocator import filled, is_born, needs_allocator
 
@@ -138,14 +139,17 @@ def test_what_is_moved_is_where_it_was_born_and_what_is_kept_is_not() -> None:
 
 def lack_memory(number: int) -> Any:
     """Return an array of which this worker will find, once pickled, that it cannot go on."""
-    moves: Any = Moves
-    original = moves.settle
+    # One of an array that is a message by itself, the other of one in a pickle.
+    classes: list[Any] = [GivenBuffer, Moves]
+    originals = [each.settle for each in classes]
 
     def settle(*_: Any) -> Any:
-        moves.settle = original
+        for each, original in zip(classes, originals, strict=True):
+            each.settle = original
         raise MemoryError
 
-    moves.settle = settle
+    for each in classes:
+        each.settle = settle
     return filled(number)
 
 
