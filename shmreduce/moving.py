@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.lease import Lease
     from shmreduce.memory.segment import Segment
 
-__all__ = ["Moves", "give_born", "is_born_elsewhere", "moves_of"]
+__all__ = ["Moves", "born_at", "give_born", "moves_of"]
 
 
 class _Move(Trial, Protocol):
@@ -178,14 +178,25 @@ class Moves:
         return data
 
 
-def give_born(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
+def born_at(view: memoryview) -> int | None:
+    """Return the address of a buffer that was born in shared memory, 0 for any other.
+
+    None if that is not known, since a read-only buffer cannot be asked for its address.
+    """
+    if not born.started:
+        return 0
+    if view.readonly:
+        return None
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return address if has_address(address) else 0
+
+
+def give_born(view: memoryview, address: int, leases: list[Lease]) -> GivenBuffer | None:
     """Give out an array that was born in shared memory and is a message by itself.
 
-    As :func:`~shmreduce.memory.one_buffer.give_out` does for other buffers.
+    As :func:`~shmreduce.memory.one_buffer.give_out` does for other buffers. The address is from
+    :func:`born_at`.
     """
-    address = _address_of(view)
-    if address is None:
-        return None
     moves: list[born.BornMove] = []
 
     def lend(segment: Segment, block: int, nbytes: int) -> tuple[bytes, Lease] | None:
@@ -199,19 +210,6 @@ def give_born(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
         for each in moves:
             each.stay()
         raise
-
-
-def is_born_elsewhere(view: memoryview) -> bool:
-    """Return whether a buffer is certainly in memory of which nothing can be moved."""
-    if not born.started:
-        return True
-    address = _address_of(view)
-    return address is not None and not has_address(address)
-
-
-def _address_of(view: memoryview) -> int | None:
-    """Return where a buffer begins; None if that cannot be asked because it is read-only."""
-    return None if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 @contextmanager

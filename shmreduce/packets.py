@@ -48,7 +48,7 @@ from shmreduce.memory.message import Message, keep_leases
 from shmreduce.memory.one_buffer import give_out, give_shared
 from shmreduce.memory.runtime import current
 from shmreduce.memory.standard_streams import all_clear_of_streams
-from shmreduce.moving import Moves, give_born, is_born_elsewhere
+from shmreduce.moving import Moves, born_at, give_born
 from shmreduce.packet_socket import MOST_DESCRIPTORS
 from shmreduce.pickled_calls import PROTOCOL, CallOnLoad
 from shmreduce.pickler import reducer_claim
@@ -335,12 +335,13 @@ def _give_out(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
     small = view.nbytes < inline_limit()
     if small and not _is_shared(view):
         return None
-    # A small one is pickled if its block cannot be sent: it is neither copied nor moved.
-    copies = not small and is_born_elsewhere(view)
-    given = give_out(view, leases, copies)
-    if given is None and not (copies or small):
-        given = give_born(view, leases)
-    return given
+    if small:
+        # It is pickled if its block cannot be sent: it is neither copied nor moved.
+        return give_out(view, leases, copies=False)
+    address = born_at(view)
+    if address:
+        return give_born(view, address, leases)
+    return give_out(view, leases, copies=address is not None)
 
 
 def _refuse_buffer(claim: ReducerClaim, obj: object, found: object) -> NoReturn:
@@ -363,11 +364,14 @@ def _of_one_call(
     handle: bytes, token: bytes, around: tuple[bytes, bytes], beside: tuple[bytes, bytes] | None
 ) -> bytes:
     """Return a packet that calls a function with a handle, perhaps in a tuple of atoms."""
-    pickled = pickle_around(handle, around)
+    size = len(handle)
     if beside is None:
-        return _CALL_HEAD.pack(_ONE_CALL, 1, token, len(around[0]), len(handle)) + pickled
+        start, end = around
+        head = _CALL_HEAD.pack(_ONE_CALL, 1, token, len(start), size)
+        # As pickle_around(), with the head in front: one join instead of two copies.
+        return b"".join((head, start, size.to_bytes(LENGTH_PREFIX, "little"), handle, end))
     # Without the PROTO opcode in front and the STOP opcode at the end.
-    call = memoryview(pickled)[2:-1]
+    call = memoryview(pickle_around(handle, around))[2:-1]
     return b"".join((_HEAD_OF_ONE_SEGMENT, token, beside[0], call, beside[1]))
 
 
@@ -500,12 +504,13 @@ def open_packet(buffer: ReceiveBuffer, size: int) -> Received:
     InvalidHandleError
         If it is not a packet.
     """
-    if _names_no_segment(buffer, size):
+    one_call = buffer[0] == _ONE_CALL
+    if not one_call and _names_no_segment(buffer, size):
         return PlainArrival(buffer, size)
     # If stdout is closed, a segment may have got number 1. While the message is unpickled,
     # somebody may print.
     all_clear_of_streams(buffer.descriptors)
-    return (CallArrival if buffer[0] == _ONE_CALL else Arrival)(buffer, size)
+    return (CallArrival if one_call else Arrival)(buffer, size)
 
 
 def load_packet(buffer: ReceiveBuffer, size: int) -> Any:
@@ -513,7 +518,7 @@ def load_packet(buffer: ReceiveBuffer, size: int) -> Any:
 
     It is ``open_packet(buffer, size).load()``, and quicker for packets that refer to no segments.
     """
-    if _names_no_segment(buffer, size):
+    if buffer[0] != _ONE_CALL and _names_no_segment(buffer, size):
         return load_whole(pickle.loads, memoryview(buffer)[_HEAD.size : size])
     return open_packet(buffer, size).load()
 

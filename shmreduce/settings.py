@@ -337,7 +337,8 @@ def inline_limit(in_pipe: bool = False) -> int:
     >>> inline_limit(), inline_limit(in_pipe=True)
     (81920, 61440)
     """
-    limit = get_settings().inline_limit
+    # Not through get_settings() in the usual case: every message asks two or three times.
+    limit = (_current or get_settings()).inline_limit
     if limit is None:
         return _INLINE_LIMIT_IN_PIPE if in_pipe else _INLINE_LIMIT
     return limit
