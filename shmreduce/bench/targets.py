@@ -240,11 +240,12 @@ def _against_torch() -> Iterator[Target]:
             _ratio("small-arrays", row, _TORCHES, OURS),
             at_least=20,
         )
-    yield Target(
-        f"results 64 MiB filled: best of torch / {OURS}",
-        _ratio("results", "64 MiB filled", _TORCHES, OURS),
-        at_least=5,
-    )
+    for row in ("64 MiB filled", "64 MiB bare"):
+        yield Target(
+            f"results {row}: best of torch / {OURS}",
+            _ratio("results", row, _TORCHES, OURS),
+            at_least=5,
+        )
 
 
 def _of_ourselves() -> Iterator[Target]:
