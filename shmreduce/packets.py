@@ -43,7 +43,13 @@ from shmreduce.memory import quick_blocks
 from shmreduce.memory.allocation import find_block
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.lease_slots import MESSAGE
-from shmreduce.memory.loading import contents_of, hold_message, import_block, with_arrived
+from shmreduce.memory.loading import (
+    contents_of,
+    discard_message,
+    hold_message,
+    import_block,
+    with_arrived,
+)
 from shmreduce.memory.message import Message, keep_leases
 from shmreduce.memory.one_buffer import give_out, give_shared
 from shmreduce.memory.runtime import current
@@ -57,7 +63,7 @@ from shmreduce.plain_objects import UNASKED, is_plain
 from shmreduce.registry import describe, qualified_name
 from shmreduce.settings import inline_limit
 from shmreduce.signals import is_from_system
-from shmreduce.unpickling import load_message, load_whole, loads_again
+from shmreduce.unpickling import discard_apart, load_message, load_whole, loads_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -592,16 +598,25 @@ class Arrival:
             If a segment cannot be opened here; ``message_bytes`` then has the
             message, which ``pickle.loads`` can try again.
         """
-        if self._kind == _IN_BLOCK:
+        if self._kind != _IN_BLOCK:
+            return load_message(pickle.loads, self._body, self._arrived, lender)
+        body = self._import_body
+        try:
             # No local variable for the block: a traceback would keep it in use.
-            body = self._import_body
             return load_message(pickle.loads, body(_load_body).buffer, self._arrived, lender)
-        return load_message(pickle.loads, self._body, self._arrived, lender)
+        except RecursionError:
+            # There is stack left for one call: the constructor was called at this depth.
+            discard_apart(_discard_body, self._arrived, self._body)
+            raise
 
     def contents(self) -> bytes:
         """Return the bytes of the message; while they live, what they refer to is kept."""
         if self._kind == _IN_BLOCK:
-            data = contents_of(self._import_body(_read_body))
+            try:
+                data = contents_of(self._import_body(_read_body))
+            except RecursionError:
+                discard_apart(_discard_body, self._arrived, self._body)
+                raise
         else:
             data = bytes(self._body)
         # The descriptors will be closed by the time the bytes are unpickled.
@@ -697,6 +712,16 @@ def _refuse(packet: memoryview, descriptors: int) -> NoReturn:
 def _read_body(handle: bytes) -> bytes:
     """Return the bytes of a message in a block."""
     return contents_of(import_block(handle))
+
+
+def _discard_body(handle: bytes) -> None:
+    """Release the blocks of a message in a block, and that block."""
+    try:
+        data = _read_body(handle)
+    except ShmreduceError:
+        # It was read before, and what it refers to has been released.
+        return
+    discard_message(data)
 
 
 def _load_body(handle: bytes) -> Any:

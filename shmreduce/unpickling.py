@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shmreduce.memory.lending import Lender
 
 __all__ = [
+    "discard_apart",
     "load_message",
     "load_whole",
     "load_with_buffers",
@@ -106,30 +107,21 @@ def load_message(
         here.loading = loading
         loaded = load(data, **options)
     except BaseException as error:
-        if _is_exhausted(error):
+        if isinstance(error, RecursionError):
+            # Asked first: there may be too little stack left for the other questions.
+            discard_apart(discard_message, arrived or {}, data)
+        elif _is_exhausted(error):
             _clear_frames(error)
             loading.undo()
             failed = _unloaded(error, data)
             failed.message_bytes = loads_again(bytes(data))
             raise failed from error
-        if _may_pass(error):
+        elif _may_pass(error):
             _clear_frames(error)
             loading.undo()
             # Equal if this is a repeated try: then it is wrapped already.
             if error.message_bytes != data:
                 error.message_bytes = loads_again(bytes(data))
-        elif isinstance(error, RecursionError):
-            # There may be too little stack left here to discard the message, so a new
-            # thread does it. Starting one with _thread calls no Python function.
-            done = allocate_lock()
-            done.acquire()
-            try:
-                start_new_thread(_discard_apart, (arrived or {}, bytes(data), done.release))
-            except RuntimeError:
-                # No thread can be had. The message stays as if nobody had received it, and the
-                # caller is told what has happened to the load.
-                done.release()
-            done.acquire()
         elif not isinstance(error, AlreadyLoadedError):
             # AlreadyLoadedError: somebody else is loading this message, and owns all of it.
             discard_message(data)
@@ -173,9 +165,39 @@ def _names_no_memory(data: Any) -> bool:
     return type(data) in _BYTES and len(data) <= _SEARCHED and MARK not in bytes(data)
 
 
-def _discard_apart(arrived: Mapping[bytes, int], data: bytes, tell: Callable[[], object]) -> None:
+def discard_apart(
+    discard: Callable[[bytes], None], arrived: Mapping[bytes, int], data: Any
+) -> None:
+    """Discard a message whose load has used up the stack, in a new thread, which has its own.
+
+    If no thread can be had, the message stays as if nobody had received it.
+
+    Parameters
+    ----------
+    discard : callable
+        Called with the bytes of ``data``.
+    arrived, data
+        As for :func:`load_message`. It may be called wherever a Python function has been
+        called that did return.
+    """
+    # No Python function is called here: there may be no stack left for one.
+    done = allocate_lock()
+    done.acquire()
     try:
-        with_arrived(arrived, discard_message, data)
+        start_new_thread(_discard, (discard, arrived, bytes(data), done.release))
+    except RuntimeError:
+        return
+    done.acquire()
+
+
+def _discard(
+    discard: Callable[[bytes], None],
+    arrived: Mapping[bytes, int],
+    data: bytes,
+    tell: Callable[[], object],
+) -> None:
+    try:
+        with_arrived(arrived, discard, data)
     finally:
         tell()
 

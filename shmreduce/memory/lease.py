@@ -5,6 +5,7 @@ May import, for types alone, ``filling``, ``borrowing`` and ``segment``.
 
 from __future__ import annotations
 
+from _thread import start_new_thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,8 +41,22 @@ class Lease:
         return self.filling is not None and view.obj is self.filling.root
 
     def undo(self) -> None:
-        """Take the lease back, unless a process has loaded the message by now."""
+        """Take the lease back, unless a process has loaded the message by now.
+
+        It may be called again if it was interrupted. If there is too little stack left for it,
+        as after a RecursionError, a new thread does it, which has a stack of its own.
+        """
         self.ended = True
+        try:
+            self._take_back()
+        except RecursionError:
+            try:
+                start_new_thread(self._take_back, ())
+            except RuntimeError:
+                # No thread can be had: the block stays out of use as long as this process lives.
+                return
+
+    def _take_back(self) -> None:
         # Pinned again, since the message may be complete already. Then another thread may end
         # it first, if it was unread for too long, and nothing else would keep the segment open.
         self.segment.pins[self] = None

@@ -165,7 +165,9 @@ class Loading:
             _end_known(block, slot, nonce)
         # Not before the load has ended: undo() may make a claim its segment's last message.
         for block, _ in self._claims:
-            if block._record.segment.handed_over:
+            # As handed_over, without a call: there may be no stack left for one, and if this
+            # raised, the message would be lost.
+            if block._record.segment._handed_over[0]:
                 current().attachments.tidy_mailbox()
                 return
 

@@ -29,6 +29,7 @@ import pytest
 import shmreduce
 from shmreduce import handle_calls, unpickling
 from shmreduce.cli import main
+from shmreduce.compiled import BLOCKS
 from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
@@ -38,6 +39,7 @@ from shmreduce.memory.segment_creation import create_segment
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
 from shmreduce.testing.processes import OtherProcess
+from tests.compiler import needs_module
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 from tests.open_files import open_files
 
@@ -619,6 +621,38 @@ def test_the_recursion_limit_leaves_no_block_wherever_it_strikes(what: str) -> N
             assert arrived is None or np.array_equal(arrived, payload.get(what, array))
     assert not outcomes[0]
     assert outcomes[-1]
+
+
+@pytest.mark.parametrize("what", ["an array", "bytes", "both"])
+@pytest.mark.usefixtures("strategy")
+def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(what: str) -> None:
+    """The sender had more stack. The message is lost where it was read, and given back.
+
+    With the compiled modules: without them, a claim is many calls, and what undoes it may lack
+    the stack as well.
+    """
+    needs_module(BLOCKS)
+    array = np.arange(40_000.0)
+    data = b"x" * 1_000_000
+    payload: Any = {"an array": array, "bytes": data, "both": [array, data]}[what]
+    reader, writer = shmreduce.Pipe(duplex=False)
+    limit, deep = sys.getrecursionlimit(), len(traceback.extract_stack())
+    received = 0
+    with reader, writer:
+        for depth in range(1, 40):
+            handle_calls._calls.clear()
+            writer.send(payload)
+            with contextlib.suppress(RecursionError, ctypes.ArgumentError):
+                try:
+                    sys.setrecursionlimit(deep + depth)
+                    reader.recv()
+                    received += 1
+                finally:
+                    sys.setrecursionlimit(limit)
+            if reader.poll(0):
+                # It was not even read.
+                reader.recv()
+    assert 0 < received < 39
 
 
 def test_a_load_too_deep_for_the_stack_says_so_where_no_thread_can_be_had(
