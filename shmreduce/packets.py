@@ -338,12 +338,9 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
 
 def _give_out(view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
     """Give out a buffer that is no shared block, or not by the shortest way."""
-    small = view.nbytes < inline_limit()
-    if small and not _is_shared(view):
-        return None
-    if small:
+    if view.nbytes < inline_limit():
         # It is pickled if its block cannot be sent: it is neither copied nor moved.
-        return give_out(view, leases, copies=False)
+        return give_out(view, leases, copies=False) if _is_shared(view) else None
     address = born_at(view)
     if address:
         return give_born(view, address, leases)
