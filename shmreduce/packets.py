@@ -597,21 +597,27 @@ class Arrival:
         """
         if self._kind != _IN_BLOCK:
             return load_message(pickle.loads, self._body, self._arrived, lender)
-        body = self._import_body
+        # In a list, from which it is taken: a traceback would keep it in use.
+        body: list[memoryview] = []
         try:
-            # No local variable for the block: a traceback would keep it in use.
-            return load_message(pickle.loads, body(_load_body).buffer, self._arrived, lender)
-        except RecursionError:
-            # There is stack left for one call: the constructor was called at this depth.
+            body.append(self._import_body(_load_body).buffer)
+        except ShmreduceError:
+            raise
+        except BaseException:
+            # The stack is used up, for example. It is enough for one call: the constructor was
+            # called at this depth.
             discard_apart(_discard_body, self._arrived, self._body)
             raise
+        return load_message(pickle.loads, body.pop(), self._arrived, lender)
 
     def contents(self) -> bytes:
         """Return the bytes of the message; while they live, what they refer to is kept."""
         if self._kind == _IN_BLOCK:
             try:
                 data = contents_of(self._import_body(_read_body))
-            except RecursionError:
+            except ShmreduceError:
+                raise
+            except BaseException:
                 discard_apart(_discard_body, self._arrived, self._body)
                 raise
         else:

@@ -124,7 +124,11 @@ def load_message(
                 error.message_bytes = loads_again(bytes(data))
         elif not isinstance(error, AlreadyLoadedError):
             # AlreadyLoadedError: somebody else is loading this message, and owns all of it.
-            discard_message(data)
+            try:
+                discard_message(data)
+            except RecursionError:
+                # ctypes may have made another error of the first one.
+                discard_apart(discard_message, arrived or {}, data)
         raise
     else:
         if lender is not None:
