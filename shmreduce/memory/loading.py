@@ -168,7 +168,11 @@ class Loading:
             # As handed_over, without a call: there may be no stack left for one, and if this
             # raised, the message would be lost.
             if block._record.segment._handed_over[0]:
-                current().attachments.tidy_mailbox()
+                try:  # noqa: SIM105 - suppress() would need stack itself
+                    current().attachments.tidy_mailbox()
+                except RecursionError:
+                    # Left to whoever ends another message of the segment.
+                    pass
                 return
 
 

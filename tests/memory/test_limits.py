@@ -624,7 +624,7 @@ def test_the_recursion_limit_leaves_no_block_wherever_it_strikes(what: str) -> N
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first of its segment"])
-@pytest.mark.parametrize("what", ["an array", "bytes"])
+@pytest.mark.parametrize("what", ["an array", "bytes", "both"])
 @pytest.mark.usefixtures("strategy")
 def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(what: str, first: bool) -> None:
     """The sender had more stack. The message is lost where it was read, and given back.
@@ -636,7 +636,7 @@ def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(what: str, fir
     needs_module(BLOCKS)
     array = np.arange(40_000.0)
     data = b"x" * 1_000_000
-    payload: Any = {"an array": array, "bytes": data}[what]
+    payload: Any = {"an array": array, "bytes": data, "both": [array, data]}[what]
     reader, writer = shmreduce.Pipe(duplex=False)
     limit, deep = sys.getrecursionlimit(), len(traceback.extract_stack())
     received = 0
