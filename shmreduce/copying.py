@@ -14,6 +14,7 @@ import _thread
 import contextlib
 import ctypes
 import os
+from collections import defaultdict
 from functools import cache
 from pickle import PickleBuffer
 from time import perf_counter
@@ -56,7 +57,7 @@ use the cache too."""
 _WAIT_SECONDS = 1.0
 """How long to wait for a thread before looking whether this is a forked child, which lacks it."""
 
-_trials: dict[int, Trials] = {}
+_trials: defaultdict[int, Trials] = defaultdict(Trials)
 """Those of copies that caches do not keep, by the number of bits of their size."""
 
 
@@ -229,7 +230,7 @@ _copy: Any = getattr(_COMPILED, "copy", None)
 def _copy_large(target: Any, source: Any, threads: int) -> None:
     """Copy more than caches keep, bypassing them if that is faster for such a size here."""
     size = target.nbytes
-    trials = _trials.setdefault(size.bit_length(), Trials())
+    trials = _trials[size.bit_length()]
     past_caches = trials.choose()
     started = perf_counter()
     _copy(target, source, past_caches, threads)

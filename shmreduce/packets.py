@@ -50,8 +50,8 @@ from shmreduce.memory.loading import (
     import_block,
     with_arrived,
 )
-from shmreduce.memory.message import Message, keep_leases
-from shmreduce.memory.one_buffer import give_out, give_shared
+from shmreduce.memory.message import Message, keep_leases, next_nonce
+from shmreduce.memory.one_buffer import give_out
 from shmreduce.memory.runtime import current
 from shmreduce.memory.standard_streams import all_clear_of_streams
 from shmreduce.moving import Moves, born_at, give_born
@@ -303,10 +303,13 @@ def _pack_one_buffer(held: list[Any]) -> Packet | None:
         return None
     beside = None if place is None else pickles_beside(held[0], place)
     runtime = current()
+    if runtime.has_left:
+        # Unread messages must get into the mailbox now, which a Message does.
+        return None
     leases: list[Lease] = []
     given: GivenBuffer | None = None
     try:
-        sent = give_shared(runtime, view, leases)
+        sent = quick_blocks.give_shared(runtime.live, view.obj, view.nbytes, next_nonce(), leases)
         if sent is None:
             given = _give_out(view, leases)
             if given is None:
@@ -367,14 +370,11 @@ def _of_one_call(
     handle: bytes, token: bytes, around: tuple[bytes, bytes], beside: tuple[bytes, bytes] | None
 ) -> bytes:
     """Return a packet that calls a function with a handle, perhaps in a tuple of atoms."""
-    size = len(handle)
+    pickled = pickle_around(handle, around)
     if beside is None:
-        start, end = around
-        head = _CALL_HEAD.pack(_ONE_CALL, 1, token, len(start), size)
-        # As pickle_around(), with the head in front: one join instead of two copies.
-        return b"".join((head, start, size.to_bytes(LENGTH_PREFIX, "little"), handle, end))
+        return _CALL_HEAD.pack(_ONE_CALL, 1, token, len(around[0]), len(handle)) + pickled
     # Without the PROTO opcode in front and the STOP opcode at the end.
-    call = memoryview(pickle_around(handle, around))[2:-1]
+    call = memoryview(pickled)[2:-1]
     return b"".join((_HEAD_OF_ONE_SEGMENT, token, beside[0], call, beside[1]))
 
 

@@ -458,10 +458,7 @@ def reducer_claim(cls: type) -> ReducerClaim | None:
 def claim_in(registry: Registry, cls: type) -> ReducerClaim | None:
     """Return a registry's claim on a class; None if ``ForkingPickler.register`` overrides it."""
     claim = registry.find(cls)
-    # As _registered(), without the call: every message comes here.
-    if claim is None or cls in ForkingPickler._extra_reducers:  # type: ignore[attr-defined]
-        return None
-    return claim
+    return None if claim is None or cls in _registered() else claim
 
 
 def _registered() -> dict[type, Any]:

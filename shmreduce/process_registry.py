@@ -148,10 +148,6 @@ def _import_plugins(settings: Settings) -> Plugins:
 
 def get_registry() -> Registry:
     """Return this process's registry, with the plugins' reducers and strategies in it."""
-    plugins = _process.plugins
-    # The fast path of get_plugins(), without the call: every message comes here.
-    if plugins is not None and plugins.settled_with is get_settings():
-        return plugins.registry
     return get_plugins().registry
 
 

@@ -51,6 +51,7 @@ class Lease:
             self._take_back()
         except RecursionError:
             try:
+                # Not waited for: this thread may hold a lock that it needs.
                 start_new_thread(self._take_back, ())
             except RuntimeError:
                 # No thread can be had: the block stays out of use as long as this process lives.

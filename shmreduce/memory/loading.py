@@ -164,16 +164,15 @@ class Loading:
         for block, slot, nonce in self._known:
             _end_known(block, slot, nonce)
         # Not before the load has ended: undo() may make a claim its segment's last message.
-        for block, _ in self._claims:
-            # As handed_over, without a call: there may be no stack left for one, and if this
-            # raised, the message would be lost.
-            if block._record.segment._handed_over[0]:
-                try:  # noqa: SIM105 - suppress() would need stack itself
+        try:
+            for block, _ in self._claims:
+                if block._record.segment.handed_over:
                     current().attachments.tidy_mailbox()
-                except RecursionError:
-                    # Left to whoever ends another message of the segment.
-                    pass
-                return
+                    break
+        except RecursionError:
+            # If this raised, the message would be lost. Whoever ends another one of the segment
+            # tidies the mailbox.
+            return
 
 
 def import_block(handle: bytes) -> Block:

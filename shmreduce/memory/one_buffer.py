@@ -11,7 +11,7 @@ goes the long way.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shmreduce.copying import copy_run
 from shmreduce.errors import OutOfSharedMemoryError
@@ -43,9 +43,11 @@ __all__ = [
     "Trial",
     "copy_memory",
     "give_out",
-    "give_shared",
     "lend_by_value",
 ]
+
+
+_Handle = TypeVar("_Handle", bytes, bytes | None)
 
 
 class Trial(Protocol):
@@ -157,13 +159,9 @@ class GivenBuffer:
         if trial is None or not self.is_ours:
             return
         if not trial.is_apart():
-            message = Message()
-            try:
-                self.handle = copy_memory(message, *trial.memory())
-                leases.extend(message.leases())
-            except BaseException:
-                message.rollback()
-                raise
+            self.handle = _by_message(
+                leases, lambda message: copy_memory(message, *trial.memory())
+            )
             self.lease.undo()
             del leases[0]
             self.lease = leases[0]
@@ -174,6 +172,18 @@ class GivenBuffer:
         """Undo it: the leases were taken back, and nothing will be sent."""
         if self._trial is not None and self.is_ours:
             self._trial.stay()
+
+
+def _by_message(leases: list[Lease], give: Callable[[Message], _Handle]) -> _Handle:
+    """Let a message give something out; add its leases to a list, and return the handle."""
+    message = Message()
+    try:
+        handle = give(message)
+        leases.extend(message.leases())
+    except BaseException:
+        message.rollback()
+        raise
+    return handle
 
 
 def copy_memory(message: Message, address: int, size: int) -> bytes:
@@ -219,9 +229,6 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
         None if nothing was done.
     """
     runtime = current()
-    if runtime.has_left:
-        # Unread messages must get into the mailbox now, which a Message does.
-        return None
     live = runtime.live
     exporter: Any = view.obj
     reference = live._roots.get(id(exporter))
@@ -243,22 +250,6 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     return _give_out_block(runtime, record, leases, ReceivedBlock(record, reference))
 
 
-def give_shared(
-    runtime: Runtime, view: memoryview, leases: list[Lease]
-) -> tuple[bytes, Lease] | None:
-    """Give out a shared block that a buffer has all of; return its handle and lease.
-
-    That is what :func:`give_out` does for such a block, by one call of a compiled function.
-    It returns None if it has done nothing.
-    """
-    if runtime.has_left:
-        return None
-    given: tuple[bytes, Lease] | None = quick_blocks.give_shared(
-        runtime.live, view.obj, view.nbytes, next_nonce(), leases
-    )
-    return given
-
-
 def _give_out_block(
     runtime: Runtime,
     record: Record,
@@ -278,21 +269,11 @@ def _give_out_copy(runtime: Runtime, view: memoryview, leases: list[Lease]) -> G
         runtime.heap(BY_VALUE), live, view.nbytes, next_nonce(), leases
     )
     if quickly is None:
-        return _give_out_cold(runtime, view, leases)
+        # The heap must make room first.
+        handle = _by_message(leases, lambda message: message.carry(view))
+        return None if handle is None else GivenBuffer(runtime, handle, leases[0])
     copy_run(quickly[0], view)
     return GivenBuffer(runtime, quickly[1], leases[0])
-
-
-def _give_out_cold(runtime: Runtime, view: memoryview, leases: list[Lease]) -> GivenBuffer | None:
-    """Copy a buffer into a block for which the heap must make room first."""
-    message = Message()
-    try:
-        handle = message.carry(view)
-        leases.extend(message.leases())
-    except BaseException:
-        message.rollback()
-        raise
-    return None if handle is None else GivenBuffer(runtime, handle, leases[0])
 
 
 def lend_by_value(

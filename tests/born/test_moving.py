@@ -13,6 +13,8 @@ import pytest
 
 import shmreduce
 from shmreduce.born.heap import get_heap
+from shmreduce.memory.process_memory import Runtime
+from shmreduce.memory.runtime import current
 from shmreduce.testing.leaks import find_leaks, take_census
 from tests.born.allocator import LARGE, address_of, counters, filled, received_in_place
 from tests.plugins.numpy_samples import written_back_to
@@ -38,6 +40,24 @@ def test_an_array_that_nobody_has_any_more_is_moved(pipe: tuple[Any, Any]) -> No
     assert (received == 3).all()
     received[:] = 4
     assert (received == 4).all()
+
+
+def test_what_is_sent_after_the_process_has_left_is_handed_over(
+    pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As any array that a function of ``atexit`` sends: its reader may come later."""
+    here, there = pipe
+    left: list[Runtime] = []
+
+    def leave(runtime: Runtime) -> None:
+        left.append(runtime)
+
+    monkeypatch.setattr(current(), "has_left", True)
+    monkeypatch.setattr(Runtime, "leave", leave)
+    with shmreduce.shared_allocations():
+        here.send(filled(3))
+    assert left == [current()]
+    assert (there.recv() == 3).all()
 
 
 def test_a_block_of_another_strategy_is_no_new_arrays(pipe: tuple[Any, Any]) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     needs_module(COPIES)
     kept = 1 << 40 if request.param == "through caches" else -1
     monkeypatch.setattr(copying, "_kept_in_cache", lambda: kept)
-    monkeypatch.setattr(copying, "_trials", {})
+    monkeypatch.setattr(copying, "_trials", defaultdict(Trials))
     if request.param == "past caches":
         monkeypatch.setattr(Trials, "choose", lambda _: True)
 
@@ -195,7 +196,7 @@ def test_copies_of_another_size_have_trials_of_their_own(monkeypatch: pytest.Mon
         ways.append((len(target), past_caches, threads))
         target[:] = source
 
-    monkeypatch.setattr(copying, "_trials", {})
+    monkeypatch.setattr(copying, "_trials", defaultdict(Trials))
     monkeypatch.setattr(copying, "_copy", copy)
     for size in (10, 10, 100, 11, 100):
         target = memoryview(bytearray(size))
