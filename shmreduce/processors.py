@@ -1,4 +1,4 @@
-"""How many processors this process may use, whether all are busy, and how large caches are.
+"""How many processors this process may use, whether they are busy, and how large caches are.
 
 Imports nothing of shmreduce.
 """
@@ -6,8 +6,21 @@ Imports nothing of shmreduce.
 from __future__ import annotations
 
 import os
+import threading
+import time
 
-__all__ = ["all_taken", "cache_size", "usable_processors"]
+__all__ = ["all_taken", "cache_size", "is_crowded", "usable_processors"]
+
+_READ_AGAIN = 0.01
+"""Seconds between two readings of how long a thread waited: one takes as long as a message."""
+_CROWDED = 0.5
+"""The least ratio of the time that a thread waits for a processor to the time that it runs.
+
+With two processors it is 1 if 16 processes send small messages to each other, and 0 if two
+do. If they take turns, as in a pipeline of three, it is at most 0.4; there polling pays.
+"""
+_NEGLIGIBLE = 1e-4
+"""Seconds. Even on an idle processor a thread is not run in the instant it is woken."""
 
 _CACHES = "/sys/devices/system/cpu/cpu0/cache"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -46,6 +59,53 @@ def all_taken() -> bool:
             return int(running) > usable_processors()
     except (OSError, ValueError, IndexError):
         return True
+
+
+class _Reading(threading.local):
+    """What a thread has read last about itself, in seconds."""
+
+    at = 0.0
+    ran = waited = float("inf")
+    crowded = False
+
+
+_last = _Reading()
+
+
+def is_crowded() -> bool:
+    """Return whether this thread often waits for a processor, because others use them all.
+
+    Unlike the number of running threads, the time that a thread waits depends only on those
+    processors that it may use, also in a container. It is read every 10 ms.
+
+    Examples
+    --------
+    >>> is_crowded() in (True, False)
+    True
+    """
+    now = time.monotonic()
+    if now - _last.at >= _READ_AGAIN:
+        ran, waited = _times_of_this_thread()
+        # Negative at the first reading. In a forked child the last one is its parent's, and
+        # this is negative, too.
+        lately = waited - _last.waited
+        _last.crowded = lately > max(_CROWDED * (ran - _last.ran), _NEGLIGIBLE)
+        _last.at, _last.ran, _last.waited = now, ran, waited
+    return _last.crowded
+
+
+def _times_of_this_thread() -> tuple[float, float]:
+    """Return how long it has run and how long it has waited for a processor, in seconds.
+
+    The numbers are those of https://docs.kernel.org/scheduler/sched-stats.html; zeros if they
+    cannot be read.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            ran, waited, _ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return ran / 1e9, waited / 1e9
 
 
 def cache_size() -> int | None:

@@ -1,6 +1,6 @@
 """How long readers poll for a message before they sleep.
 
-May import :mod:`shmreduce.compiled` and :mod:`shmreduce.settings`.
+May import :mod:`shmreduce.compiled`, :mod:`shmreduce.processors` and :mod:`shmreduce.settings`.
 
 Sleeping and being woken takes tens of microseconds, on a virtual processor a hundred. An
 answer often arrives sooner. So a reader polls first. The channels of shmreduce always
@@ -16,6 +16,7 @@ from threading import get_ident, main_thread
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.compiled import PACKETS, find_module
+from shmreduce.processors import is_crowded
 from shmreduce.settings import get_settings
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class ShortWaits:
     Each time that it polls in vain, the reader sleeps at once for twice as many waits
     before it polls again. So useless polling costs next to nothing. A message that was
     there before the reader polled does not count as a success: with more processes than
-    processors that is usual, and polling would keep the others from writing.
+    processors that is usual. There polling may succeed, but it keeps others from working, so
+    it counts as in vain before it has begun.
     """
 
     __slots__ = ("_in_vain", "_sleeps")
@@ -63,6 +65,9 @@ class ShortWaits:
         if at_most is not None:
             limit = min(limit, at_most)
         if limit <= 0:
+            return None
+        if is_crowded():
+            self.in_vain()
             return None
         at_once = min(limit, _ANYWAY)
         return at_once, limit - at_once

@@ -54,7 +54,8 @@ class OwnedSegment(Segment):
         self.out: dict[int, float] = {}
         """Blocks that are not free, with the time since when (monotonic seconds)."""
         self.small: dict[int, tuple[int, int]] = {}
-        """Blocks with small pages where huge ones could be: from which offset, and its uses."""
+        """Blocks with small pages where huge ones could be: from which offset on, and how often
+        it is used before the kernel is asked again."""
         if self.block_tables is not None:
             self.block_tables.out, self.block_tables.small = self.out, self.small
         self.reserved = 0

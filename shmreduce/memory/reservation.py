@@ -9,7 +9,9 @@ The heap books memory against the family's budget; this module deals with the sy
 from __future__ import annotations
 
 import errno
+import math
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ConfigurationError, OutOfSharedMemoryError
@@ -34,8 +36,12 @@ __all__ = [
     "reserve_run",
 ]
 
-_USES_BETWEEN_TRIES = 8
-"""Uses of a block after which the kernel is asked again for missing huge pages."""
+_FEWEST_USES = 8
+"""Uses of a block after which the kernel is asked again for missing huge pages, or more: so many
+that copying into the block takes ``_COPIES_FOR_A_WAIT`` times as long as the last try did."""
+_COPIES_FOR_A_WAIT = 8
+_BYTES_PER_SECOND = 16e9
+"""How fast a block is filled: two threads of a quick machine copy so many bytes."""
 _BYTES_FOR_A_WAIT = 64 << 20
 """Bytes of a block for each huge page that is waited for: so waiting takes less than copying."""
 _WRITTEN_FROM = 1 << 20
@@ -185,17 +191,19 @@ def _write(segment: OwnedSegment, offset: int, data: memoryview) -> bool:
 
 def go_on_making_huge(segment: OwnedSegment, block: int) -> None:
     """Try again to get huge pages for a block that is used again: now waiting for them pays."""
-    place, uses = segment.small[block]
-    if uses % _USES_BETWEEN_TRIES:
-        segment.small[block] = place, uses + 1
+    place, uses_left = segment.small[block]
+    if uses_left:
+        segment.small[block] = place, uses_left - 1
         return
     size = segment.capacities[block]
     end = segment.offsets[block] + size
     patience = -(-size // _BYTES_FOR_A_WAIT)
     fd = segment.checked_fd
+    began = time.monotonic()
     _, place = segment.data.make_huge(fd, place, end - place, patience=patience)
     if place < end:
-        segment.small[block] = place, uses + 1
+        copies = _COPIES_FOR_A_WAIT * (time.monotonic() - began) * _BYTES_PER_SECOND / size
+        segment.small[block] = place, max(_FEWEST_USES, math.ceil(copies)) - 1
     else:
         del segment.small[block]
 

@@ -61,6 +61,14 @@ def settings() -> Iterator[None]:
     set_settings(before)
 
 
+@pytest.fixture(autouse=True)
+def crowded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether readers seem to lack processors: they do not, whoever else runs here."""
+    answers = [False]
+    monkeypatch.setattr(short_waits, "is_crowded", lambda: answers[-1])
+    return answers
+
+
 def receive(reader: Any, writer: Any, found: str, count: int = 1) -> Looked:
     """Receive messages, which are found in this way; return how the socket was asked."""
     looked = Looked(reader._socket, found)
@@ -104,6 +112,16 @@ def test_what_was_there_before_tells_nothing(ends: tuple[Any, Any]) -> None:
     assert receive(*ends, "at once", count=10).looks == 7
     receive(*ends, "by waiting")
     assert receive(*ends, "at once", count=8).sleeps == 7
+
+
+def test_where_processors_lack_nobody_polls(ends: tuple[Any, Any], crowded: list[bool]) -> None:
+    """Readers sleep at once, as if they had polled in vain, until processors are free again."""
+    crowded.append(True)
+    looked = receive(*ends, "by looking", count=1000)
+    assert (looked.looks, looked.sleeps) == (0, 1000)
+    crowded.append(False)
+    looked = receive(*ends, "by looking", count=256)
+    assert 1 <= looked.looks <= 256 - looked.sleeps
 
 
 def test_nobody_looks_whom_the_settings_tell_not_to(ends: tuple[Any, Any], settings: None) -> None:

@@ -8,11 +8,12 @@ import itertools
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shmreduce.memory import mapping
+from shmreduce.memory import mapping, reservation
 from shmreduce.memory.layout import BY_VALUE, SHARED
 from shmreduce.memory.mapping import HUGE_PAGE
 from tests.memory.own_heaps import close, make_heap
@@ -165,6 +166,26 @@ def test_what_is_not_at_hand_is_waited_for_in_later_uses(
     for _ in range(20):
         use_again(heap, segment, block)
     assert asked == [(address + each * HUGE_PAGE, HUGE_PAGE) for each in range(5)]
+
+
+def test_waiting_takes_an_eighth_of_copying_at_most(
+    heap: Heap, ask_kernel: Callable[[int], list[Call]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a huge page takes 6 ms, 10 MiB are copied 74 times before the next one is waited for."""
+    asked = ask_kernel(0)
+    monkeypatch.setattr(mapping, "_AT_HAND", -1.0)
+    # Of a clock that only the kernel's work moves.
+    clock = SimpleNamespace(monotonic=lambda: 6e-3 * len(asked))
+    monkeypatch.setattr(reservation, "time", clock)
+    segment, block = heap.allocate(5 * HUGE_PAGE)
+    if block not in segment.small:
+        pytest.skip("this kernel does not align mappings: Linux 6.7 does")
+    at_once = len(asked)
+    numbers = []
+    for _ in range(149):
+        use_again(heap, segment, block)
+        numbers.append(len(asked) - at_once)
+    assert numbers == 74 * [1] + 74 * [2] + [3]
 
 
 def test_a_block_whose_pages_are_changed_keeps_its_bytes(

@@ -1,0 +1,91 @@
+"""A thread notices that it lacks a processor."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from shmreduce import processors
+from shmreduce.processors import is_crowded
+from tests.channels.channels import PATIENCE
+
+_OTHERS = 3
+
+
+@pytest.fixture(autouse=True)
+def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been read before."""
+    monkeypatch.setattr(processors, "_last", processors._Reading())
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, times: list[tuple[float, float]]) -> list[bool]:
+    """Return the answers for what a thread reads about itself, one a second."""
+    readings = iter(times)
+    clock = itertools.count(1000.0)
+    monkeypatch.setattr(processors, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(processors, "_times_of_this_thread", lambda: next(readings))
+    return [is_crowded() for _ in times]
+
+
+def test_who_waits_half_as_long_as_it_runs_is_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was before the last reading does not count, nor the time that a thread sleeps."""
+    times = [(5.0, 50.0), (5.2, 50.05), (5.3, 50.15), (5.31, 50.152), (5.32, 50.162)]
+    assert answers(monkeypatch, times) == [False, False, True, False, True]
+
+
+def test_a_wait_after_waking_up_is_no_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than 0.1 ms, by a thread that ran for an even shorter time."""
+    assert answers(monkeypatch, [(1.0, 1.0), (1.00001, 1.00009)]) == [False, False]
+
+
+def test_a_forked_child_does_not_count_what_its_parent_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own times begin at 0."""
+    assert answers(monkeypatch, [(9.0, 9.0), (0.1, 0.2), (0.2, 0.21)]) == [False, False, False]
+
+
+def test_what_cannot_be_read_is_no_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel keeps no such times, or no descriptor is free."""
+    assert answers(monkeypatch, [(0.0, 0.0)] * 3) == [False] * 3
+
+
+def test_it_is_read_every_ten_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In between the last answer counts."""
+    read = [(1.0, 1.0), (1.1, 1.1), (1.2, 1.1)]
+    monkeypatch.setattr(processors, "_READ_AGAIN", 2.5)
+    assert answers(monkeypatch, read + [(0.0, 0.0)] * 6) == 3 * [False] + 3 * [True] + 3 * [False]
+
+
+def test_a_thread_that_shares_its_processor_with_others_is_crowded() -> None:
+    """With three processes that compute it soon is, and another thread learns that by itself."""
+    if processors._times_of_this_thread() == (0.0, 0.0):
+        pytest.skip("this kernel does not tell how long a thread waits")
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    others = []
+    try:
+        # They may use the same processor alone.
+        others = [
+            subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(_OTHERS)
+        ]
+        deadline = time.monotonic() + PATIENCE
+        while not is_crowded():
+            assert time.monotonic() < deadline
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(is_crowded()))
+        thread.start()
+        thread.join(PATIENCE)
+        assert found == [False]
+    finally:
+        os.sched_setaffinity(0, usable)
+        for each in others:
+            each.kill()
+            each.wait()
