@@ -13,11 +13,11 @@ __all__ = ["all_taken", "cache_size", "is_crowded", "usable_processors"]
 
 _READ_AGAIN = 0.01
 """Seconds between two readings of how long a thread waited: one takes as long as a message."""
-_CROWDED = 0.5
+_CROWDED = 0.75
 """The least ratio of the time that a thread waits for a processor to the time that it runs.
 
-With two processors it is 1 if 16 processes send small messages to each other, and 0 if two
-do. If they take turns, as in a pipeline of three, it is at most 0.4; there polling pays.
+With two processors it is about 1 if 16 processes send small messages to each other, and 0 if
+two do. In a pipeline of three, where polling pays, it is seldom more than 0.6.
 """
 _NEGLIGIBLE = 1e-4
 """Seconds. Even on an idle processor a thread is not run in the instant it is woken."""
