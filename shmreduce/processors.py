@@ -61,11 +61,14 @@ def all_taken() -> bool:
         return True
 
 
+_UNKNOWN = float("inf")
+
+
 class _Reading(threading.local):
     """What a thread has read last about itself, in seconds."""
 
     at = 0.0
-    ran = waited = float("inf")
+    ran = waited = _UNKNOWN
     crowded = False
 
 
@@ -86,8 +89,8 @@ def is_crowded() -> bool:
     now = time.monotonic()
     if now - _last.at >= _READ_AGAIN:
         ran, waited = _times_of_this_thread()
-        # Negative at the first reading. In a forked child the last one is its parent's, and
-        # this is negative, too.
+        # Negative after an unknown time, and in a forked child, where the last reading is its
+        # parent's. If the time now is unknown, the comparison is false as well.
         lately = waited - _last.waited
         _last.crowded = lately > max(_CROWDED * (ran - _last.ran), _NEGLIGIBLE)
         _last.at, _last.ran, _last.waited = now, ran, waited
@@ -97,14 +100,14 @@ def is_crowded() -> bool:
 def _times_of_this_thread() -> tuple[float, float]:
     """Return how long it has run and how long it has waited for a processor, in seconds.
 
-    The numbers are those of https://docs.kernel.org/scheduler/sched-stats.html; zeros if they
-    cannot be read.
+    The numbers are those of https://docs.kernel.org/scheduler/sched-stats.html; ``_UNKNOWN`` if
+    they cannot be read.
     """
     try:
         with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
             ran, waited, _ = map(int, file.read().split())
     except (OSError, ValueError):
-        return 0.0, 0.0
+        return _UNKNOWN, _UNKNOWN
     return ran / 1e9, waited / 1e9
 
 

@@ -53,20 +53,22 @@ def test_a_forked_child_does_not_count_what_its_parent_read(
 
 
 def test_what_cannot_be_read_is_no_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel keeps no such times, or no descriptor is free."""
-    assert answers(monkeypatch, [(0.0, 0.0)] * 3) == [False] * 3
+    """Where the kernel keeps no such times, or no descriptor is free; nor the reading after."""
+    unknown = (processors._UNKNOWN, processors._UNKNOWN)
+    times = [unknown, unknown, (1.0, 9.0), unknown, (1.1, 19.0), (1.2, 20.0)]
+    assert answers(monkeypatch, times) == [False] * 5 + [True]
 
 
 def test_it_is_read_every_ten_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """In between the last answer counts."""
     read = [(1.0, 1.0), (1.1, 1.1), (1.2, 1.1)]
     monkeypatch.setattr(processors, "_READ_AGAIN", 2.5)
-    assert answers(monkeypatch, read + [(0.0, 0.0)] * 6) == 3 * [False] + 3 * [True] + 3 * [False]
+    assert answers(monkeypatch, read + [(9.0, 9.0)] * 6) == 3 * [False] + 3 * [True] + 3 * [False]
 
 
 def test_a_thread_that_shares_its_processor_with_others_is_crowded() -> None:
     """With three processes that compute it soon is, and another thread learns that by itself."""
-    if processors._times_of_this_thread() == (0.0, 0.0):
+    if processors._UNKNOWN in processors._times_of_this_thread():
         pytest.skip("this kernel does not tell how long a thread waits")
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usable)})
