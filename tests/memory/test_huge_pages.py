@@ -62,6 +62,8 @@ def ask_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Call]]:
         monkeypatch.setattr(mapping, "_collapses", True)
         monkeypatch.setattr(mapping, "_AT_HAND", 3600.0)
         monkeypatch.setattr(mapping, "_madvise", madvise)
+        # Nothing takes any time, however busy the machine is.
+        monkeypatch.setattr(reservation, "time", SimpleNamespace(monotonic=lambda: 0.0))
         return asked
 
     return answer
@@ -174,7 +176,7 @@ def test_waiting_takes_an_eighth_of_copying_at_most(
     """If a huge page takes 6 ms, 10 MiB are copied 74 times before the next one is waited for."""
     asked = ask_kernel(0)
     monkeypatch.setattr(mapping, "_AT_HAND", -1.0)
-    # Of a clock that only the kernel's work moves.
+    # A clock that only the kernel's work moves.
     clock = SimpleNamespace(monotonic=lambda: 6e-3 * len(asked))
     monkeypatch.setattr(reservation, "time", clock)
     segment, block = heap.allocate(5 * HUGE_PAGE)
