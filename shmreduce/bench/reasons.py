@@ -105,8 +105,9 @@ REASONS: dict[str, str] = {
     ),
     "results 64 MiB: shared memory / arrays alive": (
         "This is the peak of many calls. The memory of a dropped result is lent to the worker "
-        "that makes the next one, but not while somebody has a view of it, nor if less than twice "
-        "as much is free."
+        "that makes the next one, but for one second only, and systems take turns. Then it goes "
+        "back to the worker that made it, which may keep 128 MiB. So if a worker makes three of "
+        "four results where it made two before, one more block is needed."
     ),
     "shared *: best of torch / shmreduce": "The difference is within our spread.",
     "results 64 MiB filled: multiprocessing*": (
