@@ -62,6 +62,8 @@ def all_taken() -> bool:
 
 
 _UNKNOWN = float("inf")
+_CALLS = 20
+"""Calls for which reading a file and closing it have room on the stack."""
 
 
 class _Reading(threading.local):
@@ -104,11 +106,20 @@ def _times_of_this_thread() -> tuple[float, float]:
     they cannot be read.
     """
     try:
+        # If the stack ended between open() and the block, the file would be left to its
+        # destructor, which warns.
+        _need_stack(_CALLS)
         with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
             ran, waited, _ = map(int, file.read().split())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return _UNKNOWN, _UNKNOWN
     return ran / 1e9, waited / 1e9
+
+
+def _need_stack(calls: int) -> None:
+    """Raise RecursionError if there is no room on the stack for this many calls."""
+    if calls > 0:
+        _need_stack(calls - 1)
 
 
 def cache_size() -> int | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,30 @@ def test_what_cannot_be_read_is_no_crowd(monkeypatch: pytest.MonkeyPatch) -> Non
     unknown = (processors._UNKNOWN, processors._UNKNOWN)
     times = [unknown, unknown, (1.0, 9.0), unknown, (1.1, 19.0), (1.2, 20.0)]
     assert answers(monkeypatch, times) == [False] * 5 + [True]
+
+
+def test_no_file_is_opened_where_the_stack_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it ended before the file is closed, its destructor would warn."""
+
+    def refuse(calls: int) -> None:
+        assert calls == processors._CALLS
+        raise RecursionError
+
+    monkeypatch.setattr(processors, "_need_stack", refuse)
+    assert processors._times_of_this_thread() == (processors._UNKNOWN, processors._UNKNOWN)
+
+
+def test_room_on_the_stack_is_asked_for_in_calls() -> None:
+    """There is room for as many calls as the limit leaves, and not for more."""
+    limit = sys.getrecursionlimit()
+    used = len(traceback.extract_stack())
+    try:
+        sys.setrecursionlimit(used + 50)
+        processors._need_stack(40)
+        with pytest.raises(RecursionError):
+            processors._need_stack(60)
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_it_is_read_every_ten_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
