@@ -21,7 +21,10 @@ two do. In a pipeline of three, where polling pays, it is seldom more than 0.6.
 """
 _NEGLIGIBLE = 1e-4
 """Seconds. Even on an idle processor a thread is not run in the instant it is woken."""
-
+_UNKNOWN = float("inf")
+"""A time that could not be read."""
+_CALLS = 20
+"""Calls for which there must be room on the stack before a file is opened."""
 _CACHES = "/sys/devices/system/cpu/cpu0/cache"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -53,17 +56,10 @@ def all_taken() -> bool:
     True
     """
     try:
-        # As bytes: importing a codec for text would take longer than everything else here.
-        with open("/proc/loadavg", "rb", buffering=0) as file:
-            running, _, _ = file.read().split()[3].partition(b"/")
-            return int(running) > usable_processors()
-    except (OSError, ValueError, IndexError):
+        running, _, _ = _read("/proc/loadavg").split()[3].partition(b"/")
+        return int(running) > usable_processors()
+    except (OSError, ValueError, IndexError, RecursionError):
         return True
-
-
-_UNKNOWN = float("inf")
-_CALLS = 20
-"""Calls for which reading a file and closing it have room on the stack."""
 
 
 class _Reading(threading.local):
@@ -106,14 +102,26 @@ def _times_of_this_thread() -> tuple[float, float]:
     they cannot be read.
     """
     try:
-        # If the stack ended between open() and the block, the file would be left to its
-        # destructor, which warns.
-        _need_stack(_CALLS)
-        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
-            ran, waited, _ = map(int, file.read().split())
+        ran, waited, _ = map(int, _read("/proc/thread-self/schedstat").split())
     except (OSError, ValueError, RecursionError):
         return _UNKNOWN, _UNKNOWN
     return ran / 1e9, waited / 1e9
+
+
+def _read(path: str) -> bytes:
+    """Return the contents of a file, as bytes: a codec for text may have to be imported first.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    RecursionError
+        If the stack is short. CPython's open() needs less of it than the end of the block, so
+        the file could be left to its destructor, which warns.
+    """
+    _need_stack(_CALLS)
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 def _need_stack(calls: int) -> None:
@@ -143,8 +151,7 @@ def cache_size() -> int | None:
     found = []
     for name in names:
         try:
-            with open(f"{_CACHES}/{name}/size", "rb", buffering=0) as file:
-                text = file.read().decode().strip()
+            text = _read(f"{_CACHES}/{name}/size").decode().strip()
             unit = _UNITS.get(text[-1:], 0)
             found.append(int(text[:-1]) * unit if unit else int(text))
         except (OSError, ValueError):

@@ -43,7 +43,7 @@ _COPIES_FOR_A_WAIT = 8
 _BYTES_PER_SECOND = 16e9
 """How fast a block is filled: two threads of a quick machine copy so many bytes."""
 _BYTES_FOR_A_WAIT = 64 << 20
-"""Bytes of a block for each huge page that is waited for: so waiting takes less than copying."""
+"""Bytes of a block for each huge page that is waited for in one try."""
 _WRITTEN_FROM = 1 << 20
 """Bytes. A smaller run is carved for many blocks, and only one of them has the contents."""
 _WRITTEN_AT_ONCE = 64 << 20
