@@ -45,6 +45,7 @@ from shmreduce.packets import (
 )
 from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.short_waits import ShortWaits, poll_after_look
+from shmreduce.stack import need_stack
 from shmreduce.standard_names import names_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,12 @@ A stream of such messages would fill the memory otherwise.
 """
 _LONGEST_PAUSE = 20
 """Milliseconds."""
+_CALLS = 5
+"""Calls for which there must be room on the stack before a packet is read.
+
+The packet is opened and loaded one call less deep than it is read. Then ``load_message`` must be
+entered, from where the message is discarded if the rest fails.
+"""
 
 _spare: list[ReceiveBuffer] = []
 """Receive buffers that are not in use; see :func:`take_buffer`."""
@@ -366,6 +373,8 @@ class Connection(multiprocessing.connection.Connection):
 
     def _read(self, buffer: ReceiveBuffer, flags: int) -> int:
         """Read a packet and its descriptors; return its size."""
+        # Otherwise the packet could be read, and then neither be loaded nor be discarded.
+        need_stack(_CALLS)
         try:
             size = None if flags & _DO_NOT_WAIT else self._watch(buffer)
             if size is None:

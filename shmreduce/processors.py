@@ -1,6 +1,6 @@
 """How many processors this process may use, whether they are busy, and how large caches are.
 
-Imports nothing of shmreduce.
+May import :mod:`shmreduce.stack`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+
+from shmreduce.stack import need_stack
 
 __all__ = ["all_taken", "cache_size", "is_crowded", "usable_processors"]
 
@@ -119,15 +121,9 @@ def _read(path: str) -> bytes:
         If the stack is short. CPython's open() needs less of it than the end of the block, so
         the file could be left to its destructor, which warns.
     """
-    _need_stack(_CALLS)
+    need_stack(_CALLS)
     with open(path, "rb", buffering=0) as file:
         return file.read()
-
-
-def _need_stack(calls: int) -> None:
-    """Raise RecursionError if there is no room on the stack for this many calls."""
-    if calls > 0:
-        _need_stack(calls - 1)
 
 
 def cache_size() -> int | None:

@@ -27,7 +27,7 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"fork_hooks"},
+    {"fork_hooks", "stack"},
     {
         "borrowed_socket",
         "compiled",

@@ -95,7 +95,7 @@ def test_a_short_stack_is_no_crowd_and_no_free_processor(monkeypatch: pytest.Mon
     def refuse(_: int) -> None:
         raise RecursionError
 
-    monkeypatch.setattr(processors, "_need_stack", refuse)
+    monkeypatch.setattr(processors, "need_stack", refuse)
     assert processors._times_of_this_thread() == (processors._UNKNOWN, processors._UNKNOWN)
     assert processors.all_taken()
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import importlib
 import io
 import multiprocessing
@@ -44,7 +45,7 @@ from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive,
 from tests.open_files import open_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from shmreduce.memory.owned_segment import OwnedSegment
 
@@ -623,10 +624,29 @@ def test_the_recursion_limit_leaves_no_block_wherever_it_strikes(what: str) -> N
     assert outcomes[-1]
 
 
+def ends_of(how: str) -> tuple[Any, Callable[[Any], None], Callable[[], Any], Callable[[], bool]]:
+    """Return what to close, and functions that send, that receive, and that say what is unread."""
+    if how == "by a queue":
+        # It does not wait, so reading takes the fewest calls.
+        queue: Any = shmreduce.Queue()
+        return queue, queue.put, functools.partial(queue.get, block=False), queue._reader.poll
+    reader, writer = shmreduce.Pipe(duplex=False)
+    if how == "asleep":
+        # As after waits in which nothing arrived, or where others use all processors.
+        reader._waits._sleeps = sys.maxsize
+    both = contextlib.ExitStack()
+    for end in (reader, writer):
+        both.enter_context(end)
+    return both, writer.send, reader.recv, reader.poll
+
+
+@pytest.mark.parametrize("how", ["polling", "asleep", "by a queue"])
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first of its segment"])
 @pytest.mark.parametrize("what", ["an array", "bytes", "both"])
 @pytest.mark.usefixtures("strategy")
-def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(what: str, first: bool) -> None:
+def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(
+    what: str, first: bool, how: str
+) -> None:
     """The sender had more stack. The message is lost where it was read, and given back.
 
     The first message of a segment has the segment mapped, and needs more stack for that.
@@ -637,13 +657,13 @@ def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(what: str, fir
     array = np.arange(40_000.0)
     data = b"x" * 1_000_000
     payload: Any = {"an array": array, "bytes": data, "both": [array, data]}[what]
-    reader, writer = shmreduce.Pipe(duplex=False)
     limit, deep = sys.getrecursionlimit(), len(traceback.extract_stack())
     received = 0
-    with reader, writer:
+    channel, send, take, is_unread = ends_of(how)
+    with contextlib.closing(channel):
         for depth in range(1, 40):
             handle_calls._calls.clear()
-            writer.send(payload)
+            send(payload)
             if first:
                 for heap in runtime.current().heaps:
                     for segment in heap.segments:
@@ -651,13 +671,13 @@ def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(what: str, fir
             with contextlib.suppress(RecursionError, ctypes.ArgumentError):
                 try:
                     sys.setrecursionlimit(deep + depth)
-                    reader.recv()
+                    take()
                     received += 1
                 finally:
                     sys.setrecursionlimit(limit)
-            if reader.poll(0):
+            if is_unread():
                 # It was not even read.
-                reader.recv()
+                take()
     assert 0 < received < 39
 
 
