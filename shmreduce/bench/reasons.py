@@ -105,7 +105,7 @@ REASONS: dict[str, str] = {
     ),
     "results 64 MiB: shared memory / arrays alive": (
         "This is the peak of many calls. The memory of a dropped result is lent to the worker "
-        "that makes the next one, but for one second only, and systems take turns. Then it goes "
+        "that makes the next one, but for a short time, and systems take turns. Then it goes "
         "back to the worker that made it, which may keep 128 MiB. So if a worker makes three of "
         "four results where it made two before, one more block is needed."
     ),

@@ -1,7 +1,7 @@
 """Lends the blocks of dropped results to the processes that make the next results.
 
-May import errors, signals, ``segment_file``, ``runtime``, ``message`` and, for types, ``segment``,
-``record`` and ``blocks``.
+May import errors, signals, settings, ``segment_file``, ``runtime``, ``message`` and, for types,
+``segment``, ``record`` and ``blocks``.
 
 A worker of a pool that returned three of four large results keeps memory for three, and
 another worker may keep as much: together they have more than is alive. So the block of a
@@ -36,6 +36,7 @@ from shmreduce.errors import SegmentError
 from shmreduce.memory.message import Message
 from shmreduce.memory.runtime import current
 from shmreduce.memory.segment_file import room_left
+from shmreduce.settings import get_settings
 from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ __all__ = ["Lender"]
 
 _SMALLEST = 16 << 20
 """Bytes of the smallest block that is lent: lending takes a twentieth of the time to fill it."""
-_KEPT_SECONDS = 1.0
-"""How long a block is kept for the next result."""
+_LEAST_SECONDS = 1.0
+"""How long a block is kept for the next result, however soon idle memory is to be given back."""
 _ROOMY_SECONDS = 0.1
 """How long the result of a check for free memory is taken to hold."""
 _FREE_FACTOR = 2
@@ -145,12 +146,12 @@ class Lender:
         if not self.has_some:
             return None
         self._keep(self._take_in())
-        now = time.monotonic()
-        self._release([each for each in self._kept if now - self._kept[each] >= _KEPT_SECONDS])
+        now, limit = time.monotonic(), _kept_seconds()
+        self._release([each for each in self._kept if now - self._kept[each] >= limit])
         self._awake = bool(self._kept)
         if not self._kept:
             return None
-        return max(0.0, min(self._kept.values()) + _KEPT_SECONDS - now)
+        return max(0.0, min(self._kept.values()) + limit - now)
 
     def give_back_ownerless(self) -> None:
         """Release the blocks of owners that have ended.
@@ -206,6 +207,15 @@ class Lender:
             return False
         self._roomy_for, self._roomy_until = nbytes, now + _ROOMY_SECONDS
         return True
+
+
+def _kept_seconds() -> float:
+    """Return how long a block is kept for the next result.
+
+    As long as idle memory: a worker to which its blocks are given back keeps some of them,
+    though another may need them next.
+    """
+    return max(_LEAST_SECONDS, get_settings().idle_seconds)
 
 
 def _is_free(nbytes: int, segment: Segment) -> bool:

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("shmreduce_no_leaks")
 @pytest.fixture(autouse=True)
 def _kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is, what is kept is still there for the next task."""
-    monkeypatch.setattr(lending, "_KEPT_SECONDS", PATIENCE)
+    monkeypatch.setattr(lending, "_LEAST_SECONDS", PATIENCE)
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -178,10 +178,29 @@ def test_what_is_not_needed_goes_back() -> None:
 
 def test_what_is_not_wanted_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without another task it is its owner's again after a while."""
-    monkeypatch.setattr(lending, "_KEPT_SECONDS", 0.05)
-    with shmreduce.get_context("fork").Pool(1) as pool:
+    monkeypatch.setattr(lending, "_LEAST_SECONDS", 0.05)
+    with shmreduce.install(idle_seconds=0), shmreduce.get_context("fork").Pool(1) as pool:
         where = place(pool.apply(made, (1,)))
         until(lambda: is_free(where))
+    pool.join()
+
+
+def test_it_waits_as_long_as_idle_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner would keep it for as long, but only for itself."""
+    monkeypatch.setattr(lending, "_LEAST_SECONDS", 0.0)
+    look_after, pauses = lending.Lender.look_after, []
+
+    def note(self: lending.Lender) -> float | None:
+        pauses.append(look_after(self))
+        return pauses[-1]
+
+    monkeypatch.setattr(lending.Lender, "look_after", note)
+    context = shmreduce.get_context("fork")
+    with shmreduce.install(idle_seconds=3 * PATIENCE), context.Pool(1) as pool:
+        where = place(pool.apply(made, (1,)))
+        until(lambda: any(pauses))
+        assert max(filter(None, pauses)) > 2 * PATIENCE
+        assert is_kept(where)
     pool.join()
 
 
