@@ -622,8 +622,7 @@ class Arrival:
                 raise
         else:
             data = bytes(self._body)
-        # The descriptors will be closed by the time the bytes are unpickled.
-        return with_arrived(self._arrived, _hold, data)
+        return _held(data, self._arrived)
 
     def _import_body(self, again: Callable[[bytes], Any]) -> Block:
         handle = bytes(self._body)
@@ -670,7 +669,7 @@ class CallArrival:
 
     def contents(self) -> bytes:
         """Return the bytes of the message; while they live, what they refer to is kept."""
-        return with_arrived(self._arrived, _hold, bytes(self._body))
+        return _held(bytes(self._body), self._arrived)
 
 
 Received: TypeAlias = "Arrival | CallArrival | PlainArrival"
@@ -694,6 +693,19 @@ class _HeldBytes(bytes):
         # During interpreter shutdown the modules' globals may be gone.
         if not is_ending():
             self._let_go()
+
+
+def _held(data: bytes, arrived: dict[bytes, int]) -> bytes:
+    """Return the bytes of a message; while they live, what they refer to is kept."""
+    try:
+        # The descriptors will be closed by the time the bytes are unpickled.
+        return with_arrived(arrived, _hold, data)
+    except ShmreduceError:
+        raise
+    except BaseException:
+        # Nobody gets the bytes, and the stack may be used up.
+        discard_apart(discard_message, arrived, data)
+        raise
 
 
 def _hold(data: bytes) -> bytes:

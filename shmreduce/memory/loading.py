@@ -446,15 +446,21 @@ def hold_message(data: bytes | bytearray | memoryview) -> Callable[[], None] | N
     """
     attachments = current().attachments
     pins = []
-    for what in _handles_in(data):
-        mark = object()
-        try:
-            segment = attachments.pin(what, mark, _arrived_here())
-            pins.append((segment, mark))
-            segment.note_bytes()
-        except (AttachError, LeaseTimeoutError):
-            # The unpickling will raise the error.
-            continue
+    try:
+        for what in _handles_in(data):
+            mark = object()
+            try:
+                segment = attachments.pin(what, mark, _arrived_here())
+                pins.append((segment, mark))
+                segment.note_bytes()
+            except (AttachError, LeaseTimeoutError):
+                # The unpickling will raise the error.
+                continue
+    except BaseException:
+        # Ctrl-C, or the stack is used up.
+        for segment, mark in pins:
+            segment.unpin(mark)
+        raise
     if not pins:
         return None
 

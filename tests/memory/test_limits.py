@@ -681,6 +681,36 @@ def test_a_receipt_that_is_too_deep_for_the_stack_leaves_no_block(
     assert 0 < received < 39
 
 
+@pytest.mark.parametrize("how", ["polling", "asleep"])
+@pytest.mark.parametrize("what", ["an array", "both"])
+@pytest.mark.usefixtures("strategy")
+def test_bytes_that_cannot_be_kept_for_lack_of_stack_leave_no_block(what: str, how: str) -> None:
+    """``recv_bytes`` returns them, or gives back what they refer to."""
+    needs_module(BLOCKS)
+    array = np.arange(40_000.0)
+    payload: Any = {"an array": array, "both": [array, b"x" * 1_000_000]}[what]
+    limit, deep = sys.getrecursionlimit(), len(traceback.extract_stack())
+    received = 0
+    channel, send, _, is_unread = ends_of(how)
+    reader = is_unread.__self__  # type: ignore[attr-defined]
+    with contextlib.closing(channel):
+        for depth in range(1, 40):
+            send(payload)
+            data = None
+            with contextlib.suppress(RecursionError, ctypes.ArgumentError):
+                try:
+                    sys.setrecursionlimit(deep + depth)
+                    data = reader.recv_bytes()
+                    received += 1
+                finally:
+                    sys.setrecursionlimit(limit)
+            if data is None and is_unread():
+                data = reader.recv_bytes()
+            if data is not None:
+                pickle.loads(data)
+    assert 0 < received < 39
+
+
 def test_a_load_too_deep_for_the_stack_says_so_where_no_thread_can_be_had(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
