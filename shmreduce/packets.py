@@ -622,7 +622,7 @@ class Arrival:
                 raise
         else:
             data = bytes(self._body)
-        return _held(data, self._arrived)
+        return _hold_or_discard(data, self._arrived)
 
     def _import_body(self, again: Callable[[bytes], Any]) -> Block:
         handle = bytes(self._body)
@@ -669,7 +669,7 @@ class CallArrival:
 
     def contents(self) -> bytes:
         """Return the bytes of the message; while they live, what they refer to is kept."""
-        return _held(bytes(self._body), self._arrived)
+        return _hold_or_discard(bytes(self._body), self._arrived)
 
 
 Received: TypeAlias = "Arrival | CallArrival | PlainArrival"
@@ -695,8 +695,8 @@ class _HeldBytes(bytes):
             self._let_go()
 
 
-def _held(data: bytes, arrived: dict[bytes, int]) -> bytes:
-    """Return the bytes of a message; while they live, what they refer to is kept."""
+def _hold_or_discard(data: bytes, arrived: dict[bytes, int]) -> bytes:
+    """Return the bytes of a message, which hold its segments; discard it if they cannot."""
     try:
         # The descriptors will be closed by the time the bytes are unpickled.
         return with_arrived(arrived, _hold, data)

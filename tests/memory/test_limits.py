@@ -630,14 +630,20 @@ def ends_of(how: str) -> tuple[Any, Callable[[Any], None], Callable[[], Any], Ca
         # It does not wait, so reading takes the fewest calls.
         queue: Any = shmreduce.Queue()
         return queue, queue.put, functools.partial(queue.get, block=False), queue._reader.poll
-    reader, writer = shmreduce.Pipe(duplex=False)
-    if how == "asleep":
-        # As after waits in which nothing arrived, or where others use all processors.
-        reader._waits._sleeps = sys.maxsize
+    reader, writer = pipe_read(how)
     both = contextlib.ExitStack()
     for end in (reader, writer):
         both.enter_context(end)
     return both, writer.send, reader.recv, reader.poll
+
+
+def pipe_read(how: str) -> tuple[Any, Any]:
+    """Return the ends of a pipe whose reader polls, or sleeps at once."""
+    reader, writer = shmreduce.Pipe(duplex=False)
+    if how == "asleep":
+        # As after waits in which nothing arrived, or where others use all processors.
+        reader._waits._sleeps = sys.maxsize
+    return reader, writer
 
 
 @pytest.mark.parametrize("how", ["polling", "asleep", "by a queue"])
@@ -691,11 +697,10 @@ def test_bytes_that_cannot_be_kept_for_lack_of_stack_leave_no_block(what: str, h
     payload: Any = {"an array": array, "both": [array, b"x" * 1_000_000]}[what]
     limit, deep = sys.getrecursionlimit(), len(traceback.extract_stack())
     received = 0
-    channel, send, _, is_unread = ends_of(how)
-    reader = is_unread.__self__  # type: ignore[attr-defined]
-    with contextlib.closing(channel):
+    reader, writer = pipe_read(how)
+    with reader, writer:
         for depth in range(1, 40):
-            send(payload)
+            writer.send(payload)
             data = None
             with contextlib.suppress(RecursionError, ctypes.ArgumentError):
                 try:
@@ -704,7 +709,7 @@ def test_bytes_that_cannot_be_kept_for_lack_of_stack_leave_no_block(what: str, h
                     received += 1
                 finally:
                     sys.setrecursionlimit(limit)
-            if data is None and is_unread():
+            if data is None and reader.poll():
                 data = reader.recv_bytes()
             if data is not None:
                 pickle.loads(data)
