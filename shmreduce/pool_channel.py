@@ -22,7 +22,7 @@ import itertools
 import struct
 import weakref
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shmreduce import connection, packets, pickling, unpickling
 from shmreduce.errors import ShmreduceError
@@ -31,7 +31,7 @@ from shmreduce.memory.loading import discard_message
 from shmreduce.moving import moves_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
     from shmreduce.memory.blocks import Block
@@ -51,8 +51,8 @@ __all__ = [
 
 STOP = b"\0"
 """To a worker: leave. No pickle begins with this byte, nor with the next two."""
-_SEVERAL = b"\1"
-"""To a worker: the number of several tasks, their sizes, and the tasks."""
+_AHEAD = b"\1"
+"""To a worker that is busy: the number of tasks, their keys and sizes, and the tasks."""
 _LENT = b"\2"
 """To a worker: blocks that it may use for its answer, and the task."""
 _LARGEST_WITH_LENT = 32 << 10
@@ -99,6 +99,18 @@ class Channel:
         :meth:`send_task` lends them to the worker again.
         """
 
+    def keep_other_end(self, other: Channel) -> None:
+        """Take over this process's copy of the other end, once the worker has its own.
+
+        It is closed, or kept for :meth:`take_back`.
+        """
+        other.close()
+
+    @property
+    def can_take_back(self) -> bool:
+        """Whether :meth:`take_back` works."""
+        return False
+
     @staticmethod
     def dumps(obj: object) -> Any:
         """Pickle a task, for :meth:`send_bytes`; if that fails, give back all memory."""
@@ -133,14 +145,30 @@ class Channel:
         del borrower
         self.send_bytes(task)
 
-    def send_tasks(self, tasks: list[Any]) -> None:
-        """Send one pickled task or several small ones, for :meth:`receive_tasks`."""
-        self.send_bytes(tasks[0] if len(tasks) == 1 else _join(tasks))
+    def send_ahead(self, tasks: Mapping[int, Any]) -> None:
+        """Send small pickled tasks, by their keys, in one packet to a worker that is busy."""
+        self.send_bytes(_join(tasks))
+
+    def take_back(self) -> list[int]:
+        """Read the packets of :meth:`send_ahead` that the worker has not read; return the keys.
+
+        A packet is read by one process only, by this one or by the worker. To be called only if
+        the worker has read what was sent before those packets.
+
+        Raises
+        ------
+        ValueError
+            If it has not.
+        """
+        return []
 
     def receive_tasks(self) -> list[bytes]:
-        """Wait for what :meth:`send_tasks` sends; raise the errors of :meth:`receive_bytes`."""
+        """Wait for one task, or for those of one packet that were sent ahead.
+
+        Raises the errors of :meth:`receive_bytes`.
+        """
         data = self.receive_bytes()
-        return _split(data) if data.startswith(_SEVERAL) else [data]
+        return _split(data) if data.startswith(_AHEAD) else [data]
 
     def send_packed(self, message: Any) -> None:
         """Send what :meth:`pack_last` returned; OSError if the other side is gone."""
@@ -184,9 +212,12 @@ class _OwnChannel(Channel):
         self._lender: Lender | None = None
         self._lent: packets.Packet | None = None
         self._borrowed: list[Block] = []
+        self._other_end: _OwnChannel | None = None
 
     def close(self) -> None:
         super().close()
+        if self._other_end is not None:
+            self._other_end.close()
         # This also runs in a forked child of a worker, to which nothing was lent.
         self._borrowed.clear()
 
@@ -199,6 +230,28 @@ class _OwnChannel(Channel):
 
     def have_lender(self, lender: Lender) -> None:
         self._lender = lender
+
+    def keep_other_end(self, other: Channel) -> None:
+        self._other_end = cast("_OwnChannel", other)
+
+    @property
+    def can_take_back(self) -> bool:
+        return self._other_end is not None
+
+    def take_back(self) -> list[int]:
+        keys: list[int] = []
+        if self._other_end is not None:
+            while (data := self._other_end._read_if_any()) is not None:
+                keys += _keys(data)
+        return keys
+
+    def _read_if_any(self) -> bytes | None:
+        buffer = connection.take_buffer()
+        try:
+            arrival = self._connection.receive(buffer, wait=False)
+            return None if arrival is None else arrival.contents()
+        finally:
+            connection.give_buffer(buffer)
 
     def send_task(self, task: Any, borrower: int | None) -> None:
         # Blocks that were lent with the task before and that the worker could not open.
@@ -269,14 +322,22 @@ class _OwnChannel(Channel):
         return functools.partial(_unpickle, arrival, buffer, self._lender)
 
 
-def _join(tasks: list[bytes | memoryview]) -> bytes:
-    count = len(tasks)
-    return b"".join((_SEVERAL, struct.pack(f"<B{count}I", count, *map(len, tasks)), *tasks))
+def _join(tasks: Mapping[int, bytes | memoryview]) -> bytes:
+    count, parts = len(tasks), tasks.values()
+    head = struct.pack(f"<B{count}Q{count}I", count, *tasks, *map(len, parts))
+    return b"".join((_AHEAD, head, *parts))
+
+
+def _keys(data: bytes) -> tuple[int, ...]:
+    if not data.startswith(_AHEAD):
+        raise ValueError(f"a packet that begins with {data[:8]!r} was not sent ahead")
+    return struct.unpack_from(f"<{data[1]}Q", data, 2)
 
 
 def _split(data: bytes) -> list[bytes]:
-    sizes = struct.unpack_from(f"<{data[1]}I", data, 2)
-    ends = itertools.accumulate(sizes, initial=2 + 4 * data[1])
+    count = data[1]
+    sizes = struct.unpack_from(f"<{count}I", data, 2 + 8 * count)
+    ends = itertools.accumulate(sizes, initial=2 + 12 * count)
     return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 

@@ -10,15 +10,18 @@ An idle worker is sent a task of any size, because it reads at once. A busy work
 sent some more tasks ahead, but only if
 
 - they are small enough not to fill the connection,
-- tasks have been short lately, and many are waiting: another worker could do a task
-  that is queued behind a long one,
-- they belong to the call that the worker is busy with, and it has not been busy for
-  long. A task may wait for tasks of other calls, for example because it collects what
-  they put into a queue. A task of such a call that is queued behind it would never be
-  done.
+- tasks have been short lately, many are waiting, and the worker has not been busy for
+  long: another worker could do a task that is queued behind a long one,
+- none of them can be cancelled until it is sent,
+- they can be taken back, or they belong to the call that the worker is busy with. A
+  task may wait for tasks of other calls, for example because it collects what they put
+  into a queue. A task of such a call that stays behind it would never be done. For the
+  same reason all tasks of a packet are of one call.
 
-If a worker's task takes long after all, the worker gives back the tasks that it was
-sent ahead.
+If a worker's task takes long after all, the tasks behind it wait for another worker
+again. On our own connections the pool takes back the packets that the worker has not
+read: each is read by one of them only. The worker gives back the tasks that it has
+read, after the long one. In both cases nobody has begun them.
 
 What becomes of the tasks of a dead worker
 -----------------------------------------
@@ -57,7 +60,12 @@ _FEWEST_AHEAD, _MOST_AHEAD = 4, 32
 """Limits of the number of short tasks that a worker may have, so that it need not sleep
 between them: as many as together take ``_SHORT_TASK`` seconds."""
 _BYTES_AHEAD = 16 << 10
-"""Bytes of tasks that may be sent in one packet to a worker that is not reading."""
+"""Bytes of tasks that may be sent at a time to a worker that is not reading."""
+_LOOK_AGAIN = 10e-3
+"""Seconds until the next look at a worker that has tasks ahead, and has not begun one in time.
+
+It does not get a processor, or is stopped.
+"""
 
 
 class Dispatcher:
@@ -137,6 +145,7 @@ class Dispatcher:
 
     def assign(self, workers: Sequence[WorkerHandle]) -> None:
         """Send tasks to the workers that can take some."""
+        self._take_back_ahead(workers)
         if not self._waiting:
             return
         for worker in workers:
@@ -167,20 +176,66 @@ class Dispatcher:
         return False
 
     def _prefetch(self, worker: WorkerHandle, count: int) -> None:
-        """Send the next tasks, in one packet, to a worker that is busy with another."""
-        receiver = worker.tasks[0].receiver
-        tasks: list[Task] = []
+        """Send the next tasks to a worker that is busy with another, a packet for each call."""
         room = _BYTES_AHEAD
-        while self._waiting and len(tasks) < count and self._may_get(worker, len(tasks) + 1):
-            task = self._waiting[0]
-            room -= len(task.data)
-            if task.receiver is not receiver or room < 0:
-                break
-            self._waiting.popleft()
+        while count and self._waiting and self._may_wait_at(worker, self._waiting[0]):
+            tasks, room = self._next_of_a_call(worker, count, room)
+            if not (tasks and self._send(worker, tasks)):
+                return
+            count -= len(tasks)
+
+    def _may_wait_at(self, worker: WorkerHandle, task: Task) -> bool:
+        """Return whether a task may be sent to a worker that is busy with another."""
+        of_its_call = task.receiver is worker.tasks[0].receiver
+        return of_its_call or (worker.channel.can_take_back and not task.receiver.cancellable)
+
+    def _next_of_a_call(
+        self, worker: WorkerHandle, count: int, room: int
+    ) -> tuple[list[Task], int]:
+        """Return the next tasks of a call for a worker, and how many bytes of room are left."""
+        receiver = self._waiting[0].receiver
+        tasks: list[Task] = []
+        while (
+            self._waiting
+            and self._waiting[0].receiver is receiver
+            and len(self._waiting[0].data) <= room
+            and len(tasks) < count
+            and self._may_get(worker, len(tasks) + 1)
+        ):
+            task = self._waiting.popleft()
             if self._begin(task):
+                room -= len(task.data)
                 tasks.append(task)
-        if tasks:
-            self._send(worker, tasks)
+        return tasks, room
+
+    def _take_back_ahead(self, workers: Sequence[WorkerHandle]) -> None:
+        """Let tasks that were sent ahead wait again, if the task before them takes long."""
+        for worker in workers:
+            if (
+                worker.may_have_unread
+                and worker.is_doing_oldest
+                and time.monotonic() - worker.busy_since >= _SHORT_TASK
+            ):
+                self._take_back_from(worker)
+
+    def _take_back_from(self, worker: WorkerHandle) -> None:
+        worker.sent_ahead = False
+        # If this fails, the pool ends: it is not known any more whose answers will come.
+        keys = set(worker.channel.take_back())
+        returned = [task for task in worker.tasks if id(task) in keys]
+        kept = [task for task in worker.tasks if id(task) not in keys]
+        worker.tasks.clear()
+        worker.tasks.extend(kept)
+        worker.sent -= len(returned)
+        self._waiting.extendleft(reversed(returned))
+
+    def until_long(self, workers: Sequence[WorkerHandle]) -> float | None:
+        """Return in how many seconds :meth:`assign` may have tasks to take back, or None."""
+        since = [worker.busy_since for worker in workers if worker.may_have_unread]
+        if not since:
+            return None
+        left = min(since) + _SHORT_TASK - time.monotonic()
+        return left if left > 0 else _LOOK_AGAIN
 
     def _may_get(self, worker: WorkerHandle, count: int) -> bool:
         """Return whether a worker can take this many more tasks."""
@@ -208,7 +263,8 @@ class Dispatcher:
             if len(tasks) == len(worker.tasks) == 1:
                 worker.channel.send_task(tasks[0].data, worker.process.pid)
             else:
-                worker.channel.send_tasks([task.data for task in tasks])
+                worker.channel.send_ahead({id(task): task.data for task in tasks})
+                worker.sent_ahead = worker.channel.can_take_back
         except ConnectionError:
             # The worker has died. The supervisor will see that, and call recover().
             return False

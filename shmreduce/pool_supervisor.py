@@ -13,10 +13,10 @@ killed, at any instant, leaves no lock taken and no half message in the way of o
 
 1. The parent starts the worker. The worker calls the initializer. Then it sends
    ``ready``, or it sends ``failed`` with the exception and leaves.
-2. The parent sends tasks; if many are waiting, several small ones in one packet. A
-   worker does them one by one, in order, and sends one answer
-   ``(succeeded, value)`` for each, in order. So answers carry no number: an
-   answer belongs to the oldest unanswered task.
+2. The parent sends tasks; if many are waiting, several small ones in one packet. It may
+   take back packets that the worker has not read. A worker does the tasks that it reads
+   one by one, in order, and sends one answer ``(succeeded, value)`` for each, in order. So
+   answers carry no number: an answer belongs to the oldest unanswered task.
 3. Before it unpickles a task, the worker counts it in shared memory
    (:class:`~shmreduce.pool_worker_progress.WorkerProgress`). There it also notes
    which item of the task it is working on.
@@ -323,10 +323,10 @@ class Supervisor:
 
     def _wait_for_events(self) -> None:
         """Wait for messages and deaths of workers, and for :meth:`wake`; handle them."""
-        timeout = self._lender.look_after()
+        waits = [self._lender.look_after(), self._dispatcher.until_long(self.workers)]
         if not self._has_all_workers():
-            until_start = max(0.0, self._next_start - time.monotonic())
-            timeout = until_start if timeout is None else min(timeout, until_start)
+            waits.append(max(0.0, self._next_start - time.monotonic()))
+        timeout = min((wait for wait in waits if wait is not None), default=None)
         ended = []
         for key, _ in self._selector.select(timeout):
             worker: WorkerHandle | None = key.data

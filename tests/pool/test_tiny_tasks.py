@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import multiprocessing
 import os
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +17,11 @@ from shmreduce.pool_dispatch import _MOST_AHEAD, Dispatcher
 from shmreduce.pool_supervisor import Supervisor
 from tests.channels.channels import eventually
 from tests.conftest import PATIENCE
+from tests.pool.holding import held
 from tests.pool.work import LARGE, give_none_back, noted, set_first, square
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
     from pathlib import Path
 
     from shmreduce.pool_worker_handle import WorkerHandle
@@ -40,7 +39,7 @@ def packets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     join = pool_channel._join
 
-    def counting(tasks: list[Any]) -> bytes:
+    def counting(tasks: Mapping[int, Any]) -> bytes:
         counts.append(len(tasks))
         return join(tasks)
 
@@ -54,25 +53,6 @@ def context(request: pytest.FixtureRequest, children: Children) -> Any:
     if request.param == "shmreduce":
         return shmreduce.get_context(children.method)
     return children.context
-
-
-@contextlib.contextmanager
-def held(pool: Pool, count: int) -> Iterator[None]:
-    """Keep the pool's thread from its work until so many tasks have been given to the pool."""
-    holding, ready = threading.Event(), threading.Event()
-
-    def hold(_: object) -> None:
-        holding.set()
-        ready.wait(PATIENCE)
-
-    pool.apply_async(square, (1,), callback=hold)
-    assert holding.wait(PATIENCE)
-    try:
-        yield
-        inbox = pool._supervisor._dispatcher._inbox
-        eventually(lambda: inbox.qsize() == count)
-    finally:
-        ready.set()
 
 
 def squares_but_one(results: Any, killed: int) -> None:

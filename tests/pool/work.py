@@ -234,3 +234,17 @@ def wait_for_kept_at_0(number: int) -> int:
 def wait_for_kept_lock() -> None:
     with _given[-1]:
         pass
+
+
+def touch(path: str) -> None:
+    Path(path).touch()
+
+
+def wait_for_files(folder: str, count: int) -> int:
+    """Wait until so many files are in a folder, which other calls make; return how many."""
+    deadline = time.monotonic() + FOREVER
+    while (
+        found := sum(1 for _ in Path(folder).iterdir())
+    ) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
