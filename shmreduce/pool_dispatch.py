@@ -234,8 +234,8 @@ class Dispatcher:
         since = [worker.busy_since for worker in workers if worker.may_have_unread]
         if not since:
             return None
-        left = min(since) + _SHORT_TASK - time.monotonic()
-        return left if left > 0 else _LOOK_AGAIN
+        late = time.monotonic() - _SHORT_TASK
+        return min(each - late if each > late else _LOOK_AGAIN for each in since)
 
     def _may_get(self, worker: WorkerHandle, count: int) -> bool:
         """Return whether a worker can take this many more tasks."""

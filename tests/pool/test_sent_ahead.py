@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import multiprocessing
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -28,6 +30,13 @@ if TYPE_CHECKING:
 
 AHEAD = 32
 """How many tasks a worker may have here; the pool sends some ahead if twice as many wait."""
+
+
+class Busy(NamedTuple):
+    """What counts of a worker."""
+
+    busy_since: float
+    may_have_unread: bool
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +174,23 @@ def test_an_idle_pool_does_not_look_for_any(monkeypatch: pytest.MonkeyPatch) -> 
         pool.close()
         pool.join()
     assert any(answers)
+
+
+def test_a_worker_that_is_late_already_does_not_delay_the_look_at_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever their order."""
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("shmreduce.pool_dispatch.time", clock)
+    dispatcher = Dispatcher(None, WorkerDied, lambda error: error)
+    late: Any = Busy(now - 5.0, may_have_unread=True)
+    busy: Any = Busy(now - 0.999, may_have_unread=True)
+    idle: Any = Busy(now - 0.9999, may_have_unread=False)
+    for workers in itertools.permutations((late, busy, idle)):
+        assert dispatcher.until_long(workers) == pytest.approx(0.001)
+    assert dispatcher.until_long([late]) == pytest.approx(0.01)
+    assert dispatcher.until_long([idle]) is None
 
 
 def test_futures_stay_cancellable_until_a_worker_is_free(tmp_path: Path) -> None:
