@@ -40,7 +40,9 @@ class _LockOnDemand:
                 "on; access it there before the queue is passed on"
             )
         # setdefault: two threads that get here at the same time get the same lock.
-        return vars(queue).setdefault(self._name, queue._maker.context.Lock())
+        lock = vars(queue).setdefault(self._name, queue._maker.context.Lock())
+        queue._note_lock(self._name, lock)
+        return lock
 
 
 class _Maker(NamedTuple):
@@ -67,6 +69,9 @@ class QueueLocks:
         if type(self).__module__ != module:
             # A derived class: access both locks, so that they are made now.
             _ = self._rlock, self._wlock
+
+    def _note_lock(self, name: str, lock: Any) -> None:
+        """Do what a queue must do when one of its locks is made."""
 
     def _made_locks(self) -> tuple[Any, Any]:
         """Return the locks for a queue's state, each None if it has not been made."""

@@ -11,6 +11,7 @@ afterwards.
 
 from __future__ import annotations
 
+import collections
 import multiprocessing.queues
 import os
 import threading
@@ -19,7 +20,7 @@ import weakref
 from multiprocessing import context, synchronize
 from multiprocessing.util import Finalize, debug, register_after_fork
 from queue import Empty, Full
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from shmreduce.connection import Pipe, give_buffer, take_buffer
 from shmreduce.errors import ShmreduceError
@@ -29,9 +30,9 @@ from shmreduce.queue_locks import QueueLocks
 from shmreduce.signals import is_from_handler, is_from_system
 from shmreduce.standard_names import names_of
 from shmreduce.thread_locks import interrupt_safe
+from shmreduce.unpickling import loads
 
 if TYPE_CHECKING:
-    import collections
     from contextlib import AbstractContextManager
 
     from shmreduce.connection import Connection
@@ -100,6 +101,10 @@ class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
         self._take_over_locks(*locks)
         self._poll = self._reader.poll
 
+    def _note_lock(self, name: str, lock: Any) -> None:
+        if name == "_rlock" and not isinstance(self._reader, _ReaderOfLockHolder):
+            self._reader = cast("Connection", _ReaderOfLockHolder(self._reader, lock))
+
     def get(self) -> _T:
         """Take the next object out; wait for it.
 
@@ -136,6 +141,57 @@ class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
         # Arrays without any other reference are moved: keep none in this frame.
         del obj
         self._writer.send_last(held)
+
+
+class _ReaderOfLockHolder:
+    """The reader of a queue whose lock for reading somebody has asked for.
+
+    Whoever holds that lock may poll and then receive, without waiting: the standard library's
+    pool does when it is terminated. But readers of our queues take no lock, so one of them could
+    get the message in between. So for the holder, :meth:`poll` takes it out.
+    """
+
+    def __init__(self, reader: Connection, lock: Any) -> None:
+        self._reader = reader
+        self._lock = lock
+        self._taken: collections.deque[bytes] = collections.deque()
+
+    def __reduce__(self) -> Any:
+        return self._reader.__reduce__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Return whether there is a message; the holder of the lock has it then."""
+        if self._taken:
+            return True
+        if not self._reader.poll(timeout):
+            return False
+        return self._take() if self._lock._semlock._is_mine() else True
+
+    def _take(self) -> bool:
+        buffer = take_buffer()
+        try:
+            arrival = self._reader.receive(buffer, wait=False)
+            if arrival is None:
+                # Another process was quicker.
+                return False
+            self._taken.append(arrival.contents())
+        except EOFError:
+            # recv() raises it again.
+            pass
+        finally:
+            give_buffer(buffer)
+        return True
+
+    def recv(self) -> Any:
+        """Return what :meth:`poll` has taken out, or the next object."""
+        try:
+            data = self._taken.popleft()
+        except IndexError:
+            return self._reader.recv()
+        return loads(data)
 
 
 class Queue(QueueLocks, _StandardQueue, Generic[_T]):

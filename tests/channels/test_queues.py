@@ -664,6 +664,32 @@ def test_derived_queues_have_their_locks(children: Children) -> None:
     close(queue)
 
 
+def is_empty(queue: Any) -> bool:
+    return bool(queue.empty())
+
+
+def test_who_has_the_lock_may_poll_and_then_receive(children: Children) -> None:
+    """Nobody gets the message in between, although the others take no lock."""
+    array = np.arange(1 << 17)
+    queue = context_of(children).SimpleQueue()
+    queue.put(array)
+    with queue._rlock:
+        assert queue._reader.poll()
+        assert children.call(is_empty, queue)
+        assert queue._reader.poll()
+        assert np.array_equal(within(queue._reader.recv), array)
+        assert not queue._reader.poll()
+    queue.put("for whoever is first")
+    assert queue._reader.poll()
+    assert not children.call(is_empty, queue)
+    assert within(queue.get) == "for whoever is first"
+    queue.put("not lost")
+    with queue._rlock:
+        assert queue._reader.poll(PATIENCE)
+    assert within(queue.get) == "not lost"
+    close(queue)
+
+
 def test_the_standard_pool_takes_a_lock(children: Children) -> None:
     """When it is terminated: one with a context of shmreduce gets the lock it asks for."""
     pool = StandardPool(1, context=context_of(children))
