@@ -40,8 +40,10 @@ class _LockOnDemand:
                 "on; access it there before the queue is passed on"
             )
         # setdefault: two threads that get here at the same time get the same lock.
-        lock = vars(queue).setdefault(self._name, queue._maker.context.Lock())
-        queue._note_lock(self._name, lock)
+        made = queue._maker.context.Lock()
+        lock = vars(queue).setdefault(self._name, made)
+        if lock is made:
+            queue._note_lock(self._name, lock)
         return lock
 
 
@@ -71,7 +73,7 @@ class QueueLocks:
             _ = self._rlock, self._wlock
 
     def _note_lock(self, name: str, lock: Any) -> None:
-        """Do what a queue must do when one of its locks is made."""
+        """Do what a queue must do, once, when one of its locks is made."""
 
     def _made_locks(self) -> tuple[Any, Any]:
         """Return the locks for a queue's state, each None if it has not been made."""

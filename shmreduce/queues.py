@@ -102,7 +102,7 @@ class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
         self._poll = self._reader.poll
 
     def _note_lock(self, name: str, lock: Any) -> None:
-        if name == "_rlock" and not isinstance(self._reader, _ReaderOfLockHolder):
+        if name == "_rlock":
             self._reader = cast("Connection", _ReaderOfLockHolder(self._reader, lock))
 
     def get(self) -> _T:
