@@ -27,7 +27,17 @@
 #define MOST_DESCRIPTORS 64 /* as in packet_socket.py */
 #define BRIEF 4096 /* bytes of a packet that is sent with the interpreter lock held */
 #define LONGEST_LOOK 1e-3 /* seconds between two checks for signals */
-#define STEP 2e-4 /* seconds between two checks whether other threads need the processor */
+#define FIRST_STEP 5e-5 /* seconds of polling until the first check; see packet_socket.py */
+#define LONGEST_STEP 2e-4 /* seconds of polling between two checks */
+#define SOMEBODY_RAN 1e-5 /* seconds that sched_yield() takes at least if it let others run */
+
+/* For how long to poll. */
+struct patience {
+    double until; /* till then even if all other processors are taken */
+    double last;  /* till then if not; 0: others need this processor, so no longer */
+    double next;  /* when to check */
+    double step;  /* seconds between the last check and the next */
+};
 
 union control {
     char bytes[CMSG_SPACE(MOST_DESCRIPTORS * sizeof(int))];
@@ -202,9 +212,48 @@ static int hand_over(struct msghdr *message, PyObject *list)
     return 0;
 }
 
-/* Look for a packet, repeatedly until a time if there is none. */
-static ssize_t look(int fd, const Py_buffer *buffer, int flags, double until,
-    struct msghdr *message, union control *control)
+static struct patience begin(double patience, double spare)
+{
+    struct patience begun = {0, 0, 0, FIRST_STEP};
+
+    if (patience > 0) {
+        begun.until = seconds_now() + patience;
+        begun.last = begun.until + spare;
+        begun.next = begun.until - patience + FIRST_STEP;
+    }
+    return begun;
+}
+
+/* As lets_others_run() of processors.py. */
+static int lets_others_run(void)
+{
+    double began = seconds_now();
+
+    sched_yield();
+    return seconds_now() - began > SOMEBODY_RAN;
+}
+
+/* Whether to look once more before `pause`. If not for others, `last` becomes 0. */
+static int goes_on(struct patience *patience, double pause)
+{
+    double now = seconds_now();
+
+    if (now >= earlier(patience->last, pause))
+        return 0;
+    if (now < patience->next)
+        return 1;
+    if (lets_others_run() || (now >= patience->until && all_taken())) {
+        patience->last = 0;
+        return 0;
+    }
+    patience->step = earlier(2 * patience->step, LONGEST_STEP);
+    patience->next = now + patience->step;
+    return 1;
+}
+
+/* Look for a packet, repeatedly if there is none. */
+static ssize_t look(int fd, const Py_buffer *buffer, int flags, struct patience *patience,
+    double pause, struct msghdr *message, union control *control)
 {
     struct iovec part = {buffer->buf, (size_t)buffer->len};
     ssize_t size;
@@ -216,31 +265,18 @@ static ssize_t look(int fd, const Py_buffer *buffer, int flags, double until,
         message->msg_control = control;
         message->msg_controllen = sizeof *control;
         size = recvmsg(fd, message, flags | MSG_CMSG_CLOEXEC);
-    } while (size < 0 && errno == EAGAIN && seconds_now() < until);
-    return size;
-}
-
-/* Look until a time, and longer, until `last`, while every running thread has a processor. If
- * not, it sets `last` to 0: the caller must not look again. */
-static ssize_t look_on(int fd, const Py_buffer *buffer, int flags, double until, double *last,
-    struct msghdr *message, union control *control)
-{
-    ssize_t size = look(fd, buffer, flags, until, message, control);
-
-    while (size < 0 && errno == EAGAIN && (until = seconds_now()) < *last) {
-        if (all_taken()) {
-            *last = 0;
-            errno = EAGAIN;
-        } else
-            size = look(fd, buffer, flags, earlier(until + STEP, *last), message, control);
-    }
-    return size;
+        if (size >= 0 || errno != EAGAIN)
+            return size;
+    } while (goes_on(patience, pause));
+    errno = EAGAIN;
+    return -1;
 }
 
 static PyObject *read_packet(PyObject *module, PyObject *arguments)
 {
     int fd, flags, again = 1;
-    double patience, spare, until = 0, last = 0;
+    double seconds, spare;
+    struct patience patience;
     Py_buffer buffer;
     union control control;
     struct msghdr message;
@@ -248,29 +284,24 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     PyObject *list, *found = NULL;
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "iw*iddO!", &fd, &buffer, &flags, &patience, &spare,
+    if (!PyArg_ParseTuple(arguments, "iw*iddO!", &fd, &buffer, &flags, &seconds, &spare,
             &PyList_Type, &list))
         return NULL;
-    if (patience > 0) {
-        until = seconds_now() + patience;
-        last = until + spare;
-    } else if (flags & MSG_DONTWAIT) {
-        size = look(fd, &buffer, flags, 0, &message, &control);
+    patience = begin(seconds, spare);
+    if (seconds <= 0 && flags & MSG_DONTWAIT) {
+        size = look(fd, &buffer, flags, &patience, 0, &message, &control);
         again = 0;
     }
     while (again > 0) {
-        double pause = patience > 0 ? seconds_now() + LONGEST_LOOK : 0;
-        double end = earlier(last, pause);
+        double pause = seconds_now() + LONGEST_LOOK;
         PyThreadState *state = PyEval_SaveThread();
         int reason;
 
-        size = look_on(fd, &buffer, flags, earlier(until, pause), &end, &message, &control);
+        size = look(fd, &buffer, flags, &patience, pause, &message, &control);
         reason = errno;
         PyEval_RestoreThread(state);
         errno = reason;
-        if (end == 0)
-            last = 0;
-        again = size < 0 ? is_to_be_repeated(last) : 0;
+        again = size < 0 ? is_to_be_repeated(patience.last) : 0;
     }
     if (size >= 0) {
         /* Done in this call, in which no signal handler can raise. */
@@ -282,55 +313,41 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     return found;
 }
 
-/* Whether reading would return something, or an error. It asks until `pause`, but after `until`
- * only while every running thread has a processor. If not, it sets `last` to 0: the caller must
- * not look again. */
-static int look_for_input(int fd, double until, double pause, double *last)
+/* Whether reading would return something, or an error; repeatedly if not. */
+static int look_for_input(int fd, struct patience *patience, double pause)
 {
     struct pollfd one = {fd, POLLIN, 0};
 
-    for (;;) {
-        double now;
-
+    do {
         /* If something is wrong with the descriptor, reading will raise the error. */
         if (poll(&one, 1, 0) != 0)
             return 1;
-        now = seconds_now();
-        if (now >= earlier(*last, pause))
-            return 0;
-        if (now < until)
-            continue;
-        if (all_taken()) {
-            *last = 0;
-            return 0;
-        }
-        until = earlier(now + STEP, *last);
-    }
+    } while (goes_on(patience, pause));
+    return 0;
 }
 
 /* Return 1 if there is input at once, 2 if it came during the wait, 0 if there is none. */
 static PyObject *await_input(PyObject *module, PyObject *arguments)
 {
     int fd, found;
-    double patience, spare, until, last;
+    double seconds, spare;
+    struct patience patience = begin(0, 0);
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "idd", &fd, &patience, &spare))
+    if (!PyArg_ParseTuple(arguments, "idd", &fd, &seconds, &spare))
         return NULL;
     /* The interpreter lock is kept, as in write_packet() for a brief packet. */
-    last = 0;
-    if (look_for_input(fd, 0, 0, &last))
+    if (look_for_input(fd, &patience, 0))
         return PyLong_FromLong(1);
-    until = seconds_now() + patience;
-    last = until + spare;
+    patience = begin(seconds, spare);
     do {
         PyThreadState *state = PyEval_SaveThread();
 
-        found = look_for_input(fd, until, seconds_now() + LONGEST_LOOK, &last);
+        found = look_for_input(fd, &patience, seconds_now() + LONGEST_LOOK);
         PyEval_RestoreThread(state);
         if (!found && PyErr_CheckSignals() < 0)
             return NULL;
-    } while (!found && seconds_now() < last);
+    } while (!found && seconds_now() < patience.last);
     return PyLong_FromLong(found ? 2 : 0);
 }
 

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.compiled import PACKETS, find_module
-from shmreduce.processors import all_taken
+from shmreduce.processors import all_taken, lets_others_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,8 +32,12 @@ _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
 # Plain integers: combining members of an enumeration would take longer than sending.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
-_STEP = 2e-4
-"""Seconds of polling between two calls of all_taken()."""
+_FIRST_STEP, _LONGEST_STEP = 5e-5, 2e-4
+"""Seconds of polling until the first check whether others need the processor, and between the
+last ones; each step is twice as long as the one before.
+
+An answer from a process that has a processor of its own mostly comes before the first check.
+"""
 _module: Any = find_module(PACKETS)[0]
 
 
@@ -88,10 +92,10 @@ class PlainPacketSocket(socket.socket):
         flags : int
             The flags of recvmsg(2).
         patience : float
-            Seconds to poll if there is no packet and ``flags`` has ``MSG_DONTWAIT``.
+            Seconds to poll if there is no packet and ``flags`` has ``MSG_DONTWAIT``, as long
+            as no thread waits for this one's processor.
         spare : float
-            Seconds to go on polling after that, as long as no process waits for a
-            processor.
+            Seconds to go on polling after that, as long as none waits for any processor.
 
         Raises
         ------
@@ -100,8 +104,11 @@ class PlainPacketSocket(socket.socket):
         OSError
             The error of recvmsg(2).
         """
-        until = time.perf_counter() + patience if patience else 0.0
-        last = until + spare
+        now = time.perf_counter()
+        until = now + patience
+        last = until + spare if patience else 0.0
+        step = _FIRST_STEP
+        check = now + step
         while True:
             try:
                 size, control, _, _ = self.recvmsg_into(
@@ -109,11 +116,14 @@ class PlainPacketSocket(socket.socket):
                 )
             except BlockingIOError:
                 now = time.perf_counter()
-                if now < until:
-                    continue
-                if now >= last or all_taken():
+                if now >= last:
                     raise
-                until = min(now + _STEP, last)
+                if now < check:
+                    continue
+                if lets_others_run() or (now >= until and all_taken()):
+                    raise
+                step = min(2 * step, _LONGEST_STEP)
+                check = now + step
             else:
                 if control:
                     _add_descriptors(control, buffer.descriptors)

@@ -11,7 +11,7 @@ import time
 
 from shmreduce.stack import need_stack
 
-__all__ = ["all_taken", "cache_size", "is_crowded", "usable_processors"]
+__all__ = ["all_taken", "cache_size", "is_crowded", "lets_others_run", "usable_processors"]
 
 _READ_AGAIN = 0.01
 """Seconds between two readings of how long a thread waited: one takes as long as a message."""
@@ -23,6 +23,8 @@ two do. In a pipeline of three, where polling pays, it is seldom more than 0.6.
 """
 _NEGLIGIBLE = 1e-4
 """Seconds. Even on an idle processor a thread is not run in the instant it is woken."""
+_SOMEBODY_RAN = 1e-5
+"""Seconds that sched_yield() takes at least if it let another thread run; less than 1e-6 else."""
 _UNKNOWN = float("inf")
 """A time that could not be read."""
 _CALLS = 20
@@ -62,6 +64,24 @@ def all_taken() -> bool:
         return int(running) > usable_processors()
     except (OSError, ValueError, IndexError, RecursionError):
         return True
+
+
+def lets_others_run() -> bool:
+    """Let threads run that wait for this thread's processor; return whether there were any.
+
+    The kernel often queues a thread behind the one that has woken it, even if other processors
+    are idle. :func:`all_taken` cannot tell: two threads run then, for two processors.
+
+    Examples
+    --------
+    >>> lets_others_run() in (True, False)
+    True
+    """
+    if not hasattr(os, "sched_yield"):
+        return False
+    began = time.perf_counter()
+    os.sched_yield()
+    return time.perf_counter() - began > _SOMEBODY_RAN
 
 
 class _Reading(threading.local):

@@ -73,9 +73,9 @@ class Settings:
         means never. ``SHMREDUCE_MESSAGE_TIMEOUT``.
     short_wait : float
         Seconds for which a reader polls for a message before it sleeps: in channels of
-        shmreduce and, after :func:`shmreduce.install`, in those of multiprocessing. After
-        0.3 ms it goes on polling only while no process waits for a processor. 0 means
-        that it never polls. ``SHMREDUCE_SHORT_WAIT``.
+        shmreduce and, after :func:`shmreduce.install`, in those of multiprocessing. It
+        polls only while no thread waits for its processor and, after 0.3 ms, while none
+        waits for any. 0 means that it never polls. ``SHMREDUCE_SHORT_WAIT``.
     on_exhausted : {"raise", "pickle"}
         What happens to an array for which no shared memory is left: an error is raised,
         or the array is pickled in the ordinary way. ``SHMREDUCE_ON_EXHAUSTED``.

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ShortWaits", "make_methods", "poll_after_look"]
 
 _ANYWAY = 3e-4
-"""Seconds for which a reader polls in any case. It goes on only while processors are free.
-
-The kernel wakes nobody on a processor that is busy polling.
-"""
+"""Seconds for which a reader polls even if all other processors are taken."""
 _MOST_SLEEPS = 255
 """After polling in vain, a reader sleeps at once for at most this many waits in a row."""
 _REMEMBERED = "_shmreduce_short_waits"
@@ -55,8 +52,9 @@ class ShortWaits:
     def limits(self, at_most: float | None = None) -> tuple[float, float] | None:
         """Return for how many seconds to poll this time; None for not at all.
 
-        The first number is for polling in any case; the second is for polling after that
-        while no process waits for a processor. Together they are at most ``at_most``.
+        The first number is for polling while no thread waits for this one's processor; the
+        second is for polling after that while none waits for any processor. Together they
+        are at most ``at_most``.
         """
         if self._sleeps > 0:
             self._sleeps -= 1

@@ -11,12 +11,16 @@ import time
 import traceback
 import warnings
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from shmreduce import processors
 from shmreduce.processors import is_crowded
 from tests.channels.channels import PATIENCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _OTHERS = 3
 
@@ -107,10 +111,9 @@ def test_it_is_read_every_ten_milliseconds(monkeypatch: pytest.MonkeyPatch) -> N
     assert answers(monkeypatch, read + [(9.0, 9.0)] * 6) == 3 * [False] + 3 * [True] + 3 * [False]
 
 
-def test_a_thread_that_shares_its_processor_with_others_is_crowded() -> None:
-    """With three processes that compute it soon is, and another thread learns that by itself."""
-    if processors._UNKNOWN in processors._times_of_this_thread():
-        pytest.skip("this kernel does not tell how long a thread waits")
+@pytest.fixture
+def shared_processor() -> Iterator[None]:
+    """Three processes compute on the only processor that this process may use."""
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(usable)})
     others = []
@@ -119,16 +122,44 @@ def test_a_thread_that_shares_its_processor_with_others_is_crowded() -> None:
         others = [
             subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(_OTHERS)
         ]
-        deadline = time.monotonic() + PATIENCE
-        while not is_crowded():
-            assert time.monotonic() < deadline
-        found: list[bool] = []
-        thread = threading.Thread(target=lambda: found.append(is_crowded()))
-        thread.start()
-        thread.join(PATIENCE)
-        assert found == [False]
+        yield
     finally:
         os.sched_setaffinity(0, usable)
         for each in others:
             each.kill()
             each.wait()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Ask until it is so."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def test_who_lets_others_run_learns_whether_there_were_any() -> None:
+    """Mostly there are none: whoever else runs here sleeps now and then."""
+    wait_until(lambda: not processors.lets_others_run())
+
+
+def test_others_who_wait_for_the_processor_are_let_run(shared_processor: None) -> None:
+    """They run before the call returns, so it takes long."""
+    wait_until(processors.lets_others_run)
+
+
+def test_where_no_thread_can_let_others_run_none_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows."""
+    monkeypatch.delattr(os, "sched_yield")
+    assert not processors.lets_others_run()
+
+
+def test_a_thread_that_shares_its_processor_with_others_is_crowded(shared_processor: None) -> None:
+    """With three processes that compute it soon is, and another thread learns that by itself."""
+    if processors._UNKNOWN in processors._times_of_this_thread():
+        pytest.skip("this kernel does not tell how long a thread waits")
+    wait_until(is_crowded)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(is_crowded()))
+    thread.start()
+    thread.join(PATIENCE)
+    assert found == [False]

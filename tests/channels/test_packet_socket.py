@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +22,6 @@ import pytest
 from shmreduce import packet_socket
 from shmreduce.compiled import PACKETS
 from shmreduce.packet_socket import MOST_DESCRIPTORS, PlainPacketSocket, QuickPacketSocket
-from shmreduce.processors import usable_processors
 from shmreduce.receive_buffer import ReceiveBuffer
 from tests.channels.channels import PATIENCE
 from tests.compiler import needs_module
@@ -174,12 +175,35 @@ def test_who_must_not_wait_is_told_so(ends: tuple[Socket, Socket]) -> None:
         ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT)
 
 
-def test_who_has_patience_looks_until_it_is_over(ends: tuple[Socket, Socket]) -> None:
-    """And not longer, and gives up the interpreter meanwhile."""
+def look_in_vain(reader: Socket, patience: float, spare: float = 0.0) -> float:
+    """Poll for a packet that does not come; return for how many seconds."""
     began = time.perf_counter()
     with pytest.raises(BlockingIOError):
-        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT, 0.05)
-    assert 0.05 <= time.perf_counter() - began < PATIENCE
+        reader.read(ReceiveBuffer(SIZE), DO_NOT_WAIT, patience, spare)
+    return time.perf_counter() - began
+
+
+def look_long_in_vain(reader: Socket, at_least: float, patience: float, spare: float) -> float:
+    """The same, again if something else ran on this processor, which ends polling early."""
+    deadline = time.monotonic() + PATIENCE
+    while (took := look_in_vain(reader, patience, spare)) < at_least:
+        assert time.monotonic() < deadline
+    return took
+
+
+def look_until_found(reader: Socket, buffer: ReceiveBuffer, spare: float = 0.0) -> int:
+    """Poll for a packet until it comes; return its size. Poll again as above."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return reader.read(buffer, DO_NOT_WAIT, PATIENCE, spare)
+        except BlockingIOError:
+            assert time.monotonic() < deadline
+
+
+def test_who_has_patience_looks_until_it_is_over(ends: tuple[Socket, Socket]) -> None:
+    """And not longer."""
+    assert look_long_in_vain(ends[0], 0.05, 0.05, 0.0) < PATIENCE
 
 
 @pytest.mark.parametrize("spare", [0.0, PATIENCE])
@@ -191,17 +215,29 @@ def test_who_has_patience_finds_what_another_thread_writes(
     buffer = ReceiveBuffer(SIZE)
     thread = threading.Thread(target=here.write, args=(b"contents", (), 0))
     thread.start()
-    size = there.read(buffer, DO_NOT_WAIT, PATIENCE, spare)
+    size = look_until_found(there, buffer, spare)
     assert bytes(buffer[:size]) == b"contents"
     thread.join(PATIENCE)
 
 
 @pytest.fixture
-def every_processor_taken() -> Iterator[None]:
-    """One process more than there are processors runs, and never sleeps."""
-    spin = "import sys; sys.stdout.write('x'); sys.stdout.flush()\nwhile True: pass"
+def here_alone() -> Iterator[int]:
+    """The number of the only processor that this process may use."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    yield min(usable)
+    os.sched_setaffinity(0, usable)
+
+
+@contextmanager
+def busy(processor: int, count: int) -> Iterator[None]:
+    """So many processes that never sleep on one processor."""
+    spin = (
+        f"import os, sys; os.sched_setaffinity(0, {{{processor}}}); sys.stdout.write('x')\n"
+        "sys.stdout.flush()\nwhile True: pass"
+    )
     with ExitStack() as stack:
-        for _ in range(usable_processors() + 1):
+        for _ in range(count):
             process = stack.enter_context(
                 subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
             )
@@ -211,27 +247,66 @@ def every_processor_taken() -> Iterator[None]:
         yield
 
 
-def test_who_has_time_to_spare_leaves_the_processor_to_others(
-    ends: tuple[Socket, Socket], every_processor_taken: None
+def test_who_looks_leaves_its_processor_to_who_waits_for_it(
+    ends: tuple[Socket, Socket], here_alone: int
 ) -> None:
-    """Long before it is over, but not before its patience is."""
-    began = time.perf_counter()
-    with pytest.raises(BlockingIOError):
-        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT, 0.05, 2 * PATIENCE)
-    assert 0.05 <= time.perf_counter() - began < PATIENCE
+    """Long before its patience is over."""
+    with busy(here_alone, 1):
+        assert look_in_vain(ends[0], 2 * PATIENCE) < PATIENCE
+
+
+def test_who_has_time_to_spare_looks_while_there_are_free_processors(
+    ends: tuple[Socket, Socket], here_alone: int
+) -> None:
+    """It ends long before that time is over, but not before its patience is."""
+    others = set(range(os.cpu_count() or 1)) - {here_alone}
+    if not others:
+        pytest.skip("there is only one processor")
+    with busy(max(others), 1):
+        assert look_long_in_vain(ends[0], 0.05, 0.05, 2 * PATIENCE) < PATIENCE
 
 
 def test_time_to_spare_comes_to_its_end(
     ends: tuple[Socket, Socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where processors are free all the time, as the socket in Python is told here."""
+    """Also where nobody needs a processor, as the socket in Python is told here."""
     monkeypatch.setattr(packet_socket, "all_taken", lambda: False)
-    began = time.perf_counter()
-    with pytest.raises(BlockingIOError):
-        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT, 0.01, 0.05)
-    assert 0.01 <= time.perf_counter() - began < PATIENCE
+    monkeypatch.setattr(packet_socket, "lets_others_run", lambda: False)
+    took = look_in_vain(ends[0], 0.01, 0.05)
+    assert took < PATIENCE
     if not isinstance(ends[0], QuickPacketSocket):
-        assert time.perf_counter() - began >= 0.06
+        assert took >= 0.06
+
+
+@pytest.mark.parametrize("ends", ["plain"], indirect=True)
+def test_it_is_checked_ever_more_rarely_whether_others_need_the_processor(
+    ends: tuple[Socket, Socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 50, 150 and 350 us, and then every 200 us; as the socket in Python shows."""
+    clock = itertools.count(0.0, 1e-5)
+    now: list[float] = []
+
+    def perf_counter() -> float:
+        now.append(next(clock))
+        return now[-1]
+
+    checks: list[int] = []
+    processors: list[int] = []
+    monkeypatch.setattr(packet_socket, "time", SimpleNamespace(perf_counter=perf_counter))
+
+    def lets_others_run() -> bool:
+        checks.append(round(now[-1] * 1e6))
+        return False
+
+    def all_taken() -> bool:
+        processors.append(round(now[-1] * 1e6))
+        return False
+
+    monkeypatch.setattr(packet_socket, "lets_others_run", lets_others_run)
+    monkeypatch.setattr(packet_socket, "all_taken", all_taken)
+    look_in_vain(ends[0], 3e-4, 7e-4)
+    assert checks == pytest.approx([50, 150, 350, 550, 750, 950], abs=50)
+    assert processors == checks[2:]
 
 
 class HandlerError(Exception):
@@ -258,7 +333,9 @@ def test_a_handler_that_raises_ends_a_wait(patience: float, ends: tuple[Socket, 
 
     began = time.perf_counter()
     with alarm_after(0.05, handle), pytest.raises(HandlerError):
-        ends[0].read(ReceiveBuffer(SIZE), DO_NOT_WAIT if patience else 0, patience)
+        if patience:
+            look_until_found(ends[0], ReceiveBuffer(SIZE))
+        ends[0].read(ReceiveBuffer(SIZE), 0)
     assert time.perf_counter() - began < PATIENCE
 
 
