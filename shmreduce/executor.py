@@ -64,8 +64,6 @@ class _Promise:
 
     __slots__ = ("_pending", "future")
 
-    cancellable = True
-
     def __init__(self, pending: set[Future[Any]]) -> None:
         self.future: Future[Any] = Future()
         self._pending = pending

@@ -22,7 +22,7 @@ import itertools
 import struct
 import weakref
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from shmreduce import connection, packets, pickling, unpickling
 from shmreduce.errors import ShmreduceError
@@ -31,7 +31,7 @@ from shmreduce.memory.loading import discard_message
 from shmreduce.moving import moves_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
     from shmreduce.memory.blocks import Block
@@ -52,7 +52,8 @@ __all__ = [
 STOP = b"\0"
 """To a worker: leave. No pickle begins with this byte, nor with the next two."""
 _AHEAD = b"\1"
-"""To a worker that is busy: the number of tasks, their keys and sizes, and the tasks."""
+"""To a worker that is busy: when it was sent, the number of tasks, their sizes, and the tasks."""
+_AHEAD_HEAD = struct.Struct("<cQB")
 _LENT = b"\2"
 """To a worker: blocks that it may use for its answer, and the task."""
 _LARGEST_WITH_LENT = 32 << 10
@@ -65,7 +66,10 @@ READY = "ready"
 FAILED = "failed"
 """From a worker: the initializer raised this exception."""
 RETURNED = "returned"
-"""From a worker: it gives back this many of its tasks, the oldest that are not answered."""
+"""From a worker: it gives back this many of its tasks, the oldest that are not answered.
+
+With the number of times that it has given back tasks that it had read.
+"""
 
 
 class Channel:
@@ -98,18 +102,6 @@ class Channel:
 
         :meth:`send_task` lends them to the worker again.
         """
-
-    def keep_other_end(self, other: Channel) -> None:
-        """Take over this process's copy of the other end, once the worker has its own.
-
-        It is closed, or kept for :meth:`take_back`.
-        """
-        other.close()
-
-    @property
-    def can_take_back(self) -> bool:
-        """Whether :meth:`take_back` works."""
-        return False
 
     @staticmethod
     def dumps(obj: object) -> Any:
@@ -145,30 +137,28 @@ class Channel:
         del borrower
         self.send_bytes(task)
 
-    def send_ahead(self, tasks: Mapping[int, Any]) -> None:
-        """Send small pickled tasks, by their keys, in one packet to a worker that is busy."""
-        self.send_bytes(_join(tasks))
+    def send_ahead(self, tasks: list[Any], returns: int) -> None:
+        """Send small pickled tasks to a busy worker.
 
-    def take_back(self) -> list[int]:
-        """Read the packets of :meth:`send_ahead` that the worker has not read; return the keys.
+        Parameters
+        ----------
+        tasks : list of bytes
+            The tasks.
+        returns : int
+            How often the worker has given back tasks, as far as the pool knows.
+        """
+        self.send_bytes(_join(tasks, returns))
 
-        A packet is read by one process only, by this one or by the worker. To be called only if
-        the worker has read what was sent before those packets.
+    def receive_tasks(self) -> tuple[list[bytes], int | None]:
+        """Wait for tasks; return them, and the number that came with those sent ahead.
 
         Raises
         ------
-        ValueError
-            If it has not.
-        """
-        return []
-
-    def receive_tasks(self) -> list[bytes]:
-        """Wait for one task, or for those of one packet that were sent ahead.
-
-        Raises the errors of :meth:`receive_bytes`.
+        EOFError, OSError
+            As :meth:`receive_bytes`.
         """
         data = self.receive_bytes()
-        return _split(data) if data.startswith(_AHEAD) else [data]
+        return _split(data) if data.startswith(_AHEAD) else ([data], None)
 
     def send_packed(self, message: Any) -> None:
         """Send what :meth:`pack_last` returned; OSError if the other side is gone."""
@@ -212,12 +202,9 @@ class _OwnChannel(Channel):
         self._lender: Lender | None = None
         self._lent: packets.Packet | None = None
         self._borrowed: list[Block] = []
-        self._other_end: _OwnChannel | None = None
 
     def close(self) -> None:
         super().close()
-        if self._other_end is not None:
-            self._other_end.close()
         # This also runs in a forked child of a worker, to which nothing was lent.
         self._borrowed.clear()
 
@@ -230,28 +217,6 @@ class _OwnChannel(Channel):
 
     def have_lender(self, lender: Lender) -> None:
         self._lender = lender
-
-    def keep_other_end(self, other: Channel) -> None:
-        self._other_end = cast("_OwnChannel", other)
-
-    @property
-    def can_take_back(self) -> bool:
-        return self._other_end is not None
-
-    def take_back(self) -> list[int]:
-        keys: list[int] = []
-        if self._other_end is not None:
-            while (data := self._other_end._read_if_any()) is not None:
-                keys += _keys(data)
-        return keys
-
-    def _read_if_any(self) -> bytes | None:
-        buffer = connection.take_buffer()
-        try:
-            arrival = self._connection.receive(buffer, wait=False)
-            return None if arrival is None else arrival.contents()
-        finally:
-            connection.give_buffer(buffer)
 
     def send_task(self, task: Any, borrower: int | None) -> None:
         # Blocks that were lent with the task before and that the worker could not open.
@@ -322,23 +287,17 @@ class _OwnChannel(Channel):
         return functools.partial(_unpickle, arrival, buffer, self._lender)
 
 
-def _join(tasks: Mapping[int, bytes | memoryview]) -> bytes:
-    count, parts = len(tasks), tasks.values()
-    head = struct.pack(f"<B{count}Q{count}I", count, *tasks, *map(len, parts))
-    return b"".join((_AHEAD, head, *parts))
+def _join(tasks: list[bytes | memoryview], returns: int) -> bytes:
+    count = len(tasks)
+    sizes = struct.pack(f"<{count}I", *map(len, tasks))
+    return b"".join((_AHEAD_HEAD.pack(_AHEAD, returns, count), sizes, *tasks))
 
 
-def _keys(data: bytes) -> tuple[int, ...]:
-    if not data.startswith(_AHEAD):
-        raise ValueError(f"a packet that begins with {data[:8]!r} was not sent ahead")
-    return struct.unpack_from(f"<{data[1]}Q", data, 2)
-
-
-def _split(data: bytes) -> list[bytes]:
-    count = data[1]
-    sizes = struct.unpack_from(f"<{count}I", data, 2 + 8 * count)
-    ends = itertools.accumulate(sizes, initial=2 + 12 * count)
-    return [data[start:end] for start, end in itertools.pairwise(ends)]
+def _split(data: bytes) -> tuple[list[bytes], int]:
+    _, returns, count = _AHEAD_HEAD.unpack_from(data)
+    sizes = struct.unpack_from(f"<{count}I", data, _AHEAD_HEAD.size)
+    ends = itertools.accumulate(sizes, initial=_AHEAD_HEAD.size + 4 * count)
+    return [data[start:end] for start, end in itertools.pairwise(ends)], returns
 
 
 def _with_lent(lent: bytes, task: Any) -> bytes:

@@ -10,18 +10,25 @@ An idle worker is sent a task of any size, because it reads at once. A busy work
 sent some more tasks ahead, but only if
 
 - they are small enough not to fill the connection,
-- tasks have been short lately, many are waiting, and the worker has not been busy for
-  long: another worker could do a task that is queued behind a long one,
-- none of them can be cancelled until it is sent,
-- they can be taken back, or they belong to the call that the worker is busy with. A
-  task may wait for tasks of other calls, for example because it collects what they put
-  into a queue. A task of such a call that stays behind it would never be done. For the
-  same reason all tasks of a packet are of one call.
+- tasks have been short lately, and many are waiting: another worker could do a task
+  that is queued behind a long one,
+- they belong to the call that the worker is busy with, and it has not been busy for
+  long. A task may wait for tasks of other calls, for example because it collects what
+  they put into a queue. A task of such a call that is queued behind it would never be
+  done.
 
-If a worker's task takes long after all, the tasks behind it wait for another worker
-again. On our own connections the pool takes back the packets that the worker has not
-read: each is read by one of them only. The worker gives back the tasks that it has
-read, after the long one. In both cases nobody has begun them.
+If a worker's task takes long after all, the worker gives back the tasks that it was
+sent ahead, as soon as that task is done.
+
+A task may wait for tasks that were submitted before it. The oldest task that is not done
+never stays behind one that waits for it:
+
+- Tasks wait in the order in which they were submitted, also those that come back.
+- A busy worker is sent only tasks that are younger than all those that it has.
+- A worker that has given back tasks is idle as soon as the pool knows of it. What the pool
+  has sent to it before is younger, so the worker gives it back as well: packets with tasks
+  that are sent ahead say how often, as far as the pool knows, the worker has given back
+  tasks. The pool sends it nothing before all that has come back.
 
 What becomes of the tasks of a dead worker
 -----------------------------------------
@@ -38,6 +45,7 @@ What becomes of the tasks of a dead worker
 from __future__ import annotations
 
 import collections
+import itertools
 import queue
 import time
 from typing import TYPE_CHECKING, Any
@@ -46,7 +54,7 @@ from shmreduce.errors import ShmreduceError
 from shmreduce.pool_worker_handle import death_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from shmreduce.pool_results import Receiver
     from shmreduce.pool_tasks import Task
@@ -60,12 +68,7 @@ _FEWEST_AHEAD, _MOST_AHEAD = 4, 32
 """Limits of the number of short tasks that a worker may have, so that it need not sleep
 between them: as many as together take ``_SHORT_TASK`` seconds."""
 _BYTES_AHEAD = 16 << 10
-"""Bytes of tasks that may be sent at a time to a worker that is not reading."""
-_LOOK_AGAIN = 10e-3
-"""Seconds until the next look at a worker that has tasks ahead, and has not begun one in time.
-
-It does not get a processor, or is stopped.
-"""
+"""Bytes of tasks that may be sent in one packet to a worker that is not reading."""
 
 
 class Dispatcher:
@@ -99,6 +102,8 @@ class Dispatcher:
         self._broken = broken
         self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._waiting: collections.deque[Task] = collections.deque()
+        """By their numbers."""
+        self._numbers = itertools.count()
         self._announced: dict[Receiver, None] = {}
         """The receivers for which more tasks will be submitted, as an ordered set."""
         self._mean_seconds = 5 * _SHORT_TASK
@@ -138,14 +143,23 @@ class Dispatcher:
             if self.broken_by is not None:
                 self._fail(task, self._broken(self.broken_by))
             else:
+                task.number = next(self._numbers)
                 self._waiting.append(task)
             del task
+
+    def _wait_again(self, tasks: Iterable[Task]) -> None:
+        """Put tasks back, from the oldest to the youngest, in their old places."""
+        front: list[Task] = []
+        for task in tasks:
+            while self._waiting and self._waiting[0].number < task.number:
+                front.append(self._waiting.popleft())
+            front.append(task)
+        self._waiting.extendleft(reversed(front))
 
     # Which worker gets a task
 
     def assign(self, workers: Sequence[WorkerHandle]) -> None:
         """Send tasks to the workers that can take some."""
-        self._take_back_ahead(workers)
         if not self._waiting:
             return
         for worker in workers:
@@ -156,7 +170,8 @@ class Dispatcher:
             now = time.monotonic()
             for worker in workers:
                 has = len(worker.tasks)
-                if 0 < has <= depth // 2 and now - worker.busy_since < _SHORT_TASK:
+                late = now - worker.busy_since >= _SHORT_TASK
+                if 0 < has <= depth // 2 and not (late or worker.gives_back):
                     self._prefetch(worker, depth - has)
 
     def _tasks_ahead(self) -> int:
@@ -176,66 +191,20 @@ class Dispatcher:
         return False
 
     def _prefetch(self, worker: WorkerHandle, count: int) -> None:
-        """Send the next tasks to a worker that is busy with another, a packet for each call."""
-        room = _BYTES_AHEAD
-        while count and self._waiting and self._may_wait_at(worker, self._waiting[0]):
-            tasks, room = self._next_of_a_call(worker, count, room)
-            if not (tasks and self._send(worker, tasks)):
-                return
-            count -= len(tasks)
-
-    def _may_wait_at(self, worker: WorkerHandle, task: Task) -> bool:
-        """Return whether a task may be sent to a worker that is busy with another."""
-        of_its_call = task.receiver is worker.tasks[0].receiver
-        return of_its_call or (worker.channel.can_take_back and not task.receiver.cancellable)
-
-    def _next_of_a_call(
-        self, worker: WorkerHandle, count: int, room: int
-    ) -> tuple[list[Task], int]:
-        """Return the next tasks of a call for a worker, and how many bytes of room are left."""
-        receiver = self._waiting[0].receiver
+        """Send the next tasks, in one packet, to a worker that is busy with another."""
+        receiver, youngest = worker.tasks[0].receiver, worker.tasks[-1].number
         tasks: list[Task] = []
-        while (
-            self._waiting
-            and self._waiting[0].receiver is receiver
-            and len(self._waiting[0].data) <= room
-            and len(tasks) < count
-            and self._may_get(worker, len(tasks) + 1)
-        ):
-            task = self._waiting.popleft()
+        room = _BYTES_AHEAD
+        while self._waiting and len(tasks) < count and self._may_get(worker, len(tasks) + 1):
+            task = self._waiting[0]
+            room -= len(task.data)
+            if task.receiver is not receiver or task.number < youngest or room < 0:
+                break
+            self._waiting.popleft()
             if self._begin(task):
-                room -= len(task.data)
                 tasks.append(task)
-        return tasks, room
-
-    def _take_back_ahead(self, workers: Sequence[WorkerHandle]) -> None:
-        """Let tasks that were sent ahead wait again, if the task before them takes long."""
-        for worker in workers:
-            if (
-                worker.may_have_unread
-                and worker.is_doing_oldest
-                and time.monotonic() - worker.busy_since >= _SHORT_TASK
-            ):
-                self._take_back_from(worker)
-
-    def _take_back_from(self, worker: WorkerHandle) -> None:
-        worker.sent_ahead = False
-        # If this fails, the pool ends: it is not known any more whose answers will come.
-        keys = set(worker.channel.take_back())
-        returned = [task for task in worker.tasks if id(task) in keys]
-        kept = [task for task in worker.tasks if id(task) not in keys]
-        worker.tasks.clear()
-        worker.tasks.extend(kept)
-        worker.sent -= len(returned)
-        self._waiting.extendleft(reversed(returned))
-
-    def until_long(self, workers: Sequence[WorkerHandle]) -> float | None:
-        """Return in how many seconds :meth:`assign` may have tasks to take back, or None."""
-        since = [worker.busy_since for worker in workers if worker.may_have_unread]
-        if not since:
-            return None
-        late = time.monotonic() - _SHORT_TASK
-        return min(each - late if each > late else _LOOK_AGAIN for each in since)
+        if tasks:
+            self._send(worker, tasks)
 
     def _may_get(self, worker: WorkerHandle, count: int) -> bool:
         """Return whether a worker can take this many more tasks."""
@@ -255,16 +224,17 @@ class Dispatcher:
 
     def _send(self, worker: WorkerHandle, tasks: list[Task]) -> bool:
         """Send tasks to a worker and note that it has them; return False if it takes no more."""
-        if not worker.tasks:
+        idle = not worker.tasks
+        if idle:
             worker.busy_since = time.monotonic()
+            worker.gives_back = False
         worker.tasks.extend(tasks)
         worker.sent += len(tasks)
         try:
-            if len(tasks) == len(worker.tasks) == 1:
+            if idle:
                 worker.channel.send_task(tasks[0].data, worker.process.pid)
             else:
-                worker.channel.send_ahead({id(task): task.data for task in tasks})
-                worker.sent_ahead = worker.channel.can_take_back
+                worker.channel.send_ahead([task.data for task in tasks], worker.returns)
         except ConnectionError:
             # The worker has died. The supervisor will see that, and call recover().
             return False
@@ -297,12 +267,13 @@ class Dispatcher:
             self._mean_seconds += (1 - 0.8**answers) * (mean - self._mean_seconds)
             worker.busy_since = now
 
-    def take_returned(self, worker: WorkerHandle, count: int) -> None:
-        """Let tasks that a worker has given back wait for another worker."""
+    def take_returned(self, worker: WorkerHandle, count: int, returns: int) -> None:
+        """Let tasks that a worker has given back, for which time it says, wait again."""
         count = min(count, len(worker.tasks))
-        returned = [worker.tasks.popleft() for _ in range(count)]
         worker.sent -= count
-        self._waiting.extendleft(reversed(returned))
+        worker.returns = returns
+        worker.gives_back = True
+        self._wait_again([worker.tasks.popleft() for _ in range(count)])
 
     def lose_answer(self, worker: WorkerHandle) -> None:
         """Note that a worker has answered its oldest task, but the answer cannot be read."""
@@ -328,13 +299,13 @@ class Dispatcher:
             if index is not None and place == begun:
                 index += worker.progress.position
             self._fail(task, death_error(self._died, worker, exitcode, index, task))
-        self._waiting.extendleft(reversed(again))
+        self._wait_again(again)
         worker.tasks.clear()
         worker.lost_answers.clear()
 
     def take_back(self, worker: WorkerHandle) -> None:
         """Let the tasks of a worker that the pool has ended wait, as if they had not been sent."""
-        self._waiting.extend([*worker.lost_answers, *worker.tasks])
+        self._wait_again([*worker.lost_answers, *worker.tasks])
         worker.lost_answers.clear()
         worker.tasks.clear()
 

@@ -35,10 +35,6 @@ _T = TypeVar("_T")
 class Receiver(Protocol):
     """What receives the answers to tasks: a result, or the promise of a future."""
 
-    @property
-    def cancellable(self) -> bool:
-        """Whether its task can be cancelled until :meth:`begin`."""
-
     def begin(self) -> bool:
         """Return whether a task that is about to be sent to a worker is still wanted."""
 
@@ -164,8 +160,6 @@ class ApplyResult(Generic[_T]):
         return value
 
     # For the pool
-
-    cancellable = False
 
     def begin(self) -> bool:
         """Return whether a task is still wanted: it always is."""
@@ -350,8 +344,6 @@ class IMapIterator(Generic[_T]):
         return self._arrived == self._length or self._abandoned is not None
 
     # For the pool
-
-    cancellable = False
 
     def begin(self) -> bool:
         """Return whether a task is still wanted: it always is."""

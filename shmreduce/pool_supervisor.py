@@ -13,10 +13,10 @@ killed, at any instant, leaves no lock taken and no half message in the way of o
 
 1. The parent starts the worker. The worker calls the initializer. Then it sends
    ``ready``, or it sends ``failed`` with the exception and leaves.
-2. The parent sends tasks; if many are waiting, several small ones in one packet. It may
-   take back packets that the worker has not read. A worker does the tasks that it reads
-   one by one, in order, and sends one answer ``(succeeded, value)`` for each, in order. So
-   answers carry no number: an answer belongs to the oldest unanswered task.
+2. The parent sends tasks; if many are waiting, several small ones in one packet. A
+   worker does them one by one, in order, and sends one answer
+   ``(succeeded, value)`` for each, in order. So answers carry no number: an
+   answer belongs to the oldest unanswered task.
 3. Before it unpickles a task, the worker counts it in shared memory
    (:class:`~shmreduce.pool_worker_progress.WorkerProgress`). There it also notes
    which item of the task it is working on.
@@ -323,10 +323,10 @@ class Supervisor:
 
     def _wait_for_events(self) -> None:
         """Wait for messages and deaths of workers, and for :meth:`wake`; handle them."""
-        waits = [self._lender.look_after(), self._dispatcher.until_long(self.workers)]
+        timeout = self._lender.look_after()
         if not self._has_all_workers():
-            waits.append(max(0.0, self._next_start - time.monotonic()))
-        timeout = min((wait for wait in waits if wait is not None), default=None)
+            until_start = max(0.0, self._next_start - time.monotonic())
+            timeout = until_start if timeout is None else min(timeout, until_start)
         ended = []
         for key, _ in self._selector.select(timeout):
             worker: WorkerHandle | None = key.data
@@ -496,7 +496,7 @@ class Supervisor:
             # Little patience: the initializer will probably raise in the next worker too.
             self._failed_to_start(value, patience=2)
         elif kind == RETURNED:
-            self._dispatcher.take_returned(worker, value)
+            self._dispatcher.take_returned(worker, *value)
         elif worker.tasks:
             self._dispatcher.answer(worker, bool(kind), value)
         else:

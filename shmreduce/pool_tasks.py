@@ -69,6 +69,7 @@ class Task:
         "deaths",
         "first",
         "index",
+        "number",
         "receiver",
         "repeats",
         "started",
@@ -95,6 +96,8 @@ class Task:
         self._foreign = _foreign_handles(tries) if handles else frozenset()
         self.weight = max(len(tries[0]), _HEAVY if handles else 0)
         """Its share of the backpressure's limit, in bytes, while it waits for a worker."""
+        self.number = -1
+        """How many tasks its pool got before it."""
         self.deaths = 0
         """How many workers in a row have died before they began it."""
         self.started = False

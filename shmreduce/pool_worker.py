@@ -156,11 +156,11 @@ def _report(error: Exception, *, plain: bool) -> None:
 
 
 def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions) -> None:
-    done = 0
+    done = returns = 0
     received: collections.deque[bytes | Exception] = collections.deque()
     around = shared_allocations() if options.shared_allocations else None
     while options.max_tasks is None or done < options.max_tasks:
-        if not received and not _receive(channel, received):
+        if not received and not _receive(channel, received, returns):
             return
         data = received.popleft()
         if data == STOP:
@@ -179,7 +179,8 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
         del data
         if received and time.monotonic() - began > _LONG_TASK:
             # The next task may take as long, and other workers may be idle.
-            if not _tell(channel, RETURNED, len(received)):
+            returns += 1
+            if not _tell(channel, RETURNED, (len(received), returns)):
                 return
             received.clear()
         if gc.isenabled():
@@ -187,10 +188,20 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
             gc.collect(0)
 
 
-def _receive(channel: Channel, received: collections.deque[bytes | Exception]) -> bool:
+def _receive(
+    channel: Channel, received: collections.deque[bytes | Exception], returns: int
+) -> bool:
     """Wait for tasks and add them to ``received``; return False if the parent is gone."""
     try:
-        received.extend(channel.receive_tasks())
+        while True:
+            tasks, known = channel.receive_tasks()
+            if known is None or known == returns:
+                received.extend(tasks)
+                return True
+            # Sent before the pool knew that older tasks were given back. If this one waits
+            # for one of those, it must not keep this worker from doing that.
+            if not _tell(channel, RETURNED, (len(tasks), returns)):
+                return False
     except (EOFError, OSError):
         return False
     except (ShmreduceError, MemoryError) as error:

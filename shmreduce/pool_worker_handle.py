@@ -60,22 +60,14 @@ class WorkerHandle:
         self.sent = 0
         self.answered = 0
         self.tasks: collections.deque[Task] = collections.deque()
-        self.sent_ahead = False
-        """Whether it was sent tasks while it was busy, and none were taken back since then."""
+        self.returns = 0
+        """How often it has given back tasks that it had read."""
+        self.gives_back = False
+        """Whether it has given back tasks lately: those that it still has will follow."""
         self.lost_answers: list[Task] = []
         """Tasks that it has answered, but the memory of the answers went away with it."""
         self.busy_since = 0.0
         """When it got its oldest task, or answered the task before."""
-
-    @property
-    def may_have_unread(self) -> bool:
-        """Whether there may be tasks that it was sent ahead and has not read."""
-        return self.sent_ahead and len(self.tasks) > 1
-
-    @property
-    def is_doing_oldest(self) -> bool:
-        """Whether it has begun its oldest task, and no later one: then an answer is under way."""
-        return self.progress.begun - self.answered == 1
 
     @property
     def sentinel(self) -> int:

@@ -116,7 +116,7 @@ class WorkerStarter:
             )
             process.name = process.name.replace("Process", "PoolWorker")
             process.start()
-            ours.keep_other_end(theirs)
+            theirs.close()
             if not self._options.shared_allocations:
                 # With shared_allocations, memory that the program drops must go back to the
                 # worker at once, which allocates its next results there.
@@ -124,8 +124,8 @@ class WorkerStarter:
             return WorkerHandle(process, ours, lifeline, progress, slot)
         except BaseException:
             ours.close()
-            theirs.close()
             lifeline.cut()
             raise
         finally:
+            theirs.close()
             lifeline.reader.close()

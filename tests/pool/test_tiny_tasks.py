@@ -21,7 +21,6 @@ from tests.pool.holding import held
 from tests.pool.work import LARGE, give_none_back, noted, set_first, square
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from shmreduce.pool_worker_handle import WorkerHandle
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def packets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tasks went in each packet that had several; all tasks count as short.
+    """How many tasks went in each packet that was sent ahead; all tasks count as short.
 
     Forked workers give none back.
     """
@@ -39,9 +38,9 @@ def packets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     join = pool_channel._join
 
-    def counting(tasks: Mapping[int, Any]) -> bytes:
+    def counting(tasks: list[Any], returns: int) -> bytes:
         counts.append(len(tasks))
-        return join(tasks)
+        return join(tasks, returns)
 
     monkeypatch.setattr(pool_channel, "_join", counting)
     return counts
@@ -122,12 +121,12 @@ def test_a_packet_for_which_a_worker_has_no_memory_fails_one_task(
     done, failed = tmp_path / "done", tmp_path / "failed"
     receive = pool_channel.Channel.receive_tasks
 
-    def without_memory(channel: pool_channel.Channel) -> list[bytes]:
-        tasks = receive(channel)
+    def without_memory(channel: pool_channel.Channel) -> tuple[list[bytes], int | None]:
+        tasks, returns = receive(channel)
         if len(tasks) > 1 and not failed.exists():
             failed.touch()
             raise MemoryError
-        return tasks
+        return tasks, returns
 
     monkeypatch.setattr(pool_channel.Channel, "receive_tasks", without_memory)
     with Pool(1, context=shmreduce.get_context("fork")) as pool:
@@ -221,9 +220,9 @@ def test_what_waits_behind_a_long_task_goes_back(
     returned: list[int] = []
     take_returned = Dispatcher.take_returned
 
-    def taking(dispatcher: Dispatcher, worker: WorkerHandle, count: int) -> None:
+    def taking(dispatcher: Dispatcher, worker: WorkerHandle, count: int, returns: int) -> None:
         returned.append(count)
-        take_returned(dispatcher, worker, count)
+        take_returned(dispatcher, worker, count, returns)
 
     monkeypatch.setattr(Dispatcher, "take_returned", taking)
     done = tmp_path / "done"

@@ -236,6 +236,32 @@ def wait_for_kept_lock() -> None:
         pass
 
 
+def wait_for_one_before(number: int, distance: int) -> int:
+    """Wait for the task that came so many before this one; then set this one's flag."""
+    done = _given[-1]
+    deadline = time.monotonic() + FOREVER
+    while number >= distance and not done[number - distance] and time.monotonic() < deadline:
+        time.sleep(1e-5)
+    if number % 40 == 7:
+        # Then what was sent ahead goes back.
+        time.sleep(3e-3)
+    done[number] = 1
+    return number
+
+
+def wait_for_kept_flag(number: int) -> int:
+    """Wait until another task has set a flag in what is kept."""
+    deadline = time.monotonic() + FOREVER
+    while not _given[-1][number] and time.monotonic() < deadline:
+        time.sleep(1e-5)
+    return number
+
+
+def set_kept_flag(number: int) -> int:
+    _given[-1][number] = 1
+    return number
+
+
 def touch(path: str) -> None:
     Path(path).touch()
 
