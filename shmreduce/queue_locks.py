@@ -39,11 +39,11 @@ class _LockOnDemand:
                 "process that made the queue can make it, and it had not when it passed the queue "
                 "on; access it there before the queue is passed on"
             )
-        # setdefault: two threads that get here at the same time get the same lock.
-        made = queue._maker.context.Lock()
-        lock = vars(queue).setdefault(self._name, made)
-        if lock is made:
-            queue._note_lock(self._name, lock)
+        # setdefault: two threads that get here at the same time get the same lock. Nobody gets
+        # it before the queue has noted it.
+        lock = vars(queue).setdefault("_made" + self._name, queue._maker.context.Lock())
+        queue._note_lock(self._name, lock)
+        vars(queue)[self._name] = lock
         return lock
 
 
@@ -73,7 +73,7 @@ class QueueLocks:
             _ = self._rlock, self._wlock
 
     def _note_lock(self, name: str, lock: Any) -> None:
-        """Do what a queue must do, once, when one of its locks is made."""
+        """Do what a queue must do when it gets one of its locks; may be called again."""
 
     def _made_locks(self) -> tuple[Any, Any]:
         """Return the locks for a queue's state, each None if it has not been made."""
@@ -83,4 +83,5 @@ class QueueLocks:
         """Set the locks that came with a queue's state."""
         for name, lock in (("_rlock", rlock), ("_wlock", wlock)):
             if lock is not None:
+                self._note_lock(name, lock)
                 setattr(self, name, lock)

@@ -20,9 +20,9 @@ import weakref
 from multiprocessing import context, synchronize
 from multiprocessing.util import Finalize, debug, register_after_fork
 from queue import Empty, Full
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shmreduce.connection import Pipe, give_buffer, take_buffer
+from shmreduce.connection import Connection, Pipe, give_buffer, take_buffer
 from shmreduce.errors import ShmreduceError
 from shmreduce.packets import Packet, pack_last
 from shmreduce.queue_feeder import Feeder, Unsendable, end_feeder, join_feeder
@@ -35,7 +35,6 @@ from shmreduce.unpickling import loads
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from shmreduce.connection import Connection
     from shmreduce.packets import Received
     from shmreduce.receive_buffer import ReceiveBuffer
 
@@ -103,7 +102,7 @@ class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
 
     def _note_lock(self, name: str, lock: Any) -> None:
         if name == "_rlock":
-            self._reader = cast("Connection", _ReaderOfLockHolder(self._reader, lock))
+            _LockHoldersReader.become(self._reader, lock)
 
     def get(self) -> _T:
         """Take the next object out; wait for it.
@@ -143,55 +142,74 @@ class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
         self._writer.send_last(held)
 
 
-class _ReaderOfLockHolder:
+class _LockHoldersReader(Connection):
     """The reader of a queue whose lock for reading somebody has asked for.
 
     Whoever holds that lock may poll and then receive, without waiting: the standard library's
     pool does when it is terminated. But readers of our queues take no lock, so one of them could
-    get the message in between. So for the holder, :meth:`poll` takes it out.
+    get the message in between. So for the holder, :meth:`poll` takes it out. ``fileno`` and
+    ``wait`` do not know of it then.
     """
 
-    def __init__(self, reader: Connection, lock: Any) -> None:
-        self._reader = reader
-        self._lock = lock
-        self._taken: collections.deque[bytes] = collections.deque()
+    _lock: Any
+    _taken: collections.deque[tuple[int, bytes]]
+    """Messages that poll() has taken out, and the processes in which it did."""
 
-    def __reduce__(self) -> Any:
-        return self._reader.__reduce__()
+    @classmethod
+    def become(cls, reader: Connection, lock: Any) -> None:
+        """Make a reader one of this class; two threads may do so at the same time."""
+        vars(reader).setdefault("_taken", collections.deque())
+        vars(reader)["_lock"] = lock
+        reader.__class__ = cls
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The queue that gets it makes it one of this class, if the lock comes with the queue.
+        rebuild, (_, *arguments) = super().__reduce__()
+        return rebuild, (Connection, *arguments)
 
-    def poll(self, timeout: float | None = 0.0) -> bool:
-        """Return whether there is a message; the holder of the lock has it then."""
-        if self._taken:
+    def recv(self) -> Any:
+        """Return what :meth:`poll` has taken out, or the next object."""
+        data = self._taken_out()
+        return super().recv() if data is None else loads(data)
+
+    def _contents(self) -> bytes:
+        data = self._taken_out()
+        return super()._contents() if data is None else data
+
+    def _taken_out(self) -> bytes | None:
+        while self._taken and not self.closed:
+            pid, data = self._taken.popleft()
+            # A forked child must not have its parent's message.
+            if pid == os.getpid():
+                return data
+        return None
+
+    def _poll(self, timeout: float | None) -> bool:
+        if any(pid == os.getpid() for pid, _ in self._taken):
             return True
-        if not self._reader.poll(timeout):
-            return False
-        return self._take() if self._lock._semlock._is_mine() else True
+        if not self._lock._semlock._is_mine():
+            return super()._poll(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while super()._poll(timeout):
+            if self._take():
+                return True
+            # Another process was quicker.
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return False
 
     def _take(self) -> bool:
         buffer = take_buffer()
         try:
-            arrival = self._reader.receive(buffer, wait=False)
+            arrival = self.receive(buffer, wait=False)
             if arrival is None:
-                # Another process was quicker.
                 return False
-            self._taken.append(arrival.contents())
+            self._taken.append((os.getpid(), arrival.contents()))
         except EOFError:
             # recv() raises it again.
             pass
         finally:
             give_buffer(buffer)
         return True
-
-    def recv(self) -> Any:
-        """Return what :meth:`poll` has taken out, or the next object."""
-        try:
-            data = self._taken.popleft()
-        except IndexError:
-            return self._reader.recv()
-        return loads(data)
 
 
 class Queue(QueueLocks, _StandardQueue, Generic[_T]):

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import queue as standard_queue
+import select
 import signal
 import sys
 import threading
@@ -687,6 +688,115 @@ def test_who_has_the_lock_may_poll_and_then_receive(children: Children) -> None:
     with queue._rlock:
         assert queue._reader.poll(PATIENCE)
     assert within(queue.get) == "not lost"
+    close(queue)
+
+
+@pytest.mark.parametrize("how", ["recv", "recv_bytes", "recv_bytes_into"])
+def test_who_has_the_lock_may_receive_in_any_way(how: str) -> None:
+    """What poll() has taken out comes by each; ``empty()`` knows of it."""
+    queue = shmreduce.get_context("fork").SimpleQueue()
+    queue.put("message")
+    reader, room = queue._reader, bytearray(100)
+    with queue._rlock:
+        assert reader.poll()
+        assert not queue.empty()
+        if how == "recv":
+            assert within(reader.recv) == "message"
+        elif how == "recv_bytes":
+            assert pickle.loads(within(reader.recv_bytes)) == "message"
+        else:
+            size = within(reader.recv_bytes_into, room)
+            assert pickle.loads(room[:size]) == "message"
+    assert queue.empty()
+    close(queue)
+
+
+def exit_1_unless_empty(queue: Any) -> None:
+    reader = queue._reader
+    sys.exit(int(reader.poll() or bool(reader._taken_out())))
+
+
+def test_a_message_that_was_taken_out_stays_with_its_process(shmreduce_no_leaks: None) -> None:
+    """A child that is forked then does not get it, too."""
+    array = np.arange(1 << 17)
+    context: Any = shmreduce.get_context("fork")
+    queue = context.SimpleQueue()
+    queue.put(array)
+    with queue._rlock:
+        assert queue._reader.poll()
+    child = context.Process(target=exit_1_unless_empty, args=(queue,))
+    child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
+    assert np.array_equal(within(queue.get), array)
+    close(queue)
+
+
+def poll_and_receive(queue: Any) -> Any:
+    with queue._rlock:
+        found = queue._reader.poll(PATIENCE)
+        left_for_others = bool(select.select([queue._reader], [], [], 0)[0])
+        return found, left_for_others, queue.get()
+
+
+def test_a_process_that_gets_the_lock_may_poll_and_then_receive(children: Children) -> None:
+    """As the one that made it."""
+    queue = context_of(children).SimpleQueue()
+    assert queue._rlock is not None
+    queue.put("message")
+    assert children.call(poll_and_receive, queue) == (True, False, "message")
+    close(queue)
+
+
+def test_who_waits_with_the_lock_waits_on_if_others_are_quicker(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the time is over, or a message is left."""
+    queue = context_of(children).SimpleQueue()
+    kind = type(queue._reader)
+    with queue._rlock:
+        receive = kind.receive
+        others: list[Any] = []
+
+        def late(reader: Any, buffer: Any, *, wait: bool) -> Any:
+            if len(others) < 2:
+                others.append(None)
+                # As somebody else would.
+                assert receive(reader, buffer, wait=True).load() == "message"
+                queue.put("another" if len(others) == 2 else "message")
+                return None
+            return receive(reader, buffer, wait=wait)
+
+        monkeypatch.setattr(kind, "receive", late)
+        queue.put("message")
+        assert queue._reader.poll(PATIENCE)
+        assert queue.get() == "another"
+    assert len(others) == 2
+    close(queue)
+
+
+def test_a_lock_is_there_only_when_the_reader_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for another thread that asks at the same time."""
+    queue = shmreduce.get_context("fork").SimpleQueue()
+    note_lock = queue._note_lock
+    found: list[Any] = []
+
+    def ask() -> None:
+        with queue._rlock:
+            found.append(queue._reader.poll(0) and vars(queue._reader)["_taken"])
+
+    def note(name: str, lock: Any) -> None:
+        if not found:
+            found.append(None)
+            within(ask)
+        note_lock(name, lock)
+
+    queue.put("message")
+    monkeypatch.setattr(queue, "_note_lock", note)
+    lock = queue._rlock
+    assert lock is queue._rlock
+    assert [len(taken) for taken in found[1:]] == [1]
+    assert queue.get() == "message"
     close(queue)
 
 
