@@ -17,8 +17,8 @@ sent some more tasks ahead, but only if
   they put into a queue. A task of such a call that is queued behind it would never be
   done.
 
-If a worker's task takes long after all, the worker gives back the tasks that it was
-sent ahead, as soon as that task is done.
+If a worker's task takes long after all, the worker gives back those that came together
+with it, as soon as that task is done.
 
 A task may wait for tasks that were submitted before it. The oldest task that is not done
 never stays behind one that waits for it:
@@ -68,7 +68,7 @@ _FEWEST_AHEAD, _MOST_AHEAD = 4, 32
 """Limits of the number of short tasks that a worker may have, so that it need not sleep
 between them: as many as together take ``_SHORT_TASK`` seconds."""
 _BYTES_AHEAD = 16 << 10
-"""Bytes of tasks that may be sent in one packet to a worker that is not reading."""
+"""Bytes of tasks that a worker may have which is not reading."""
 
 
 class Dispatcher:
@@ -194,7 +194,10 @@ class Dispatcher:
         """Send the next tasks, in one packet, to a worker that is busy with another."""
         receiver, youngest = worker.tasks[0].receiver, worker.tasks[-1].number
         tasks: list[Task] = []
-        room = _BYTES_AHEAD
+        # All but the task that it is doing may be unread.
+        room = _BYTES_AHEAD - sum(
+            len(task.data) for task in itertools.islice(worker.tasks, 1, None)
+        )
         while self._waiting and len(tasks) < count and self._may_get(worker, len(tasks) + 1):
             task = self._waiting[0]
             room -= len(task.data)

@@ -20,10 +20,11 @@ import weakref
 from multiprocessing import context, synchronize
 from multiprocessing.util import Finalize, debug, register_after_fork
 from queue import Empty, Full
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from shmreduce.connection import Connection, Pipe, give_buffer, take_buffer
 from shmreduce.errors import ShmreduceError
+from shmreduce.memory.loading import discard_message
 from shmreduce.packets import Packet, pack_last
 from shmreduce.queue_feeder import Feeder, Unsendable, end_feeder, join_feeder
 from shmreduce.queue_locks import QueueLocks
@@ -33,6 +34,7 @@ from shmreduce.thread_locks import interrupt_safe
 from shmreduce.unpickling import loads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from shmreduce.packets import Received
@@ -85,6 +87,7 @@ class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
 
     _reader: Connection
     _writer: Connection
+    _poll: Callable[..., bool]
 
     def __init__(self, *, ctx: Any) -> None:
         self._reader, self._writer = Pipe(duplex=False)
@@ -97,12 +100,13 @@ class SimpleQueue(QueueLocks, _StandardSimpleQueue, Generic[_T]):
 
     def __setstate__(self, state: Any) -> None:
         self._reader, self._writer, *locks = state
-        self._take_over_locks(*locks)
         self._poll = self._reader.poll
+        self._take_over_locks(*locks)
 
     def _note_lock(self, name: str, lock: Any) -> None:
         if name == "_rlock":
-            _LockHoldersReader.become(self._reader, lock)
+            # empty() calls _poll.
+            self._poll = _LockHoldersReader.become(self._reader, lock).peek
 
     def get(self) -> _T:
         """Take the next object out; wait for it.
@@ -148,7 +152,8 @@ class _LockHoldersReader(Connection):
     Whoever holds that lock may poll and then receive, without waiting: the standard library's
     pool does when it is terminated. But readers of our queues take no lock, so one of them could
     get the message in between. So for the holder, :meth:`poll` takes it out. ``fileno`` and
-    ``wait`` do not know of it then.
+    ``wait`` do not know of it then, and if the holder does not receive it, only another thread
+    of the same process can.
     """
 
     _lock: Any
@@ -156,11 +161,12 @@ class _LockHoldersReader(Connection):
     """Messages that poll() has taken out, and the processes in which it did."""
 
     @classmethod
-    def become(cls, reader: Connection, lock: Any) -> None:
+    def become(cls, reader: Connection, lock: Any) -> _LockHoldersReader:
         """Make a reader one of this class; two threads may do so at the same time."""
         vars(reader).setdefault("_taken", collections.deque())
         vars(reader)["_lock"] = lock
         reader.__class__ = cls
+        return cast("_LockHoldersReader", reader)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The queue that gets it makes it one of this class, if the lock comes with the queue.
@@ -176,16 +182,32 @@ class _LockHoldersReader(Connection):
         data = self._taken_out()
         return super()._contents() if data is None else data
 
+    def peek(self) -> bool:
+        """Return whether there is a message, and take none out."""
+        return self._has_taken() or super()._poll(0.0)
+
     def _taken_out(self) -> bytes | None:
-        while self._taken and not self.closed:
-            pid, data = self._taken.popleft()
+        while not self.closed and self._has_taken():
+            try:
+                pid, data = self._taken.popleft()
+            except IndexError:
+                # Another thread was quicker.
+                break
             # A forked child must not have its parent's message.
             if pid == os.getpid():
                 return data
         return None
 
+    def _has_taken(self) -> bool:
+        """Return whether there is a message here for this thread."""
+        semaphore = self._lock._semlock
+        if semaphore._count() and not semaphore._is_mine():
+            # Another thread of this process holds the lock.
+            return False
+        return any(pid == os.getpid() for pid, _ in tuple(self._taken))
+
     def _poll(self, timeout: float | None) -> bool:
-        if any(pid == os.getpid() for pid, _ in self._taken):
+        if self._has_taken():
             return True
         if not self._lock._semlock._is_mine():
             return super()._poll(timeout)
@@ -210,6 +232,13 @@ class _LockHoldersReader(Connection):
         finally:
             give_buffer(buffer)
         return True
+
+    def _close(self) -> None:
+        super()._close()
+        while self._taken:
+            pid, data = self._taken.popleft()
+            if pid == os.getpid():
+                discard_message(data)
 
 
 class Queue(QueueLocks, _StandardQueue, Generic[_T]):

@@ -674,12 +674,16 @@ def test_who_has_the_lock_may_poll_and_then_receive(children: Children) -> None:
     array = np.arange(1 << 17)
     queue = context_of(children).SimpleQueue()
     queue.put(array)
-    with queue._rlock:
-        assert queue._reader.poll()
-        assert children.call(is_empty, queue)
-        assert queue._reader.poll()
-        assert np.array_equal(within(queue._reader.recv), array)
-        assert not queue._reader.poll()
+
+    def hold() -> None:
+        with queue._rlock:
+            assert queue._reader.poll()
+            assert children.call(is_empty, queue)
+            assert queue._reader.poll()
+            assert np.array_equal(queue._reader.recv(), array)
+            assert not queue._reader.poll()
+
+    within(hold)
     queue.put("for whoever is first")
     assert queue._reader.poll()
     assert not children.call(is_empty, queue)
@@ -697,17 +701,101 @@ def test_who_has_the_lock_may_receive_in_any_way(how: str) -> None:
     queue = shmreduce.get_context("fork").SimpleQueue()
     queue.put("message")
     reader, room = queue._reader, bytearray(100)
-    with queue._rlock:
-        assert reader.poll()
-        assert not queue.empty()
-        if how == "recv":
-            assert within(reader.recv) == "message"
-        elif how == "recv_bytes":
-            assert pickle.loads(within(reader.recv_bytes)) == "message"
-        else:
-            size = within(reader.recv_bytes_into, room)
-            assert pickle.loads(room[:size]) == "message"
+
+    def hold() -> Any:
+        with queue._rlock:
+            assert reader.poll()
+            assert not queue.empty()
+            if how == "recv":
+                return reader.recv()
+            if how == "recv_bytes":
+                return pickle.loads(reader.recv_bytes())
+            return pickle.loads(room[: reader.recv_bytes_into(room)])
+
+    assert within(hold) == "message"
     assert queue.empty()
+    close(queue)
+
+
+def test_another_thread_does_not_get_what_the_holder_has_polled() -> None:
+    """It gets the next message."""
+    queue = shmreduce.get_context("fork").SimpleQueue()
+    found: list[Any] = []
+    queue.put("the holder's")
+
+    def hold() -> Any:
+        with queue._rlock:
+            assert queue._reader.poll()
+            thread = threading.Thread(target=lambda: found.append(queue.get()), daemon=True)
+            thread.start()
+            queue.put("the other's")
+            thread.join(PATIENCE)
+            return queue.get()
+
+    assert within(hold) == "the holder's"
+    assert found == ["the other's"]
+    close(queue)
+
+
+def test_looking_for_a_message_takes_none_out(children: Children) -> None:
+    """Whoever is first gets it, also if the holder of the lock has called ``empty()``."""
+    queue = context_of(children).SimpleQueue()
+    with queue._rlock:
+        assert queue.empty()
+        queue.put("message")
+        assert not queue.empty()
+    assert children.call(take, queue) == "message"
+    close(queue)
+
+
+def take(queue: Any) -> Any:
+    return queue.get() if queue._reader.poll(PATIENCE) else None
+
+
+def test_a_queue_that_is_closed_keeps_no_message(shmreduce_no_leaks: None) -> None:
+    """Not even one that was taken out."""
+    queue = shmreduce.get_context("fork").SimpleQueue()
+    queue.put(np.arange(1 << 17))
+    with queue._rlock:
+        assert queue._reader.poll()
+    queue.close()
+    assert not vars(queue._reader)["_taken"]
+    with pytest.raises(OSError, match="closed"):
+        queue.get()
+
+
+def test_threads_that_look_and_receive_at_once_get_on() -> None:
+    """Each message comes once."""
+    queue = shmreduce.get_context("fork").SimpleQueue()
+    interval = sys.getswitchinterval()
+    reader: Any = queue._reader
+    found, ends = list[int](), threading.Event()
+    lock = queue._rlock
+
+    def look() -> None:
+        while not ends.is_set():
+            queue.empty()
+            if (data := reader._taken_out()) is not None:
+                found.append(pickle.loads(data))
+
+    others = [threading.Thread(target=look) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for each in others:
+            each.start()
+        for number in range(2000):
+            queue.put(number)
+            with lock:
+                assert reader.poll(PATIENCE)
+            # The lock is free: any of the threads may have it now.
+            if (data := reader._taken_out()) is not None:
+                found.append(pickle.loads(data))
+    finally:
+        ends.set()
+        for each in others:
+            each.join(PATIENCE)
+        sys.setswitchinterval(interval)
+    assert sorted(found) == [*range(2000)]
     close(queue)
 
 

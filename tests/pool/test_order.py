@@ -19,6 +19,7 @@ from shmreduce.pool import Pool
 from shmreduce.pool_channel import RETURNED, make_channels
 from shmreduce.pool_dispatch import Dispatcher
 from shmreduce.pool_tasks import ONCE, make_task
+from tests.channels.channels import within
 from tests.conftest import PATIENCE
 from tests.pool.holding import held
 from tests.pool.work import (
@@ -119,12 +120,12 @@ class Ready:
         return True
 
 
-def dispatcher_of(count: int) -> Dispatcher:
+def dispatcher_of(count: int, item: Any = 7) -> Dispatcher:
     """Return a dispatcher that has so many tasks of one call, which were short lately."""
     dispatcher, receiver = Dispatcher(None, WorkerDied, lambda error: error), Ready()
     dispatcher._mean_seconds = 1e-4
     for number in range(count):
-        call: Any = (ONCE, square, (number,), {})
+        call: Any = (ONCE, square, (item,), {})
         any_receiver: Any = receiver
         dispatcher.submit(
             make_task(any_receiver, number, number, call, retries=0, dumps=pickle.dumps)
@@ -208,6 +209,19 @@ def test_a_worker_that_gives_tasks_back_is_sent_none_before_it_has_none(
     dispatcher.take_returned(worker, 2, 1)
     dispatcher.assign([worker])
     assert numbers(worker.tasks) == [8, 9, *range(12, 20)]
+
+
+def test_a_worker_is_never_sent_more_than_its_connection_takes(
+    ends: tuple[Channel, Channel],
+) -> None:
+    """Otherwise the pool's thread would wait for a worker that may wait for another."""
+    dispatcher = dispatcher_of(200, np.zeros(15 << 10, np.uint8).tobytes())
+    dispatcher._mean_seconds = 1e-6
+    worker = worker_at(ends[0])
+    for _ in range(16):
+        worker.busy_since = time.monotonic()
+        within(dispatcher.assign, [worker])
+    assert len(worker.tasks) == 2
 
 
 def test_what_was_under_way_while_tasks_went_back_goes_back_too(
