@@ -189,7 +189,8 @@ def test_a_message_that_comes_while_its_reader_looks(ends: tuple[Any, Any], look
         # Whoever else runs here: looking is to end with the message alone.
         looks._real.await_input(reader.fileno(), 0.0, 0.0)
         timer.start()
-        assert look_until_found(looks, reader) == _CAME
+        # At once if polling had ended early.
+        assert look_until_found(looks, reader) in (_AT_ONCE, _CAME)
         assert reader.recv() == "late"
     timer.join(PATIENCE)
 
