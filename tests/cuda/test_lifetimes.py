@@ -436,11 +436,12 @@ def drop_while_the_thread_closes(idle: str, dropped: str) -> list[str]:
         close(mapping)
 
     with pytest.MonkeyPatch.context() as patch:
+        # Before the thread can close anything.
+        patch.setattr(state._opener, "close", close_slowly)
         act.drop_only(idle)
         patch.setattr(imports, "synchronise", note)
         # However busy the machine is.
         patch.setattr(imports, "_QUICK", PATIENCE)
-        patch.setattr(state._opener, "close", close_slowly)
         assert closing.wait(30)
         act.drop_only(dropped)
     return waiting
