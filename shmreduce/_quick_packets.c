@@ -1,14 +1,11 @@
 /* Packets with descriptors: each is written or read by one call. It also waits for input for a
- * short time, without the interpreter lock.
+ * short time, without the interpreter lock. _quick_packets_tasks.c has the tasks of pools.
  *
  * This is a Python module, written in the stable interface (PEP 384), so that one
  * library serves every version from 3.11 on. If it was not built, packet_socket.py does
  * the same, and explains it; for the short wait see short_waits.py.
  */
-#define _GNU_SOURCE
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_quick_packets.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -23,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_VERSION 8
+#define SHMREDUCE_VERSION 9
 #define MOST_DESCRIPTORS 64 /* as in packet_socket.py */
 #define BRIEF 4096 /* bytes of a packet that is sent with the interpreter lock held */
 #define LONGEST_LOOK 1e-3 /* seconds between two checks for signals */
@@ -374,6 +371,9 @@ static PyMethodDef methods[] = {
     {"write_packet", write_packet, METH_VARARGS, "write_packet(fd, data, descriptors, flags)"},
     {"read_packet", read_packet, METH_VARARGS,
         "read_packet(fd, buffer, flags, patience, spare, descriptors)"},
+    {"publish_task", publish_task, METH_VARARGS, "publish_task(memory, room, number, task)"},
+    {"claim_task", claim_task, METH_VARARGS, "claim_task(memory, room, owner)"},
+    {"withdraw_task", withdraw_task, METH_VARARGS, "withdraw_task(memory, room, number, owner)"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -390,7 +390,7 @@ static PyModuleDef_Slot module_slots[] = {
 static PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_quick_packets",
-    .m_doc = "Packets with descriptors beside them, each written or read by one call.",
+    .m_doc = "Packets with descriptors, each written or read by one call; tasks of pools.",
     .m_methods = methods,
     .m_slots = module_slots,
 };

@@ -33,7 +33,7 @@ __all__ = [
     "reason_unused",
 ]
 
-MODULE_VERSION = 8
+MODULE_VERSION = 9
 """Version of the modules' functions; the C sources have the same number."""
 FOLDER = dirname(__file__)
 """The package's folder, below which all parts are.
@@ -89,7 +89,7 @@ BLOCKS = _module(
     "taking",
     "giving",
 )
-PACKETS = _module("packets", "_quick_packets")
+PACKETS = _module("packets", "_quick_packets", "tasks")
 COPIES = _module("copies", "_quick_copies")
 MODULES = (SLOTS, BLOCKS, PACKETS, COPIES)
 PARTS = (ALLOCATOR, *MODULES)

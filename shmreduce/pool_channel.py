@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import struct
 import weakref
 from multiprocessing.reduction import ForkingPickler
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FAILED",
     "READY",
-    "RETURNED",
     "STOP",
     "Channel",
     "channel_class",
@@ -50,11 +48,8 @@ __all__ = [
 ]
 
 STOP = b"\0"
-"""To a worker: leave. No pickle begins with this byte, nor with the next two."""
-_AHEAD = b"\1"
-"""To a worker that is busy: when it was sent, the number of tasks, their sizes, and the tasks."""
-_AHEAD_HEAD = struct.Struct("<cQB")
-_LENT = b"\2"
+"""To a worker: leave. No pickle begins with this byte, nor with the next one."""
+_LENT = b"\1"
 """To a worker: blocks that it may use for its answer, and the task."""
 _LARGEST_WITH_LENT = 32 << 10
 """Bytes. Memory is lent only with tasks up to this size, since it costs a copy of the task.
@@ -65,11 +60,6 @@ READY = "ready"
 """From a worker: the initializer has returned."""
 FAILED = "failed"
 """From a worker: the initializer raised this exception."""
-RETURNED = "returned"
-"""From a worker: it gives back this many of its tasks, the oldest that are not answered.
-
-With the number of times that it has given back tasks that it had read.
-"""
 
 
 class Channel:
@@ -136,29 +126,6 @@ class Channel:
         """Send a pickled task to an idle worker, and lend that process memory for its answer."""
         del borrower
         self.send_bytes(task)
-
-    def send_ahead(self, tasks: list[Any], returns: int) -> None:
-        """Send small pickled tasks to a busy worker.
-
-        Parameters
-        ----------
-        tasks : list of bytes
-            The tasks.
-        returns : int
-            How often the worker has given back tasks, as far as the pool knows.
-        """
-        self.send_bytes(_join(tasks, returns))
-
-    def receive_tasks(self) -> tuple[list[bytes], int | None]:
-        """Wait for tasks; return them, and the number that came with those sent ahead.
-
-        Raises
-        ------
-        EOFError, OSError
-            As :meth:`receive_bytes`.
-        """
-        data = self.receive_bytes()
-        return _split(data) if data.startswith(_AHEAD) else ([data], None)
 
     def send_packed(self, message: Any) -> None:
         """Send what :meth:`pack_last` returned; OSError if the other side is gone."""
@@ -285,19 +252,6 @@ class _OwnChannel(Channel):
         if arrival is None:
             return None
         return functools.partial(_unpickle, arrival, buffer, self._lender)
-
-
-def _join(tasks: list[bytes | memoryview], returns: int) -> bytes:
-    count = len(tasks)
-    sizes = struct.pack(f"<{count}I", *map(len, tasks))
-    return b"".join((_AHEAD_HEAD.pack(_AHEAD, returns, count), sizes, *tasks))
-
-
-def _split(data: bytes) -> tuple[list[bytes], int]:
-    _, returns, count = _AHEAD_HEAD.unpack_from(data)
-    sizes = struct.unpack_from(f"<{count}I", data, _AHEAD_HEAD.size)
-    ends = itertools.accumulate(sizes, initial=_AHEAD_HEAD.size + 4 * count)
-    return [data[start:end] for start, end in itertools.pairwise(ends)], returns
 
 
 def _with_lent(lent: bytes, task: Any) -> bytes:

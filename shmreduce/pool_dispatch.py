@@ -1,34 +1,22 @@
 """The tasks of one pool: which worker gets one, and what becomes of it if the worker dies.
 
-May import errors, ``pool_worker_handle``, and for types alone ``pool_results`` and
-``pool_tasks``. The protocol between the pool and its workers is described in
-:mod:`shmreduce.pool_supervisor`.
+May import errors, ``pool_task_ring``, ``pool_worker_handle``, and for types alone
+``pool_results`` and ``pool_tasks``. The protocol between the pool and its workers is
+described in :mod:`shmreduce.pool_supervisor`.
 
 Which worker gets a task
 ------------------------
-An idle worker is sent a task of any size, because it reads at once. A busy worker is
-sent some more tasks ahead, but only if
+An idle worker is sent the oldest task, whatever its size, because it reads at once. If
+none is idle, small tasks go into the ring (:mod:`shmreduce.pool_task_ring`), from which
+a worker that has done its task takes the oldest. So tasks begin in the order in which
+they were submitted, and a task may wait for any other that the same workers would do if
+they read one pipe, as those of :mod:`multiprocessing` do.
 
-- they are small enough not to fill the connection,
-- tasks have been short lately, and many are waiting: another worker could do a task
-  that is queued behind a long one,
-- they belong to the call that the worker is busy with, and it has not been busy for
-  long. A task may wait for tasks of other calls, for example because it collects what
-  they put into a queue. A task of such a call that is queued behind it would never be
-  done.
-
-If a worker's task takes long after all, the worker gives back those that came together
-with it, as soon as that task is done.
-
-A task may wait for tasks that were submitted before it. The oldest task that is not done
-never stays behind one that waits for it:
-
-- Tasks wait in the order in which they were submitted, also those that come back.
-- A busy worker is sent only tasks that are younger than all those that it has.
-- A worker that has given back tasks is idle as soon as the pool knows of it. What the pool
-  has sent to it before is younger, so the worker gives it back as well: packets with tasks
-  that are sent ahead say how often, as far as the pool knows, the worker has given back
-  tasks. The pool sends it nothing before all that has come back.
+Whether a worker is idle is never in doubt. It claims a task of the ring before it sends
+the answer to the one that it has done, and at no other time. So when the pool has read
+the answer, it sees the claim. If there is none, the worker reads its connection, and does
+nothing else until the pool sends it a task. If the ring has one, which was put there too
+late for the worker to see it, then the pool claims it and sends it.
 
 What becomes of the tasks of a dead worker
 -----------------------------------------
@@ -37,9 +25,9 @@ What becomes of the tasks of a dead worker
   ``retries`` allows it; otherwise :class:`~shmreduce.WorkerDied` is its answer. The
   same happens if the worker had answered, but the memory of the answer is gone with it,
   which is possible only on connections of :mod:`multiprocessing`.
-- If the worker had not begun a task, the task goes to another worker. But if two workers
-  in a row have died before they began it, it counts as begun: reading it may be what
-  kills them.
+- If the worker had not begun a task, the task goes to another worker, before those that
+  were submitted after it. But if two workers in a row have died before they began it, it
+  counts as begun: reading it may be what kills them.
 """
 
 from __future__ import annotations
@@ -51,24 +39,22 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.errors import ShmreduceError
+from shmreduce.pool_task_ring import PublishedTasks
 from shmreduce.pool_worker_handle import death_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from shmreduce.pool_results import Receiver
+    from shmreduce.pool_task_ring import TaskRing
     from shmreduce.pool_tasks import Task
     from shmreduce.pool_worker_handle import WorkerHandle
 
 __all__ = ["Dispatcher"]
 
 _SHORT_TASK = 1e-3
-"""Seconds. Only tasks that take less are sent ahead."""
-_FEWEST_AHEAD, _MOST_AHEAD = 4, 32
-"""Limits of the number of short tasks that a worker may have, so that it need not sleep
-between them: as many as together take ``_SHORT_TASK`` seconds."""
-_BYTES_AHEAD = 16 << 10
-"""Bytes of tasks that a worker may have which is not reading."""
+"""Seconds. Only tasks that take less go into the ring: for others it makes no difference, and an
+idle worker can be lent memory for its answer."""
 
 
 class Dispatcher:
@@ -79,24 +65,34 @@ class Dispatcher:
 
     Parameters
     ----------
+    workers : list of WorkerHandle
+        The workers that there are now; the caller changes it.
     max_tasks : int or None
-        How many tasks a worker is sent before it leaves.
+        How many tasks a worker does before it leaves.
     died : callable
         Makes the exception of a task whose worker was killed; takes the arguments of
         :class:`~shmreduce.WorkerDied`.
     broken : callable
         Makes the exception of tasks that cannot be done, from the error that
         kept workers from starting.
+    ring : TaskRing
+        Where workers that are not idle find tasks.
+    may_publish : callable
+        Returns whether tasks may go into the ring now.
     """
 
     def __init__(
         self,
+        workers: Sequence[WorkerHandle],
         max_tasks: int | None,
         died: Callable[..., BaseException],
         broken: Callable[[BaseException], BaseException],
+        ring: TaskRing,
+        may_publish: Callable[[], bool],
     ) -> None:
         self.broken_by: BaseException | None = None
         """The error that keeps workers from starting, if there is one."""
+        self._workers = workers
         self._max_tasks = max_tasks
         self._died = died
         self._broken = broken
@@ -106,6 +102,8 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._announced: dict[Receiver, None] = {}
         """The receivers for which more tasks will be submitted, as an ordered set."""
+        self._published = PublishedTasks(ring, self._give_claimed)
+        self._may_publish = may_publish
         self._mean_seconds = 5 * _SHORT_TASK
 
     # Tasks that come in
@@ -122,14 +120,15 @@ class Dispatcher:
         """Note that no more tasks for this receiver will come; may be called again."""
         self._announced.pop(receiver, None)
 
-    def has_work(self, workers: Sequence[WorkerHandle]) -> bool:
+    def has_work(self) -> bool:
         """Return whether any task is unanswered, or may still come."""
         # _announced before the inbox: a receiver's last task is in the inbox before the
         # receiver is revoked, so it is seen in one of the two.
         return bool(
             self._announced
             or self._waiting
-            or any(worker.tasks or worker.lost_answers for worker in workers)
+            or self._published
+            or any(worker.tasks or worker.lost_answers for worker in self._workers)
             or not self._inbox.empty()
         )
 
@@ -158,66 +157,75 @@ class Dispatcher:
 
     # Which worker gets a task
 
-    def assign(self, workers: Sequence[WorkerHandle]) -> None:
-        """Send tasks to the workers that can take some."""
-        if not self._waiting:
-            return
-        for worker in workers:
+    def assign(self) -> None:
+        """Send tasks to the workers that can take some, or put them where those take them."""
+        self.note_claims()
+        may_publish = self._mean_seconds < _SHORT_TASK and self._may_publish()
+        if self._published and not (may_publish and self._is_in_order()):
+            self.withdraw_all()
+        for worker in self._workers:
             while not worker.tasks and self._send_next(worker):
                 pass
-        depth = self._tasks_ahead()
-        if len(self._waiting) > depth * len(workers):
-            now = time.monotonic()
-            for worker in workers:
-                has = len(worker.tasks)
-                late = now - worker.busy_since >= _SHORT_TASK
-                if 0 < has <= depth // 2 and not (late or worker.gives_back):
-                    self._prefetch(worker, depth - has)
+        # A worker that is not busy may never take one: it may still be starting.
+        if may_publish and any(worker.tasks for worker in self._workers):
+            self._publish()
 
-    def _tasks_ahead(self) -> int:
-        """Return how many tasks a worker may have."""
-        if self._mean_seconds >= _SHORT_TASK:
-            return 1
-        # The mean may be near 0: at most _MOST_AHEAD tasks.
-        short = max(self._mean_seconds, _SHORT_TASK / _MOST_AHEAD)
-        return max(_FEWEST_AHEAD, int(_SHORT_TASK / short))
+    def _is_in_order(self) -> bool:
+        """Return whether no task that waits is older than one in the ring, as if it came back."""
+        return not self._waiting or self._published.youngest.number < self._waiting[0].number
 
     def _send_next(self, worker: WorkerHandle) -> bool:
-        """Send the next task to an idle worker; return False if none could be sent."""
-        while self._waiting and self._may_get(worker, 1):
-            task = self._waiting.popleft()
+        """Send the oldest task to an idle worker; return False if none could be sent."""
+        while self._may_get(worker):
+            task = self._take_oldest()
+            if task is None:
+                return False
             if self._begin(task):
-                return self._send(worker, [task])
+                return self._send(worker, task)
         return False
 
-    def _prefetch(self, worker: WorkerHandle, count: int) -> None:
-        """Send the next tasks, in one packet, to a worker that is busy with another."""
-        receiver, youngest = worker.tasks[0].receiver, worker.tasks[-1].number
-        tasks: list[Task] = []
-        # All but the task that it is doing may be unread.
-        room = _BYTES_AHEAD - sum(
-            len(task.data) for task in itertools.islice(worker.tasks, 1, None)
-        )
-        while self._waiting and len(tasks) < count and self._may_get(worker, len(tasks) + 1):
-            task = self._waiting[0]
-            room -= len(task.data)
-            if task.receiver is not receiver or task.number < youngest or room < 0:
-                break
-            self._waiting.popleft()
-            if self._begin(task):
-                tasks.append(task)
-        if tasks:
-            self._send(worker, tasks)
+    def _take_oldest(self) -> Task | None:
+        """Take the oldest task that no worker has."""
+        task = self._published.withdraw()
+        if task is None and self._waiting:
+            return self._waiting.popleft()
+        return task
 
-    def _may_get(self, worker: WorkerHandle, count: int) -> bool:
-        """Return whether a worker can take this many more tasks."""
+    def _publish(self) -> None:
+        """Put small tasks into the ring, for workers that are busy now."""
+        waiting = self._waiting
+        while waiting:
+            if not self._begin(waiting[0]) or self._published.publish(waiting[0]):
+                waiting.popleft()
+            else:
+                return
+
+    def withdraw_all(self) -> None:
+        """Let the tasks in the ring wait again, so that no worker takes any more of them."""
+        self._wait_again(self._published.withdraw_all())
+
+    def note_claims(self) -> None:
+        """Note which workers have taken tasks from the ring.
+
+        Before a worker that has died is removed from the list of workers, this must be called.
+        """
+        self._published.note_claims()
+
+    def has_task(self, worker: WorkerHandle) -> bool:
+        """Return whether a worker, from which there is a message, has a task to answer."""
+        if not worker.tasks:
+            # It claimed the task before it sent anything that came after the last answer.
+            self.note_claims()
+        return bool(worker.tasks)
+
+    def _may_get(self, worker: WorkerHandle) -> bool:
+        """Return whether a worker can take one more task."""
         if not worker.ready or worker.disconnected or worker.lost_answers:
             return False
-        return self._max_tasks is None or worker.sent + count <= self._max_tasks
+        return self._max_tasks is None or worker.sent < self._max_tasks
 
     def _begin(self, task: Task) -> bool:
-        """Prepare a task for sending; return False if its future was cancelled."""
-        task.leave_queue()
+        """Prepare a task for a worker; return False if its future was cancelled."""
         # begin() is called once only: not again if the task goes to a second worker.
         if task.started or task.receiver.begin():
             task.started = True
@@ -225,19 +233,12 @@ class Dispatcher:
         task.discard()
         return False
 
-    def _send(self, worker: WorkerHandle, tasks: list[Task]) -> bool:
-        """Send tasks to a worker and note that it has them; return False if it takes no more."""
-        idle = not worker.tasks
-        if idle:
-            worker.busy_since = time.monotonic()
-            worker.gives_back = False
-        worker.tasks.extend(tasks)
-        worker.sent += len(tasks)
+    def _send(self, worker: WorkerHandle, task: Task) -> bool:
+        """Send a task to an idle worker and note that it has it; return False if it has died."""
+        worker.busy_since = time.monotonic()
+        self._give(worker, task)
         try:
-            if idle:
-                worker.channel.send_task(tasks[0].data, worker.process.pid)
-            else:
-                worker.channel.send_ahead([task.data for task in tasks], worker.returns)
+            worker.channel.send_task(task.data, worker.process.pid)
         except ConnectionError:
             # The worker has died. The supervisor will see that, and call recover().
             return False
@@ -247,11 +248,24 @@ class Dispatcher:
                 worker.process.kill()
                 return False
             # There is no memory for a large task.
-            for task in tasks:
-                worker.tasks.pop()
-                worker.sent -= 1
-                self._fail(task, error)
+            worker.tasks.pop()
+            worker.sent -= 1
+            self._fail(task, error)
         return True
+
+    def _give_claimed(self, slot: int, task: Task) -> None:
+        for worker in self._workers:
+            if worker.slot == slot:
+                self._give(worker, task)
+                return
+        # A process has written where it must not. The task is not lost, at least.
+        self._wait_again([task])
+
+    def _give(self, worker: WorkerHandle, task: Task) -> None:
+        """Note that a worker has a task."""
+        task.leave_queue()
+        worker.tasks.append(task)
+        worker.sent += 1
 
     # Answers, and workers that give none
 
@@ -269,14 +283,6 @@ class Dispatcher:
             mean = (now - worker.busy_since) / answers
             self._mean_seconds += (1 - 0.8**answers) * (mean - self._mean_seconds)
             worker.busy_since = now
-
-    def take_returned(self, worker: WorkerHandle, count: int, returns: int) -> None:
-        """Let tasks that a worker has given back, for which time it says, wait again."""
-        count = min(count, len(worker.tasks))
-        worker.sent -= count
-        worker.returns = returns
-        worker.gives_back = True
-        self._wait_again([worker.tasks.popleft() for _ in range(count)])
 
     def lose_answer(self, worker: WorkerHandle) -> None:
         """Note that a worker has answered its oldest task, but the answer cannot be read."""
@@ -302,6 +308,7 @@ class Dispatcher:
             if index is not None and place == begun:
                 index += worker.progress.position
             self._fail(task, death_error(self._died, worker, exitcode, index, task))
+        self._published.forget(worker.slot)
         self._wait_again(again)
         worker.tasks.clear()
         worker.lost_answers.clear()
@@ -315,6 +322,7 @@ class Dispatcher:
     def reject_all(self, error: BaseException) -> None:
         """Fail all tasks that wait or will be submitted: no worker can be started."""
         self.broken_by = error
+        self.withdraw_all()
         while self._waiting:
             self._fail(self._waiting.popleft(), self._broken(error))
 

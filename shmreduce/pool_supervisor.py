@@ -7,16 +7,17 @@ of the memory, and for types alone ``pool_results``, ``pool_tasks`` and ``pool_w
 
 The protocol
 ------------
-Each worker has its own connection to the parent, in both directions. Workers share
-nothing but a table of numbers, in which each writes only its own. So a worker that is
-killed, at any instant, leaves no lock taken and no half message in the way of others.
+Each worker has its own connection to the parent, in both directions. Workers share a
+table of numbers, in which each writes only its own, and a ring of tasks that they claim.
+So a worker that is killed, at any instant, leaves no lock taken and no half message in
+the way of others.
 
 1. The parent starts the worker. The worker calls the initializer. Then it sends
    ``ready``, or it sends ``failed`` with the exception and leaves.
-2. The parent sends tasks; if many are waiting, several small ones in one packet. A
-   worker does them one by one, in order, and sends one answer
-   ``(succeeded, value)`` for each, in order. So answers carry no number: an
-   answer belongs to the oldest unanswered task.
+2. The parent sends a task. The worker does it, claims another in the ring if there is
+   one, sends the answer ``(succeeded, value)``, does the other, and so on until the
+   ring is empty. Then it waits for the next task that is sent. So answers carry no
+   number: an answer belongs to the worker's oldest unanswered task.
 3. Before it unpickles a task, the worker counts it in shared memory
    (:class:`~shmreduce.pool_worker_progress.WorkerProgress`). There it also notes
    which item of the task it is working on.
@@ -56,7 +57,6 @@ from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_channel import (
     FAILED,
     READY,
-    RETURNED,
     STOP,
     channel_class,
 )
@@ -140,7 +140,6 @@ class Supervisor:
         self._options = options
         self._died = died
         self._abandoned = abandoned
-        self._dispatcher = Dispatcher(options.max_tasks, died, broken)
         self._failures = 0
         self._next_start = 0.0
         self._closing = self._terminating = self._stopping = self.ended = False
@@ -154,6 +153,15 @@ class Supervisor:
         self._selector: selectors.BaseSelector
         self._lender = Lender(self.wake)
         self._starter = WorkerStarter(context, make_process, size, options, self._lender)
+        self._dispatcher = Dispatcher(
+            self.workers,
+            options.max_tasks,
+            died,
+            broken,
+            self._starter.ring,
+            # A future in the ring could not be cancelled.
+            lambda: not (options.plain_errors or self._lender.has_some),
+        )
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
     # From other threads
@@ -313,8 +321,8 @@ class Supervisor:
             return False
         if not self._stopping:
             self._repopulate()
-            self._dispatcher.assign(self.workers)
-        if self._closing and not self._dispatcher.has_work(self.workers):
+            self._dispatcher.assign()
+        if self._closing and not self._dispatcher.has_work():
             self._stop_workers()
         if self._stopping and not self.workers:
             return False
@@ -347,7 +355,7 @@ class Supervisor:
         return self._stopping or self.broken_by is not None or len(self.workers) >= self.wanted
 
     def _repopulate(self) -> None:
-        if self._closing and not self._dispatcher.has_work(self.workers):
+        if self._closing and not self._dispatcher.has_work():
             return
         while not self._has_all_workers() and time.monotonic() >= self._next_start:
             try:
@@ -377,6 +385,7 @@ class Supervisor:
         while not worker.disconnected and worker.channel.poll():
             self._receive(worker)
         exitcode = worker.exit_code()
+        self._dispatcher.note_claims()
         self._remove(worker)
         if not worker.ready and not worker.initializer_failed:
             self._failed_to_start(death_error(self._died, worker, exitcode, None, None))
@@ -412,6 +421,7 @@ class Supervisor:
     def _kill(self) -> None:
         """End all workers, and wait for that."""
         self._killing = True
+        self._dispatcher.withdraw_all()
         gently = self._gently and not self._at_once
         # Workers that are not ready yet are among them.
         idle = [worker for worker in self.workers if gently and not worker.tasks]
@@ -458,7 +468,7 @@ class Supervisor:
             # A worker begins a task after it has sent the answer to the one before. If it
             # has begun two tasks that are not answered here, the next answer has arrived,
             # and is read without another select().
-            if not worker.tasks or worker.progress.begun - worker.answered < 2:
+            if worker.progress.begun - worker.answered < 2:
                 break
         self._dispatcher.note_pace(worker, worker.answered - before)
 
@@ -495,9 +505,7 @@ class Supervisor:
             worker.initializer_failed = True
             # Little patience: the initializer will probably raise in the next worker too.
             self._failed_to_start(value, patience=2)
-        elif kind == RETURNED:
-            self._dispatcher.take_returned(worker, *value)
-        elif worker.tasks:
+        elif self._dispatcher.has_task(worker):
             self._dispatcher.answer(worker, bool(kind), value)
         else:
             # An answer without a task: the worker's next answers cannot be assigned either.
@@ -508,7 +516,7 @@ class Supervisor:
 
     def _lose_answer(self, worker: WorkerHandle) -> None:
         """Handle an answer that cannot be read, since its worker has died."""
-        if worker.ready and worker.tasks:
+        if worker.ready and self._dispatcher.has_task(worker):
             # Answers that came after it may still be readable.
             self._dispatcher.lose_answer(worker)
         else:

@@ -7,19 +7,17 @@ protocol is described in :mod:`shmreduce.pool_supervisor`.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import gc
 import signal
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.born.allocations import check_allocator, shared_allocations
 from shmreduce.errors import ShmreduceError
 from shmreduce.importing import import_late
 from shmreduce.parent_death import die_with_parent
-from shmreduce.pool_channel import FAILED, READY, RETURNED, STOP, close_in_forked_children
+from shmreduce.pool_channel import FAILED, READY, STOP, close_in_forked_children
 from shmreduce.pool_errors import WithTraceback, in_words
 from shmreduce.pool_tasks import EACH, ONCE
 from shmreduce.tracebacks import formatted
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerOptions", "work"]
 
-_LONG_TASK = 1e-3
-"""Seconds. After a task that took longer, the worker gives back those that were sent ahead."""
 _INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 
@@ -156,60 +152,53 @@ def _report(error: Exception, *, plain: bool) -> None:
 
 
 def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions) -> None:
-    done = returns = 0
-    received: collections.deque[bytes | Exception] = collections.deque()
+    done = 0
+    task: bytes | Exception | None = None
     around = shared_allocations() if options.shared_allocations else None
-    while options.max_tasks is None or done < options.max_tasks:
-        if not received and not _receive(channel, received, returns):
-            return
-        data = received.popleft()
-        if data == STOP:
-            return
+    while True:
+        if task is None:
+            task = _receive(channel)
+            if task is None:
+                return
         done += 1
-        began = time.monotonic()
         progress.begin(done)
-        if not _answer(channel, data, progress, options, around):
-            return
-        if isinstance(data, Exception) and not isinstance(data, ShmreduceError):
-            # MemoryError while a packet was received. It may have had more tasks, so leave:
-            # they go to the next worker. A task for which one of our own errors is raised
-            # is alone in its packet.
+        message = _answer(channel, task, progress, options, around)
+        # After MemoryError while a task was received, the rest of it may still be in the way.
+        broken = isinstance(task, Exception) and not isinstance(task, ShmreduceError)
+        leaves = broken or done == options.max_tasks
+        # Before the answer is sent: after it, the pool sends a task to a worker that has none.
+        following = None if leaves else _claim(progress)
+        if not _deliver(channel, message) or leaves:
             return
         # Do not keep this task's arrays while waiting for the next one.
-        del data
-        if received and time.monotonic() - began > _LONG_TASK:
-            # The next task may take as long, and other workers may be idle.
-            returns += 1
-            if not _tell(channel, RETURNED, (len(received), returns)):
-                return
-            received.clear()
+        task = following
+        del message
         if gc.isenabled():
             # The youngest generation only: that is where a task's garbage cycles are.
             gc.collect(0)
 
 
-def _receive(
-    channel: Channel, received: collections.deque[bytes | Exception], returns: int
-) -> bool:
-    """Wait for tasks and add them to ``received``; return False if the parent is gone."""
+def _claim(progress: WorkerProgress) -> bytes | None:
     try:
-        while True:
-            tasks, known = channel.receive_tasks()
-            if known is None or known == returns:
-                received.extend(tasks)
-                return True
-            # Sent before the pool knew that older tasks were given back. If this one waits
-            # for one of those, it must not keep this worker from doing that.
-            if not _tell(channel, RETURNED, (len(tasks), returns)):
-                return False
+        return progress.next_task()
+    except MemoryError:
+        # It stays where it is, and the pool may send it to this worker, which may have some then.
+        return None
+
+
+def _receive(channel: Channel) -> bytes | Exception | None:
+    """Wait for a task; return None if there will be none."""
+    try:
+        task = channel.receive_bytes()
     except (EOFError, OSError):
-        return False
+        # The parent is gone.
+        return None
     except (ShmreduceError, MemoryError) as error:
         # The memory of a large task cannot be opened, for example because no descriptor is free.
         # Any other exception comes from a signal handler and ends the worker: part of a
         # message may have been read.
-        received.append(error)
-    return True
+        return error
+    return None if task == STOP else task
 
 
 def _answer(
@@ -218,21 +207,20 @@ def _answer(
     progress: WorkerProgress,
     options: WorkerOptions,
     around: AbstractContextManager[object] | None,
-) -> bool:
-    """Do one task and send its answer; return False if the parent is gone."""
+) -> Any:
+    """Do one task; return its answer, for :func:`_deliver`."""
     # In a list, which pack_last() empties: so no frame keeps a reference to the result.
     held = [_run(channel, data, progress, options.catch, around)]
     try:
-        message = channel.pack_last(held)
+        return channel.pack_last(held)
     except KeyboardInterrupt:
         raise
     except options.catch as error:
         # If the list is empty, the result was pickled, and then could not be moved. Our own
         # errors say what to do, so they are not wrapped either.
         if not held or isinstance(error, ShmreduceError) or options.plain_errors:
-            return _tell(channel, False, WithTraceback(error))
-        return _tell(channel, False, in_words(error, held[0][1]))
-    return _deliver(channel, message)
+            return _pack(channel, False, WithTraceback(error))
+        return _pack(channel, False, in_words(error, held[0][1]))
 
 
 def _run(
@@ -272,16 +260,20 @@ def _call(
     return [function(*item) for item in items]
 
 
-def _tell(channel: Channel, kind: bool | str, value: Any) -> bool:
+def _tell(channel: Channel, kind: str, value: Any) -> bool:
+    """Send a message that is no answer; return False if the parent is gone."""
+    return _deliver(channel, _pack(channel, kind, value))
+
+
+def _pack(channel: Channel, kind: bool | str, value: Any) -> Any:
     try:
-        message = channel.pack_last([(kind, value)])
+        return channel.pack_last([(kind, value)])
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         if not isinstance(value, WithTraceback):
             raise
-        message = channel.pack_last([(kind, in_words(error, value))])
-    return _deliver(channel, message)
+        return channel.pack_last([(kind, in_words(error, value))])
 
 
 def _deliver(channel: Channel, message: Any) -> bool:

@@ -60,10 +60,6 @@ class WorkerHandle:
         self.sent = 0
         self.answered = 0
         self.tasks: collections.deque[Task] = collections.deque()
-        self.returns = 0
-        """How often it has given back tasks that it had read."""
-        self.gives_back = False
-        """Whether it has given back tasks lately: those that it still has will follow."""
         self.lost_answers: list[Task] = []
         """Tasks that it has answered, but the memory of the answers went away with it."""
         self.busy_since = 0.0

@@ -1,6 +1,8 @@
 """The progress of each worker of a pool, in memory that outlives the worker.
 
-May import :mod:`shmreduce.descriptor` and ``anonymous`` of the memory.
+The same memory has the pool's ring of tasks.
+
+May import :mod:`shmreduce.descriptor`, ``pool_task_ring`` and ``anonymous`` of the memory.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmreduce.descriptor import Descriptor
 from shmreduce.memory.anonymous import anonymous_zeros
+from shmreduce.pool_task_ring import TaskRing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,7 +28,7 @@ _PER_WORKER = 2
 
 
 class ProgressTable:
-    """The progress of all workers of a pool: a few words of shared memory.
+    """The progress of all workers of a pool, a few words of shared memory, and its task ring.
 
     It can be passed to a child process as an argument, under every start method. The
     kernel frees the memory when the last process that has it open is gone.
@@ -34,19 +37,25 @@ class ProgressTable:
     ----------
     descriptor : Descriptor
         The memory's descriptor. It belongs to this object from now on.
+    count : int
+        The number of workers.
     """
 
-    def __init__(self, descriptor: Descriptor) -> None:
-        self._descriptor = descriptor
-        self.words = memoryview(mmap.mmap(descriptor.fileno(), 0)).cast("Q")
+    def __init__(self, descriptor: Descriptor, count: int) -> None:
+        self._descriptor, self._count = descriptor, count
+        memory = memoryview(mmap.mmap(descriptor.fileno(), 0))
+        size = _WORD * _PER_WORKER * count
+        self.words = memory[:size].cast("Q")
+        self.ring = TaskRing(memory[size:])
 
     @classmethod
     def for_workers(cls, count: int) -> ProgressTable:
         """Make a table for this many workers."""
-        return cls(Descriptor(anonymous_zeros("shmreduce-pool", _WORD * _PER_WORKER * count)))
+        size = _WORD * _PER_WORKER * count + TaskRing.size_for(count)
+        return cls(Descriptor(anonymous_zeros("shmreduce-pool", size)), count)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ProgressTable, (self._descriptor,)
+        return ProgressTable, (self._descriptor, self._count)
 
 
 class WorkerProgress:
@@ -83,6 +92,10 @@ class WorkerProgress:
         """Note that the worker begins its task number ``tasks``, with the first item."""
         self._words[1] = 0
         self._words[0] = tasks
+
+    def next_task(self) -> bytes | None:
+        """Claim a task of the pool's ring; see :meth:`TaskRing.claim`."""
+        return self._table.ring.claim(self._slot)
 
     def each(self, items: Iterable[_T]) -> Iterator[_T]:
         """Yield the items of its task, and note which one the worker begins."""

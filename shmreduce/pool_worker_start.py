@@ -71,6 +71,7 @@ class WorkerStarter:
         self._options = options
         self._lender = lender
         self._table = ProgressTable.for_workers(size)
+        self.ring = self._table.ring
 
     def start(self, slot: int, is_terminated: Callable[[], bool]) -> WorkerHandle:
         """Start a worker; it is the caller's.

@@ -33,7 +33,7 @@
 
 #include "_tables.h"
 
-#define SHMREDUCE_VERSION 8
+#define SHMREDUCE_VERSION 9
 
 #ifndef F_OFD_SETLK
 #define F_OFD_SETLK 37

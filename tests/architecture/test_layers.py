@@ -67,7 +67,7 @@ LAYERS = [
     {"forking"},
     {"extras", "launching", "managers", "packet_socket"},
     {"packets"},
-    {"pool_backpressure", "pool_errors", "pool_results", "pool_self_pipe"},
+    {"pool_backpressure", "pool_errors", "pool_results", "pool_self_pipe", "pool_task_ring"},
     {"connection", "interrupts", "prctl", "queue_feeder", "queue_locks"},
     {"pool_progress_bar", "pool_tasks", "pool_worker_progress"},
     {"parent_death", "pool_channel", "process_ends", "queues"},

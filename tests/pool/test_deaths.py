@@ -167,21 +167,17 @@ def test_an_answer_behind_one_that_is_lost_counts(
             monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", 0.0)
             wait([sentinel], PATIENCE)
 
-    # The worker gives none of them back, however long one takes.
-    monkeypatch.setattr("shmreduce.pool_worker._LONG_TASK", PATIENCE)
     with shmreduce.install(), Pool(1, context=FORK, retries=retries) as pool:
         pid = pool.apply(own_pid)
         sentinel = pool._supervisor.workers[0].sentinel
-        # While the pool's thread waits here it is given so much that some is sent ahead.
+        # While the pool's thread waits here it is given so much that some goes into the ring.
         pool.apply_async(square, (1,), callback=hold)
         assert holding.wait(PATIENCE)
         calls: list[Any] = [(square, 1), (filled, 3), (own_pid, None), (end, "SIGKILL")]
         calls += [(square, number) for number in range(5)]
         result = pool.map_async(perform, calls, chunksize=1)
         result.answer = answer  # type: ignore[method-assign]
-        # However long it takes to send them here, the tasks count as short, and there are
-        # enough of them.
-        monkeypatch.setattr("shmreduce.pool_dispatch._MOST_AHEAD", 4)
+        # However long it takes to send them here, the tasks count as short.
         monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
         ready.set()
         with pytest.raises(WorkerDied):

@@ -304,8 +304,8 @@ def by_apply(pool: Pool, count: int) -> None:
 def test_a_call_that_waits_for_others(
     do_others: Callable[[Pool, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A task that goes on until the others are done has none of them behind it in its worker."""
-    # All tasks count as short, so that several are sent at once.
+    """A task that goes on until the others are done does not keep them from their worker."""
+    # All tasks count as short, so that workers take them by themselves.
     monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", 3600.0)
     done = FORK.Event()
     with Pool(2, keep, (done,), context=FORK) as pool:

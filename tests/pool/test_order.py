@@ -6,7 +6,6 @@ import collections
 import contextlib
 import multiprocessing
 import pickle
-import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,14 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce import WorkerDied, pool_worker
+from shmreduce import WorkerDied
+from shmreduce.compiled import PACKETS
 from shmreduce.pool import Pool
-from shmreduce.pool_channel import RETURNED, make_channels
 from shmreduce.pool_dispatch import Dispatcher
 from shmreduce.pool_tasks import ONCE, make_task
+from shmreduce.pool_worker_progress import ProgressTable
 from tests.channels.channels import within
+from tests.compiler import needs_module
 from tests.conftest import PATIENCE
 from tests.pool.holding import held
 from tests.pool.work import (
@@ -30,13 +31,14 @@ from tests.pool.work import (
     wait_for_files,
     wait_for_kept_flag,
     wait_for_one_before,
+    wait_for_one_behind,
+    wait_for_the_next,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shmreduce.pool_channel import Channel
     from tests.conftest import Children
 
 COUNT = 2000
@@ -44,7 +46,7 @@ COUNT = 2000
 
 @contextlib.contextmanager
 def warm_pool(children: Children) -> Iterator[Pool]:
-    """A pool that has had short tasks, so that it sends tasks ahead; its workers have flags.
+    """A pool that has had short tasks, so that workers take some; its workers have flags.
 
     If its tasks wait for each other for ever, it is ended, and the test fails.
     """
@@ -61,7 +63,7 @@ def warm_pool(children: Children) -> Iterator[Pool]:
 def test_a_task_may_wait_for_one_that_came_before(
     children: Children, call: str, distance: int
 ) -> None:
-    """Also if some take longer than the pool expected, so that workers give tasks back."""
+    """Also if some take longer than the pool expected, so that it takes tasks back."""
     arguments = [(number, distance) for number in range(COUNT)]
     with warm_pool(children) as pool:
         if call == "starmap":
@@ -81,6 +83,30 @@ def test_a_call_may_wait_for_the_next(children: Children) -> None:
             for function in (wait_for_kept_flag, set_kept_flag)
         ]
         assert [each.get(PATIENCE) for each in results[::2]] == [*range(COUNT)]
+
+
+@pytest.mark.parametrize("call", ["map", "imap", "imap_unordered", "apply_async"])
+def test_a_task_may_wait_for_the_next_of_its_call(children: Children, call: str) -> None:
+    """If there is a worker for that one."""
+    with warm_pool(children) as pool:
+        if call == "map":
+            found = pool.map_async(wait_for_the_next, range(COUNT), chunksize=1).get(PATIENCE)
+        elif call == "apply_async":
+            singles = [pool.apply_async(wait_for_the_next, (n,)) for n in range(COUNT)]
+            found = [single.get(PATIENCE) for single in singles]
+        else:
+            results: Any = getattr(pool, call)(wait_for_the_next, range(COUNT))
+            found = [results.next(PATIENCE) for _ in range(COUNT)]
+    assert sorted(found) == [*range(COUNT)]
+
+
+@pytest.mark.parametrize("distance", [10, 200])
+def test_a_task_may_wait_for_one_far_behind(children: Children, distance: int) -> None:
+    """The other worker does all those between the two."""
+    arguments = [(number, distance) for number in range(COUNT)]
+    with warm_pool(children) as pool:
+        result = pool.starmap_async(wait_for_one_behind, arguments, chunksize=1)
+        assert result.get(PATIENCE) == [*range(COUNT)]
 
 
 @pytest.mark.parametrize("module", [shmreduce, multiprocessing], ids=lambda each: each.__name__)
@@ -103,16 +129,6 @@ def test_a_call_may_wait_for_many_behind_it(
 # The rules that this follows from, one by one
 
 
-@pytest.fixture(params=["shmreduce", "multiprocessing"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
-    """The pool's end of a worker's connection, and the worker's."""
-    module = {"shmreduce": shmreduce, "multiprocessing": multiprocessing}[request.param]
-    ends = make_channels(module.get_context("fork"))
-    yield ends
-    for end in ends:
-        end.close()
-
-
 class Ready:
     """A receiver whose tasks can begin at any time."""
 
@@ -120,32 +136,70 @@ class Ready:
         return True
 
 
-def dispatcher_of(count: int, item: Any = 7) -> Dispatcher:
-    """Return a dispatcher that has so many tasks of one call, which were short lately."""
-    dispatcher, receiver = Dispatcher(None, WorkerDied, lambda error: error), Ready()
-    dispatcher._mean_seconds = 1e-4
-    for number in range(count):
-        call: Any = (ONCE, square, (item,), {})
-        any_receiver: Any = receiver
-        dispatcher.submit(
-            make_task(any_receiver, number, number, call, retries=0, dumps=pickle.dumps)
+class Sent:
+    """A connection to a worker that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.tasks: list[bytes] = []
+
+    def send_task(self, task: bytes, _borrower: int) -> None:
+        self.tasks.append(task)
+
+
+class Side:
+    """A dispatcher, and what its workers see."""
+
+    def __init__(self, workers: int, tasks: int, item: Any = 7) -> None:
+        self.ring = ProgressTable.for_workers(workers).ring
+        self.workers = [worker_in(slot) for slot in range(workers)]
+        self.may_publish = True
+        self.dispatcher = Dispatcher(
+            self.workers,
+            None,
+            WorkerDied,
+            lambda error: error,
+            self.ring,
+            lambda: self.may_publish,
         )
-    dispatcher.take_submitted()
-    return dispatcher
+        self.dispatcher._mean_seconds = 1e-4
+        self.submit(tasks, item)
+
+    def submit(self, tasks: int, item: Any = 7) -> None:
+        receiver: Any = Ready()
+        for number in range(tasks):
+            call: Any = (ONCE, square, (item,), {})
+            self.dispatcher.submit(
+                make_task(receiver, number, number, call, retries=0, dumps=pickle.dumps)
+            )
+        self.dispatcher.take_submitted()
+
+    def assign(self) -> None:
+        within(self.dispatcher.assign)
+
+    @property
+    def waiting(self) -> list[int]:
+        return numbers(self.dispatcher._waiting)
+
+    @property
+    def published(self) -> list[int]:
+        return numbers(self.dispatcher._published._tasks)
+
+    @property
+    def had(self) -> list[list[int]]:
+        return [numbers(worker.tasks) for worker in self.workers]
 
 
-def worker_at(channel: Channel) -> Any:
+def worker_in(slot: int) -> Any:
     """Return what counts of a worker that is idle."""
     return SimpleNamespace(
-        channel=channel,
+        slot=slot,
+        channel=Sent(),
         tasks=collections.deque(),
         lost_answers=[],
         ready=True,
         disconnected=False,
         sent=0,
         answered=0,
-        returns=0,
-        gives_back=False,
         busy_since=0.0,
         process=SimpleNamespace(pid=None),
         progress=SimpleNamespace(begun=0, position=0),
@@ -156,96 +210,118 @@ def numbers(tasks: Any) -> list[int]:
     return [task.number for task in tasks]
 
 
-@pytest.mark.parametrize("how", ["returned", "killed", "ended"])
-def test_what_comes_back_waits_in_its_old_place(how: str, ends: tuple[Channel, Channel]) -> None:
+@pytest.fixture(autouse=True)
+def _has_ring(request: pytest.FixtureRequest) -> None:
+    """Skip a test of what is in the ring where nothing can be put there."""
+    if "ring" in request.node.originalname:
+        needs_module(PACKETS)
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_what_comes_back_waits_in_its_old_place(how: str) -> None:
     """Whichever worker's tasks come back first."""
-    dispatcher = dispatcher_of(20)
-    first, second = worker_at(ends[0]), worker_at(ends[0])
-    for worker, had in (first, range(3)), (second, range(3, 7)), (first, range(7, 9)):
+    side = Side(3, 20)
+    dispatcher = side.dispatcher
+    for worker, had in zip(side.workers, (range(3), range(3, 7), range(7, 9)), strict=True):
         worker.tasks.extend(dispatcher._waiting.popleft() for _ in had)
-    for worker in (first, second):
-        if how == "returned":
-            dispatcher.take_returned(worker, len(worker.tasks), 1)
-        elif how == "killed":
+    for worker in side.workers:
+        if how == "killed":
             dispatcher.recover(worker, -9)
         else:
             dispatcher.take_back(worker)
         assert not worker.tasks
-    assert numbers(dispatcher._waiting) == [*range(20)]
+    assert side.waiting == [*range(20)]
 
 
-def test_a_busy_worker_is_sent_nothing_older_than_it_has(ends: tuple[Channel, Channel]) -> None:
-    """What came back waits for an idle one."""
-    dispatcher = dispatcher_of(100)
-    worker, other = worker_at(ends[0]), worker_at(ends[0])
-    dispatcher.assign([other])
-    dispatcher.assign([worker])
-    assert (numbers(other.tasks), numbers(worker.tasks)) == ([*range(10)], [*range(10, 20)])
-    while len(worker.tasks) > 2:
-        worker.tasks.popleft()
-    dispatcher.take_returned(other, 10, 1)
-    worker.busy_since = time.monotonic()
-    dispatcher.assign([worker])
-    assert numbers(worker.tasks) == [18, 19]
-    worker.tasks.clear()
-    dispatcher.assign([worker])
-    assert numbers(worker.tasks) == [*range(10)]
+def test_the_ring_has_what_no_worker_is_idle_for() -> None:
+    """And no worker that is not busy, which would never take it."""
+    side = Side(2, 10)
+    side.workers[0].ready = False
+    side.workers[1].ready = False
+    side.assign()
+    assert not side.published
+    side.workers[1].ready = True
+    side.assign()
+    assert (side.had, side.published, side.waiting) == ([[], [0]], [*range(1, 10)], [])
 
 
-def test_a_worker_that_gives_tasks_back_is_sent_none_before_it_has_none(
-    ends: tuple[Channel, Channel],
-) -> None:
-    """What it still has comes back, and would be older than what it was sent."""
-    dispatcher = dispatcher_of(100)
-    worker, other = worker_at(ends[0]), worker_at(ends[0])
-    dispatcher.assign([worker])
-    dispatcher.take_returned(worker, 8, 1)
-    # Other workers do what came back.
-    dispatcher.assign([other])
-    assert numbers(other.tasks) == [*range(8), 10, 11]
-    worker.busy_since = time.monotonic()
-    dispatcher.assign([worker])
-    assert numbers(worker.tasks) == [8, 9]
-    dispatcher.take_returned(worker, 2, 1)
-    dispatcher.assign([worker])
-    assert numbers(worker.tasks) == [8, 9, *range(12, 20)]
+def test_what_workers_take_from_the_ring_is_theirs() -> None:
+    """In the order in which they took it."""
+    side = Side(2, 10)
+    side.assign()
+    for slot in (1, 1, 0, 1):
+        assert side.ring.claim(slot)
+    side.dispatcher.note_claims()
+    assert (side.had, side.published) == ([[0, 4], [1, 2, 3, 5]], [*range(6, 10)])
 
 
-def test_a_worker_is_never_sent_more_than_its_connection_takes(
-    ends: tuple[Channel, Channel],
-) -> None:
-    """Otherwise the pool's thread would wait for a worker that may wait for another."""
-    dispatcher = dispatcher_of(200, np.zeros(15 << 10, np.uint8).tobytes())
-    dispatcher._mean_seconds = 1e-6
-    worker = worker_at(ends[0])
-    for _ in range(16):
-        worker.busy_since = time.monotonic()
-        within(dispatcher.assign, [worker])
-    assert len(worker.tasks) == 2
+def test_an_idle_worker_is_sent_the_oldest_task_of_the_ring() -> None:
+    """That no other has taken, though the pool did not know of that yet."""
+    side = Side(2, 10)
+    side.assign()
+    assert side.ring.claim(0)
+    side.workers[1].tasks.clear()
+    side.assign()
+    assert (side.had, side.published) == ([[0, 2], [3]], [*range(4, 10)])
+    assert len(side.workers[1].channel.tasks) == 2
+    assert side.ring.claim(0)
+    side.workers[1].tasks.clear()
+    # Now also without a look at the ring before.
+    assert side.dispatcher._send_next(side.workers[1])
+    assert (side.had, side.published) == ([[0, 2, 4], [5]], [*range(6, 10)])
 
 
-def test_what_was_under_way_while_tasks_went_back_goes_back_too(
-    ends: tuple[Channel, Channel],
-) -> None:
-    """The worker begins with nothing that was sent before the pool knew of it."""
-    pools, workers = ends
-    pools.send_ahead([b"one", b"two"], 0)
-    pools.send_ahead([b"three"], 1)
-    pools.send_ahead([b"four", b"five"], 2)
-    received: collections.deque[Any] = collections.deque()
-    assert pool_worker._receive(workers, received, 2)
-    assert [*received] == [b"four", b"five"]
-    told = [pools.receive(), pools.receive()]
-    assert [each() if each else None for each in told] == [(RETURNED, (2, 2)), (RETURNED, (1, 2))]
+def test_what_comes_back_is_before_the_ring() -> None:
+    """Younger tasks that no worker has taken yet are taken out of the ring."""
+    side = Side(2, 10)
+    side.assign()
+    assert side.ring.claim(0)
+    side.dispatcher.note_claims()
+    dead = side.workers.pop(0)
+    side.dispatcher.recover(dead, -9)
+    assert (side.waiting, side.published) == ([0, 2], [*range(3, 10)])
+    side.assign()
+    assert (side.had, side.published, side.waiting) == ([[1]], [0, *range(2, 10)], [])
 
 
-def test_the_pool_says_what_it_knows(ends: tuple[Channel, Channel]) -> None:
-    """How often the worker gave tasks back; a worker that is idle needs no such number."""
-    dispatcher = dispatcher_of(100)
-    worker = worker_at(ends[0])
-    dispatcher.assign([worker])
-    assert [ends[1].receive_tasks()[1] for _ in range(2)] == [None, 0]
-    dispatcher.take_returned(worker, 10, 7)
-    assert worker.sent == 0
-    dispatcher.assign([worker])
-    assert [ends[1].receive_tasks()[1] for _ in range(2)] == [None, 7]
+def test_the_ring_is_emptied_when_it_may_not_be_used() -> None:
+    """What a worker has taken stays with it."""
+    side = Side(1, 5)
+    side.assign()
+    assert side.ring.claim(0)
+    side.may_publish = False
+    side.assign()
+    assert (side.had, side.published, side.waiting) == ([[0, 1]], [], [2, 3, 4])
+    assert side.ring.claim(0) is None
+    side.may_publish = True
+    side.assign()
+    assert (side.published, side.waiting) == ([2, 3, 4], [])
+
+
+def test_the_ring_holds_as_many_as_it_has_places_for() -> None:
+    """A place is used again only when the pool has seen who took the task that was there."""
+    side = Side(1, 1000)
+    side.assign()
+    places = side.ring.places
+    assert (len(side.published), side.published[0]) == (places, 1)
+    assert [side.ring.claim(0) for _ in range(3)].count(None) == 0
+    side.dispatcher._publish()
+    assert len(side.published) == places
+    side.assign()
+    assert (len(side.published), side.had) == (places, [[0, 1, 2, 3]])
+    assert side.published[0] == 4
+
+
+def test_a_task_behind_a_large_one_waits_with_it_before_the_ring() -> None:
+    """Tasks begin in their order, and large ones are sent to idle workers."""
+    side = Side(1, 2)
+    side.submit(1, bytes(5000))
+    side.submit(2)
+    side.assign()
+    assert (side.had, side.published, side.waiting) == ([[0]], [1], [2, 3, 4])
+    side.workers[0].tasks.clear()
+    side.assign()
+    assert (side.had, side.published, side.waiting) == ([[1]], [], [2, 3, 4])
+    side.workers[0].tasks.clear()
+    side.assign()
+    assert (side.had, side.published, side.waiting) == ([[2]], [3, 4], [])

@@ -81,7 +81,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_results_are_those_of_their_calls_when_the_kernel_lacks_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also with short tasks, which are sent ahead."""
+    """Also with short tasks, which workers take by themselves."""
     with Pool(1, context=FORK) as pool:
         pool.map(abs, range(2000), chunksize=1)
         fail_at(monkeypatch, 5)

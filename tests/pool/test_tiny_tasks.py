@@ -1,8 +1,9 @@
-"""Tasks of microseconds: several go to a worker in one packet."""
+"""Tasks of microseconds: workers take them by themselves."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
@@ -12,38 +13,39 @@ import pytest
 
 import shmreduce
 from shmreduce import WorkerDied, pool_channel
+from shmreduce.compiled import PACKETS
 from shmreduce.pool import Pool
-from shmreduce.pool_dispatch import _MOST_AHEAD, Dispatcher
+from shmreduce.pool_dispatch import Dispatcher
 from shmreduce.pool_supervisor import Supervisor
+from shmreduce.pool_task_ring import PublishedTasks, TaskRing
 from tests.channels.channels import eventually
+from tests.compiler import needs_module
 from tests.conftest import PATIENCE
 from tests.pool.holding import held
-from tests.pool.work import LARGE, give_none_back, noted, set_first, square
+from tests.pool.work import LARGE, noted, set_first, square
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shmreduce.pool_tasks import Task
     from shmreduce.pool_worker_handle import WorkerHandle
     from tests.conftest import Children
 
 
 @pytest.fixture
-def packets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tasks went in each packet that was sent ahead; all tasks count as short.
-
-    Forked workers give none back.
-    """
+def claimed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots of workers that took tasks by themselves; all tasks count as short."""
+    needs_module(PACKETS)
     monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
-    monkeypatch.setattr("shmreduce.pool_worker._LONG_TASK", PATIENCE)
-    counts: list[int] = []
-    join = pool_channel._join
+    slots: list[int] = []
+    give = Dispatcher._give_claimed
 
-    def counting(tasks: list[Any], returns: int) -> bytes:
-        counts.append(len(tasks))
-        return join(tasks, returns)
+    def noting(dispatcher: Dispatcher, slot: int, task: Task) -> None:
+        slots.append(slot)
+        give(dispatcher, slot, task)
 
-    monkeypatch.setattr(pool_channel, "_join", counting)
-    return counts
+    monkeypatch.setattr(Dispatcher, "_give_claimed", noting)
+    return slots
 
 
 @pytest.fixture(params=["shmreduce", "multiprocessing"])
@@ -65,7 +67,7 @@ def squares_but_one(results: Any, killed: int) -> None:
             assert results.next(PATIENCE) == number**2
 
 
-def test_each_is_done_once(context: Any, packets: list[int], tmp_path: Path) -> None:
+def test_each_is_done_once(context: Any, claimed: list[int], tmp_path: Path) -> None:
     """And its result is in its place."""
     done = tmp_path / "done"
     with Pool(2, context=context) as pool:
@@ -75,14 +77,14 @@ def test_each_is_done_once(context: Any, packets: list[int], tmp_path: Path) -> 
         pool.close()
         pool.join()
     assert sorted(int(line.split()[0]) for line in done.read_text().splitlines()) == [*range(300)]
-    assert max(packets) > 1
+    assert len(claimed) > 1
 
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_death_costs_the_task_that_was_begun(
-    context: Any, packets: list[int], tmp_path: Path, retries: int
+    context: Any, claimed: list[int], tmp_path: Path, retries: int
 ) -> None:
-    """Those behind it in the packet go to the next worker, those before it are not done again."""
+    """Those that the worker had not begun go to the next, those before are not done again."""
     done = tmp_path / "done"
     calls = [(str(done), x, "SIGKILL" if x == 50 else None) for x in range(100)]
     with Pool(1, context=context, retries=retries) as pool:
@@ -93,13 +95,13 @@ def test_a_death_costs_the_task_that_was_begun(
         pool.join()
     begun = collections.Counter(int(line.split()[0]) for line in done.read_text().splitlines())
     assert begun == {number: 1 + retries * (number == 50) for number in range(100)}
-    assert max(packets) > 1
+    assert len(claimed) > 1
 
 
 def test_a_worker_gets_no_more_than_it_may_do(
-    context: Any, packets: list[int], tmp_path: Path
+    context: Any, claimed: list[int], tmp_path: Path
 ) -> None:
-    """With ``maxtasksperchild`` it leaves after so many, also when they come together."""
+    """With ``maxtasksperchild`` it leaves after so many, also if it takes them by itself."""
     done = tmp_path / "done"
     with Pool(1, context=context, maxtasksperchild=5) as pool:
         calls = [(str(done), x, None) for x in range(23)]
@@ -111,38 +113,58 @@ def test_a_worker_gets_no_more_than_it_may_do(
     pids = collections.Counter(line.split()[1] for line in done.read_text().splitlines())
     # The first had another before.
     assert sorted(pids.values()) == [4, 4, 5, 5, 5]
-    assert 1 < max(packets) < 5
+    assert len(claimed) > 5
 
 
-def test_a_packet_for_which_a_worker_has_no_memory_fails_one_task(
-    packets: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_task_for_which_a_worker_has_no_memory_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How many others were in it nobody knows: the worker leaves, and they go to the next."""
+    """What is left of it may be in the way: the worker leaves, and the others go to the next."""
     done, failed = tmp_path / "done", tmp_path / "failed"
-    receive = pool_channel.Channel.receive_tasks
+    receive, pool_process = pool_channel.Channel.receive_bytes, os.getpid()
 
-    def without_memory(channel: pool_channel.Channel) -> tuple[list[bytes], int | None]:
-        tasks, returns = receive(channel)
-        if len(tasks) > 1 and not failed.exists():
+    def without_memory(channel: pool_channel.Channel) -> bytes:
+        task = receive(channel)
+        if os.getpid() != pool_process and not failed.exists():
             failed.touch()
             raise MemoryError
-        return tasks, returns
+        return task
 
-    monkeypatch.setattr(pool_channel.Channel, "receive_tasks", without_memory)
+    monkeypatch.setattr(pool_channel.Channel, "receive_bytes", without_memory)
     with Pool(1, context=shmreduce.get_context("fork")) as pool:
         calls = [(str(done), x, None) for x in range(50)]
-        with held(pool, 50):
-            result = pool.map_async(noted, calls, chunksize=1)
+        result = pool.map_async(noted, calls, chunksize=1)
         with pytest.raises(MemoryError):
             result.get(PATIENCE)
         pool.close()
         pool.join()
     numbers = [int(line.split()[0]) for line in done.read_text().splitlines()]
     assert len(numbers) == len(set(numbers)) == 49
-    assert max(packets) > 1
 
 
-def test_shared_arrays_go_with_each_of_them(children: Children, packets: list[int]) -> None:
+def test_a_task_that_a_worker_has_no_memory_to_take_is_done_all_the_same(
+    claimed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays where it is, and the pool sends it."""
+    claim = TaskRing.claim
+    calls = itertools.count()
+
+    def without_memory(ring: TaskRing, slot: int) -> bytes | None:
+        if next(calls) % 3 == 0:
+            raise MemoryError
+        return claim(ring, slot)
+
+    monkeypatch.setattr(TaskRing, "claim", without_memory)
+    with Pool(2, context=shmreduce.get_context("fork")) as pool:
+        with held(pool, 200):
+            result = pool.map_async(square, range(200), chunksize=1)
+        assert result.get(PATIENCE) == [x * x for x in range(200)]
+        pool.close()
+        pool.join()
+    assert len(claimed) > 1
+
+
+def test_shared_arrays_go_with_each_of_them(children: Children, claimed: list[int]) -> None:
     """Parts of one, which the worker reads and writes in place."""
     shared = shmreduce.array(np.arange(LARGE // 8, dtype=float))
     parts = [shared[10 * x : 10 * x + 10] for x in range(1000)]
@@ -153,42 +175,35 @@ def test_shared_arrays_go_with_each_of_them(children: Children, packets: list[in
         pool.close()
         pool.join()
     assert (shared[:10_000:10] == 7).all()
-    assert max(packets) > 1
+    assert len(claimed) > 1
 
 
-def test_large_tasks_go_alone(packets: list[int]) -> None:
-    """A worker that is not reading is sent no more than its connection takes."""
+def test_large_tasks_are_sent_to_idle_workers(claimed: list[int]) -> None:
+    """Small ones are not."""
     with Pool(1, context=shmreduce.get_context("fork")) as pool:
-        for size, most in (32 << 10, 0), (4 << 10, 3), (1, _MOST_AHEAD - 1):
-            packets.clear()
+        for size, are_claimed in (32 << 10, False), (4 << 10, False), (1, True):
             items = [os.urandom(size)] * 50
             with held(pool, 50):
                 result = pool.map_async(repr, items, chunksize=1)
             assert result.get(PATIENCE) == [repr(item) for item in items]
-            assert max(packets, default=0) == most
-    pool.join()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "ahead"), [(1.0, 1), (1e-3, 1), (9e-4, 4), (1e-4, 10), (1e-5, 32), (0.0, 32)]
-)
-def test_as_many_wait_at_a_worker_as_take_a_millisecond(seconds: float, ahead: int) -> None:
-    """Not more: the others may be idle before they are done."""
-    dispatcher = Dispatcher(None, WorkerDied, lambda error: error)
-    dispatcher._mean_seconds = seconds
-    assert dispatcher._tasks_ahead() == ahead
+            assert bool(claimed) == are_claimed
+        pool.close()
+        pool.join()
 
 
 def test_answers_that_are_there_are_read_in_one_turn(
-    context: Any, packets: list[int], monkeypatch: pytest.MonkeyPatch
+    context: Any, claimed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn for each would be most of the work of the pool's thread."""
     turns: list[int] = []
     receive, receive_one = Supervisor._receive, Supervisor._receive_one
 
     def turn(supervisor: Supervisor, worker: WorkerHandle) -> None:
-        # All that it was sent is answered by now, so the number is certain.
-        eventually(lambda: worker.progress.begun == worker.sent)
+        dispatcher = supervisor._dispatcher
+        dispatcher.note_claims()
+        if len(worker.tasks) > 1 and len(dispatcher._published._tasks) >= 5:
+            # It goes on until the ring is empty. The first of these are answered by then.
+            eventually(lambda: worker.progress.begun >= worker.answered + 6)
         turns.append(0)
         receive(supervisor, worker)
 
@@ -196,9 +211,7 @@ def test_answers_that_are_there_are_read_in_one_turn(
         turns[-1] += 1
         return receive_one(supervisor, worker)
 
-    # A worker that another process keeps from its processor for a millisecond would give tasks
-    # back, and then not begin with all.
-    with Pool(1, give_none_back, context=context) as pool:
+    with Pool(1, context=context) as pool:
         monkeypatch.setattr(Supervisor, "_receive", turn)
         monkeypatch.setattr(Supervisor, "_receive_one", one)
         with held(pool, 100):
@@ -206,25 +219,31 @@ def test_answers_that_are_there_are_read_in_one_turn(
         assert result.get(PATIENCE) == [x * x for x in range(100)]
         pool.close()
         pool.join()
-    # But for the last, whose answer may be under way.
-    assert max(turns) >= max(packets) - 1 > 1
+    assert max(turns) >= 5
+    assert len(claimed) > 5
 
 
 @pytest.mark.parametrize("context", ["shmreduce", "multiprocessing"])
-def test_what_waits_behind_a_long_task_goes_back(
-    context: str, packets: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_turns_out_to_be_long_is_taken_back(
+    context: str, claimed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is done once all the same, and those that a killed worker gave back are not lost."""
-    # Inherited by the workers: any task is a long one.
-    monkeypatch.setattr("shmreduce.pool_worker._LONG_TASK", 0.0)
-    returned: list[int] = []
-    take_returned = Dispatcher.take_returned
+    """Each is done once all the same, and what a killed worker had taken is not lost."""
+    withdrawn: list[int] = []
+    assign, withdraw_all = Dispatcher.assign, PublishedTasks.withdraw_all
+    turns = itertools.count()
 
-    def taking(dispatcher: Dispatcher, worker: WorkerHandle, count: int, returns: int) -> None:
-        returned.append(count)
-        take_returned(dispatcher, worker, count, returns)
+    def assigning(dispatcher: Dispatcher) -> None:
+        short = PATIENCE if next(turns) % 3 else 0.0
+        monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", short)
+        assign(dispatcher)
 
-    monkeypatch.setattr(Dispatcher, "take_returned", taking)
+    def noting(published: PublishedTasks) -> list[Task]:
+        found = withdraw_all(published)
+        withdrawn.append(len(found))
+        return found
+
+    monkeypatch.setattr(Dispatcher, "assign", assigning)
+    monkeypatch.setattr(PublishedTasks, "withdraw_all", noting)
     done = tmp_path / "done"
     calls = [(str(done), x, "SIGKILL" if x == 70 else None) for x in range(100)]
     module = {"shmreduce": shmreduce, "multiprocessing": multiprocessing}[context]
@@ -236,4 +255,5 @@ def test_what_waits_behind_a_long_task_goes_back(
         pool.join()
     begun = collections.Counter(int(line.split()[0]) for line in done.read_text().splitlines())
     assert begun == {number: 1 + (number == 70) for number in range(100)}
-    assert max(returned) > 1
+    assert max(withdrawn) > 1
+    assert claimed

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmreduce import pool_worker
 from shmreduce.pool import Pool
 
 if TYPE_CHECKING:
@@ -27,11 +26,6 @@ FOREVER = 600.0
 
 def square(x: Any) -> Any:
     return x * x
-
-
-def give_none_back() -> None:
-    """Make this worker keep the tasks that wait for it, however long one takes."""
-    pool_worker._LONG_TASK = FOREVER
 
 
 def perform(call: tuple[Callable[[Any], Any], Any]) -> Any:
@@ -239,14 +233,27 @@ def wait_for_kept_lock() -> None:
 def wait_for_one_before(number: int, distance: int) -> int:
     """Wait for the task that came so many before this one; then set this one's flag."""
     done = _given[-1]
-    deadline = time.monotonic() + FOREVER
-    while number >= distance and not done[number - distance] and time.monotonic() < deadline:
-        time.sleep(1e-5)
+    if number >= distance:
+        wait_for_kept_flag(number - distance)
     if number % 40 == 7:
-        # Then what was sent ahead goes back.
+        # Then tasks count as long for a while.
         time.sleep(3e-3)
     done[number] = 1
     return number
+
+
+def wait_for_the_next(number: int) -> int:
+    """Wait for the task after this one if the number is even, set the flag if it is odd."""
+    if number % 2:
+        return set_kept_flag(number)
+    return wait_for_kept_flag(number + 1) - 1
+
+
+def wait_for_one_behind(number: int, distance: int) -> int:
+    """Wait for the task that comes so many after this one, if this is one of those that do."""
+    if number % distance == 0:
+        wait_for_kept_flag(number + distance - 1)
+    return set_kept_flag(number)
 
 
 def wait_for_kept_flag(number: int) -> int:
