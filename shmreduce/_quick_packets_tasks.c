@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* As in pool_task_ring.py. */
-#define OWNER_BITS 16
+#define OWNER_BITS 20
 #define OWNER_MASK ((1 << OWNER_BITS) - 1)
 
 struct head {
@@ -29,8 +29,13 @@ struct ring {
 };
 
 /* Return 0, or -1 for an error. On success the caller releases the memory. */
-static int open_ring(struct ring *ring, PyObject *memory, Py_ssize_t room)
+static int open_ring(struct ring *ring, PyObject *memory, Py_ssize_t room, uint64_t owner)
 {
+    /* 0 is nobody. */
+    if (owner == 0 || owner > OWNER_MASK) {
+        PyErr_SetString(PyExc_ValueError, "no such owner");
+        return -1;
+    }
     if (PyObject_GetBuffer(memory, &ring->memory, PyBUF_WRITABLE) < 0)
         return -1;
     if (room > (Py_ssize_t)sizeof(struct place) && room % 8 == 0
@@ -67,7 +72,7 @@ PyObject *publish_task(PyObject *module, PyObject *arguments)
     (void)module;
     if (!PyArg_ParseTuple(arguments, "OnKy*", &memory, &room, &number, &task))
         return NULL;
-    if (open_ring(&ring, memory, room) < 0) {
+    if (open_ring(&ring, memory, room, OWNER_MASK) < 0) {
         PyBuffer_Release(&task);
         return NULL;
     }
@@ -119,8 +124,8 @@ static int claim(struct place *place, uint64_t number, uint64_t owner)
 {
     uint64_t word = number << OWNER_BITS;
 
-    return __atomic_compare_exchange_n(&place->word, &word, word | (owner & OWNER_MASK), 0,
-        __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE);
+    return __atomic_compare_exchange_n(&place->word, &word, word | owner, 0, __ATOMIC_SEQ_CST,
+        __ATOMIC_ACQUIRE);
 }
 
 /* Claim the oldest task for an owner and return its bytes; None if there is none. */
@@ -135,7 +140,7 @@ PyObject *claim_task(PyObject *module, PyObject *arguments)
 
     (void)module;
     if (!PyArg_ParseTuple(arguments, "Onk", &memory, &room, &owner)
-        || open_ring(&ring, memory, room) < 0)
+        || open_ring(&ring, memory, room, owner) < 0)
         return NULL;
     while (task == NULL && (number = find_task(&ring, &place)) != 0) {
         /* If the claim succeeds, it is this task's. */
@@ -175,7 +180,7 @@ PyObject *withdraw_task(PyObject *module, PyObject *arguments)
 
     (void)module;
     if (!PyArg_ParseTuple(arguments, "OnKk", &memory, &room, &number, &owner)
-        || open_ring(&ring, memory, room) < 0)
+        || open_ring(&ring, memory, room, owner) < 0)
         return NULL;
     done = claim(place_of(&ring, number), number, owner);
     if (done)

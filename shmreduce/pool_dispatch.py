@@ -147,9 +147,10 @@ class Dispatcher:
             del task
 
     def _wait_again(self, tasks: Iterable[Task]) -> None:
-        """Put tasks back, from the oldest to the youngest, in their old places."""
+        """Put tasks back, in their old places."""
         front: list[Task] = []
-        for task in tasks:
+        # A worker may have taken one from the ring that came back and was older than its last.
+        for task in sorted(tasks, key=lambda each: each.number):
             while self._waiting and self._waiting[0].number < task.number:
                 front.append(self._waiting.popleft())
             front.append(task)
@@ -253,12 +254,14 @@ class Dispatcher:
             self._fail(task, error)
         return True
 
-    def _give_claimed(self, slot: int, task: Task) -> None:
+    def _give_claimed(self, owner: int, task: Task) -> None:
         for worker in self._workers:
-            if worker.slot == slot:
+            if worker.progress.owner == owner:
                 self._give(worker, task)
                 return
-        # A process has written where it must not. The task is not lost, at least.
+        # A worker that the pool takes for dead. It cannot send the answer to the task that it
+        # did before, so it leaves and does not begin this one.
+        self._published.forget(owner)
         self._wait_again([task])
 
     def _give(self, worker: WorkerHandle, task: Task) -> None:
@@ -308,7 +311,7 @@ class Dispatcher:
             if index is not None and place == begun:
                 index += worker.progress.position
             self._fail(task, death_error(self._died, worker, exitcode, index, task))
-        self._published.forget(worker.slot)
+        self._published.forget(worker.progress.owner)
         self._wait_again(again)
         worker.tasks.clear()
         worker.lost_answers.clear()

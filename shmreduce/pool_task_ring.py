@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = ["PublishedTasks", "TaskRing"]
 
-_FEWEST_PLACES = 128
+_FEWEST_PLACES = 64
 _PLACES_PER_WORKER = 4
-_ROOM = 2 << 10
+_ROOM = 8 << 10
 """Bytes of a place, its numbers included. Larger tasks are sent to idle workers."""
 _HEAD, _NUMBERS = 8, 24
 """Bytes before the first place, and of the numbers of each place."""
-_OWNER_BITS = 16
+_OWNER_BITS = 20
 _OWNER_MASK = (1 << _OWNER_BITS) - 1
 _POOL = _OWNER_MASK
-"""Owner of the tasks that the pool itself has claimed. 0 is nobody, 1 the worker in slot 0."""
+"""Owner of the tasks that the pool itself has claimed; 0 is nobody."""
 _module: Any = find_module(PACKETS)[0]
 
 
@@ -87,7 +87,7 @@ class TaskRing:
         return done
 
     def owner(self, number: int) -> int:
-        """Return who has claimed a task.
+        """Return who has claimed a task; 0 is nobody.
 
         It is known until another task is published in the same place.
         """
@@ -98,12 +98,12 @@ class TaskRing:
         done: bool = _module.withdraw_task(self._memory, _ROOM, number, _POOL)
         return done
 
-    def forget(self, slot: int) -> None:
+    def forget(self, owner: int) -> None:
         """Free the places of tasks that a worker had claimed and not copied: it has died."""
         words = self._words
         for number in range(1, self.places + 1):
             place = self._place(number)
-            if words[place] & _OWNER_MASK == slot + 1:
+            if words[place] & _OWNER_MASK == owner:
                 words[place + 1] = words[place] >> _OWNER_BITS
 
     def _place(self, number: int) -> int:
@@ -111,8 +111,13 @@ class TaskRing:
 
     # By a worker
 
-    def claim(self, slot: int) -> bytes | None:
-        """Claim the oldest task for the worker in a slot; return it, or None if there is none.
+    def claim(self, owner: int) -> bytes | None:
+        """Claim the oldest task; return it, or None if there is none.
+
+        Parameters
+        ----------
+        owner : int
+            Stands for the worker; see :meth:`owner_of`.
 
         Raises
         ------
@@ -121,8 +126,17 @@ class TaskRing:
         """
         if not self.places:
             return None
-        task: bytes | None = _module.claim_task(self._memory, _ROOM, slot + 1)
+        task: bytes | None = _module.claim_task(self._memory, _ROOM, owner)
         return task
+
+    @staticmethod
+    def owner_of(started: int) -> int:
+        """Return what stands for a worker, before which the pool has started so many.
+
+        Not its slot, which another worker may have while it lives: if a fork server is
+        killed, its workers look as if they were dead.
+        """
+        return started % (_POOL - 1) + 1
 
 
 class PublishedTasks:
@@ -132,8 +146,7 @@ class PublishedTasks:
     ----------
     ring : TaskRing
     give : callable
-        Called with the slot of a worker and the task that it has claimed. The pool must
-        see all claims of a worker before another one gets its slot.
+        Called with the owner that stands for a worker, and the task that it has claimed.
     """
 
     def __init__(self, ring: TaskRing, give: Callable[[int, Task], None]) -> None:
@@ -190,11 +203,11 @@ class PublishedTasks:
         self._oldest = self._next
         return found[::-1]
 
-    def forget(self, slot: int) -> None:
-        """Free what the worker in a slot, which has died, had claimed and not copied."""
-        self._ring.forget(slot)
+    def forget(self, owner: int) -> None:
+        """Free what a worker, which has died, had claimed and not copied."""
+        self._ring.forget(owner)
 
     def _give_oldest(self) -> None:
-        slot = self._ring.owner(self._oldest) - 1
+        owner = self._ring.owner(self._oldest)
         self._oldest += 1
-        self._give(slot, self._tasks.popleft())
+        self._give(owner, self._tasks.popleft())

@@ -25,6 +25,8 @@ _WORD = 8
 """Bytes of a word of the table."""
 _PER_WORKER = 2
 """Words of each worker: the tasks that it has begun, and the item that it is working on."""
+_OWNERS = 1 << 32
+"""The first word has the number of tasks below this, and above it whose it is."""
 
 
 class ProgressTable:
@@ -67,21 +69,25 @@ class WorkerProgress:
         The table that has its words.
     slot : int
         The worker's place in the table.
+    owner : int
+        What stands for the worker in the ring.
     """
 
-    __slots__ = ("_slot", "_table", "_words")
+    __slots__ = ("_slot", "_table", "_words", "owner")
 
-    def __init__(self, table: ProgressTable, slot: int) -> None:
-        self._table, self._slot = table, slot
+    def __init__(self, table: ProgressTable, slot: int, owner: int) -> None:
+        self._table, self._slot, self.owner = table, slot, owner
         self._words = table.words[_PER_WORKER * slot : _PER_WORKER * (slot + 1)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerProgress, (self._table, self._slot)
+        return WorkerProgress, (self._table, self._slot, self.owner)
 
     @property
     def begun(self) -> int:
         """How many tasks the worker has begun."""
-        return self._words[0]
+        owner, tasks = divmod(self._words[0], _OWNERS)
+        # A worker that had the place before may not be dead; see TaskRing.owner_of().
+        return tasks if owner == self.owner else 0
 
     @property
     def position(self) -> int:
@@ -91,11 +97,11 @@ class WorkerProgress:
     def begin(self, tasks: int) -> None:
         """Note that the worker begins its task number ``tasks``, with the first item."""
         self._words[1] = 0
-        self._words[0] = tasks
+        self._words[0] = self.owner * _OWNERS + tasks
 
     def next_task(self) -> bytes | None:
         """Claim a task of the pool's ring; see :meth:`TaskRing.claim`."""
-        return self._table.ring.claim(self._slot)
+        return self._table.ring.claim(self.owner)
 
     def each(self, items: Iterable[_T]) -> Iterator[_T]:
         """Yield the items of its task, and note which one the worker begins."""

@@ -6,6 +6,7 @@ May import ``fork_hooks``, ``parent_death``, ``pool_channel``, ``pool_worker``,
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ class WorkerStarter:
         self._lender = lender
         self._table = ProgressTable.for_workers(size)
         self.ring = self._table.ring
+        self._started = itertools.count()
 
     def start(self, slot: int, is_terminated: Callable[[], bool]) -> WorkerHandle:
         """Start a worker; it is the caller's.
@@ -90,7 +92,8 @@ class WorkerStarter:
         OSError
             If the worker cannot be started.
         """
-        progress = WorkerProgress(self._table, slot)
+        owner = self.ring.owner_of(next(self._started))
+        progress = WorkerProgress(self._table, slot, owner)
         progress.begin(0)
         turn = _starting
         while not turn.acquire(timeout=_LOCK_POLL):

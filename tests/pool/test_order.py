@@ -17,6 +17,7 @@ from shmreduce import WorkerDied
 from shmreduce.compiled import PACKETS
 from shmreduce.pool import Pool
 from shmreduce.pool_dispatch import Dispatcher
+from shmreduce.pool_task_ring import TaskRing
 from shmreduce.pool_tasks import ONCE, make_task
 from shmreduce.pool_worker_progress import ProgressTable
 from tests.channels.channels import within
@@ -151,7 +152,7 @@ class Side:
 
     def __init__(self, workers: int, tasks: int, item: Any = 7) -> None:
         self.ring = ProgressTable.for_workers(workers).ring
-        self.workers = [worker_in(slot) for slot in range(workers)]
+        self.workers = [worker_after(started) for started in range(workers)]
         self.may_publish = True
         self.dispatcher = Dispatcher(
             self.workers,
@@ -189,10 +190,9 @@ class Side:
         return [numbers(worker.tasks) for worker in self.workers]
 
 
-def worker_in(slot: int) -> Any:
+def worker_after(started: int) -> Any:
     """Return what counts of a worker that is idle."""
     return SimpleNamespace(
-        slot=slot,
         channel=Sent(),
         tasks=collections.deque(),
         lost_answers=[],
@@ -202,7 +202,7 @@ def worker_in(slot: int) -> Any:
         answered=0,
         busy_since=0.0,
         process=SimpleNamespace(pid=None),
-        progress=SimpleNamespace(begun=0, position=0),
+        progress=SimpleNamespace(owner=TaskRing.owner_of(started), begun=0, position=0),
     )
 
 
@@ -249,8 +249,8 @@ def test_what_workers_take_from_the_ring_is_theirs() -> None:
     """In the order in which they took it."""
     side = Side(2, 10)
     side.assign()
-    for slot in (1, 1, 0, 1):
-        assert side.ring.claim(slot)
+    for owner in (2, 2, 1, 2):
+        assert side.ring.claim(owner)
     side.dispatcher.note_claims()
     assert (side.had, side.published) == ([[0, 4], [1, 2, 3, 5]], [*range(6, 10)])
 
@@ -259,12 +259,12 @@ def test_an_idle_worker_is_sent_the_oldest_task_of_the_ring() -> None:
     """That no other has taken, though the pool did not know of that yet."""
     side = Side(2, 10)
     side.assign()
-    assert side.ring.claim(0)
+    assert side.ring.claim(1)
     side.workers[1].tasks.clear()
     side.assign()
     assert (side.had, side.published) == ([[0, 2], [3]], [*range(4, 10)])
     assert len(side.workers[1].channel.tasks) == 2
-    assert side.ring.claim(0)
+    assert side.ring.claim(1)
     side.workers[1].tasks.clear()
     # Now also without a look at the ring before.
     assert side.dispatcher._send_next(side.workers[1])
@@ -275,7 +275,7 @@ def test_what_comes_back_is_before_the_ring() -> None:
     """Younger tasks that no worker has taken yet are taken out of the ring."""
     side = Side(2, 10)
     side.assign()
-    assert side.ring.claim(0)
+    assert side.ring.claim(1)
     side.dispatcher.note_claims()
     dead = side.workers.pop(0)
     side.dispatcher.recover(dead, -9)
@@ -288,11 +288,11 @@ def test_the_ring_is_emptied_when_it_may_not_be_used() -> None:
     """What a worker has taken stays with it."""
     side = Side(1, 5)
     side.assign()
-    assert side.ring.claim(0)
+    assert side.ring.claim(1)
     side.may_publish = False
     side.assign()
     assert (side.had, side.published, side.waiting) == ([[0, 1]], [], [2, 3, 4])
-    assert side.ring.claim(0) is None
+    assert side.ring.claim(1) is None
     side.may_publish = True
     side.assign()
     assert (side.published, side.waiting) == ([2, 3, 4], [])
@@ -304,7 +304,7 @@ def test_the_ring_holds_as_many_as_it_has_places_for() -> None:
     side.assign()
     places = side.ring.places
     assert (len(side.published), side.published[0]) == (places, 1)
-    assert [side.ring.claim(0) for _ in range(3)].count(None) == 0
+    assert [side.ring.claim(1) for _ in range(3)].count(None) == 0
     side.dispatcher._publish()
     assert len(side.published) == places
     side.assign()
@@ -312,10 +312,29 @@ def test_the_ring_holds_as_many_as_it_has_places_for() -> None:
     assert side.published[0] == 4
 
 
+def test_the_ring_goes_on_without_a_worker_that_was_killed_in_a_claim() -> None:
+    """The place of the task that it had not copied is free again."""
+    side = Side(2, 1000)
+    side.assign()
+    ring = side.ring
+    first = side.published[0]
+    ring._words[ring._place(1)] |= side.workers[0].progress.owner
+    side.dispatcher.note_claims()
+    dead = side.workers.pop(0)
+    assert first in numbers(dead.tasks)
+    side.dispatcher.recover(dead, -9)
+    # Once around.
+    for _ in range(2):
+        side.assign()
+        assert len(side.published) == ring.places
+        while ring.claim(2):
+            pass
+
+
 def test_a_task_behind_a_large_one_waits_with_it_before_the_ring() -> None:
     """Tasks begin in their order, and large ones are sent to idle workers."""
     side = Side(1, 2)
-    side.submit(1, bytes(5000))
+    side.submit(1, bytes(9000))
     side.submit(2)
     side.assign()
     assert (side.had, side.published, side.waiting) == ([[0]], [1], [2, 3, 4])

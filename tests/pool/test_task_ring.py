@@ -52,28 +52,28 @@ def test_tasks_are_claimed_in_their_order(ring: TaskRing) -> None:
     for _ in range(5):
         following = fill(ring, number)
         assert following - number == ring.places
-        assert [ring.claim(0) for _ in range(number, following)] == [
+        assert [ring.claim(1) for _ in range(number, following)] == [
             b"%d" % each for each in range(number, following)
         ]
-        assert ring.claim(0) is None
+        assert ring.claim(1) is None
         number = following
 
 
 def test_a_place_is_used_again_when_its_task_was_copied(ring: TaskRing) -> None:
     """By a worker, or because the pool has claimed it, or because its worker has died."""
     following = fill(ring)
-    assert ring.claim(0) == b"1"
+    assert ring.claim(1) == b"1"
     assert fill(ring, following) == following + 1
     assert ring.withdraw(2)
     assert not ring.withdraw(2)
     assert fill(ring, following + 1) == following + 2
-    # As if the worker in slot 4 had been killed in the middle of a claim.
+    # As if a worker had been killed in the middle of a claim.
     place = ring._place(3)
-    ring._words[place] |= 4 + 1
-    assert fill(ring, following + 2) == following + 2
-    ring.forget(3)
+    ring._words[place] |= 5
     assert fill(ring, following + 2) == following + 2
     ring.forget(4)
+    assert fill(ring, following + 2) == following + 2
+    ring.forget(5)
     assert fill(ring, following + 2) == following + 3
 
 
@@ -82,7 +82,7 @@ def test_what_the_pool_has_claimed_no_worker_gets(ring: TaskRing) -> None:
     fill(ring)
     for number in (1, 2, 5, ring.places):
         assert ring.withdraw(number)
-    claimed = iter(lambda: ring.claim(0), None)
+    claimed = iter(lambda: ring.claim(1), None)
     left = {*range(1, ring.places + 1)} - {1, 2, 5, ring.places}
     assert [int(task) for task in claimed if task is not None] == sorted(left)
 
@@ -92,15 +92,15 @@ def test_a_late_note_of_what_is_the_oldest_does_no_harm(ring: TaskRing) -> None:
     number = 1
     for _ in range(7):
         number = fill(ring, number)
-        while ring.claim(0):
+        while ring.claim(1):
             pass
     following = fill(ring, number)
     for late in (0, 1, ring.places, number - 5):
         ring._memory[_HEAD] = late.to_bytes(8, "little")
-        assert ring.claim(0) == b"%d" % number
+        assert ring.claim(1) == b"%d" % number
         number += 1
     ring._memory[_HEAD] = bytes(8)
-    assert [*iter(lambda: ring.claim(0), None)] == [b"%d" % n for n in range(number, following)]
+    assert [*iter(lambda: ring.claim(1), None)] == [b"%d" % n for n in range(number, following)]
 
 
 def test_a_task_that_is_too_large_is_refused(ring: TaskRing) -> None:
@@ -110,7 +110,7 @@ def test_a_task_that_is_too_large_is_refused(ring: TaskRing) -> None:
     ring._words[ring._place(1)] = 0
     task = random.Random(1).randbytes(largest)
     assert ring.publish(1, task)
-    assert ring.claim(0) == task
+    assert ring.claim(1) == task
 
 
 def test_a_ring_that_somebody_has_written_to_is_not_left(ring: TaskRing) -> None:
@@ -118,14 +118,28 @@ def test_a_ring_that_somebody_has_written_to_is_not_left(ring: TaskRing) -> None
     chooser = random.Random(7)
     for _ in range(300):
         ring._memory[:] = chooser.randbytes(len(ring._memory))
-        assert ring.claim(0) is None
+        assert ring.claim(1) is None
         ring.withdraw(chooser.getrandbits(40))
         ring.publish(chooser.getrandbits(40), b"task")
     ring._memory[:] = bytes(len(ring._memory))
     assert ring.publish(1, b"task")
     # Its size.
     ring._words[2] = 1 << 60
-    assert ring.claim(0) is None
+    assert ring.claim(1) is None
+
+
+def claim_in_circles() -> bytes | None:
+    """Claim from a ring whose places send the search on to another."""
+    ring = TaskRing(memoryview(bytearray(TaskRing.size_for(1))))
+    for number in range(1, ring.places + 1):
+        ring._words[ring._place(number)] = number << 20 | 1
+    ring._words[ring._place(1)] = (ring.places + 2) << 20 | 1
+    return ring.claim(1)
+
+
+def test_the_search_for_a_task_ends(children: Children) -> None:
+    """In a child, since nothing can interrupt it."""
+    assert children.call(claim_in_circles) is None
 
 
 def test_memory_that_is_no_ring_is_refused() -> None:
@@ -134,34 +148,42 @@ def test_memory_that_is_no_ring_is_refused() -> None:
     for memory, room in (bytearray(40), 2048), (bytearray(4096), 24), (bytearray(4096), 2047):
         with pytest.raises(ValueError, match="no room for a task"):
             module.claim_task(memory, room, 1)
+    for owner in 0, 1 << 20:
+        with pytest.raises(ValueError, match="no such owner"):
+            module.claim_task(bytearray(4096), 2048, owner)
     with pytest.raises(ValueError, match="not aligned"):
         module.claim_task(memoryview(bytearray(4097))[1:], 2048, 1)
 
 
-def claim_for_ever(table: ProgressTable, slot: int, seen: Any, over: Any) -> None:
+def claim_for_ever(table: ProgressTable, owner: int, seen: Any, over: Any) -> None:
     """Claim tasks as a worker does, and note which."""
-    seen[slot, 0] = 1
+    seen[owner, 0] = 1
     while not over[0]:
-        task = table.ring.claim(slot)
+        task = table.ring.claim(owner)
         if task is not None:
-            seen[slot, int.from_bytes(task, "little")] += 1
+            seen[owner, int.from_bytes(task, "little")] += 1
 
 
 def test_each_task_is_claimed_once_though_claimers_are_killed(children: Children) -> None:
     """And the pool knows by whom: by a worker that it was given to, or by the pool itself."""
     chooser = random.Random(3)
     table = ProgressTable.for_workers(CLAIMERS)
-    seen = shmreduce.zeros((CLAIMERS, TASKS + 1), np.uint8)
+    seen = shmreduce.zeros((CLAIMERS + 21, TASKS + 1), np.uint8)
     over = shmreduce.zeros(1, np.uint8)
     given: dict[int, int] = {}
 
-    def give(slot: int, task: Any) -> None:
-        given[task.number] = slot
+    def give(owner: int, task: Any) -> None:
+        given[task.number] = owner
 
     published = PublishedTasks(table.ring, give)
-    arguments: Any = [(table, slot, seen, over) for slot in range(CLAIMERS)]
-    workers = [children.start(claim_for_ever, *each) for each in arguments]
-    eventually(seen[:, 0].all)
+    owners = itertools.count(1)
+
+    def start() -> tuple[int, Any]:
+        owner = next(owners)
+        return owner, children.start(claim_for_ever, table, owner, seen, over)
+
+    workers = [start() for _ in range(CLAIMERS)]
+    eventually(seen[1 : CLAIMERS + 1, 0].all)
     withdrawn: list[int] = []
     number = 1
     end = time.monotonic() + PATIENCE
@@ -179,19 +201,19 @@ def test_each_task_is_claimed_once_though_claimers_are_killed(children: Children
             withdrawn += [each.number for each in published.withdraw_all()]
         elif number > TASKS - kills * (TASKS // (kills + 1)) and kills:
             kills -= 1
-            slot = chooser.randrange(CLAIMERS)
-            workers[slot].kill()
-            children.join(workers[slot])
+            owner, worker = workers.pop(chooser.randrange(CLAIMERS))
+            worker.kill()
+            children.join(worker)
             published.note_claims()
-            published.forget(slot)
-            workers[slot] = children.start(claim_for_ever, *arguments[slot])
+            published.forget(owner)
+            workers.append(start())
     assert not kills
     withdrawn += [each.number for each in published.withdraw_all()]
     over[0] = 1
     children.join()
     assert sorted([*given, *withdrawn]) == [*range(1, TASKS + 1)]
     found = [*zip(*np.nonzero(seen[:, 1:]), strict=True)]
-    assert all(given.get(int(task) + 1) == slot for slot, task in found)
+    assert all(given.get(int(task) + 1) == owner for owner, task in found)
     assert seen.max() == 1
     # The others were killed between a claim and its note.
     assert len(given) - 20 <= len(found) <= len(given)
@@ -200,11 +222,11 @@ def test_each_task_is_claimed_once_though_claimers_are_killed(children: Children
 def test_a_worker_finds_what_was_published_before_it_looked(children: Children) -> None:
     """However often both do that at the same time."""
     table = ProgressTable.for_workers(1)
-    seen = shmreduce.zeros((1, 1001), np.uint8)
+    seen = shmreduce.zeros((2, 1001), np.uint8)
     over = shmreduce.zeros(1, np.uint8)
-    children.start(claim_for_ever, table, 0, seen, over)
+    children.start(claim_for_ever, table, 1, seen, over)
     for number in range(1, 1001):
         assert table.ring.publish(number, number.to_bytes(2, "little"))
-        eventually(seen[0, number : number + 1].all)
+        eventually(seen[1, number : number + 1].all)
     over[0] = 1
     children.join()

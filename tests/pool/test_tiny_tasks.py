@@ -6,9 +6,13 @@ import collections
 import itertools
 import multiprocessing
 import os
+import signal
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 
 import shmreduce
@@ -22,11 +26,12 @@ from tests.channels.channels import eventually
 from tests.compiler import needs_module
 from tests.conftest import PATIENCE
 from tests.pool.holding import held
-from tests.pool.work import LARGE, noted, set_first, square
+from tests.pool.work import LARGE, ignore_sigterm, noted, set_first, square, wait_for_files
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shmreduce.pool_results import ApplyResult
     from shmreduce.pool_tasks import Task
     from shmreduce.pool_worker_handle import WorkerHandle
     from tests.conftest import Children
@@ -34,18 +39,18 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def claimed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The slots of workers that took tasks by themselves; all tasks count as short."""
+    """Which workers took tasks by themselves; all tasks count as short."""
     needs_module(PACKETS)
     monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
-    slots: list[int] = []
+    owners: list[int] = []
     give = Dispatcher._give_claimed
 
-    def noting(dispatcher: Dispatcher, slot: int, task: Task) -> None:
-        slots.append(slot)
-        give(dispatcher, slot, task)
+    def noting(dispatcher: Dispatcher, owner: int, task: Task) -> None:
+        owners.append(owner)
+        give(dispatcher, owner, task)
 
     monkeypatch.setattr(Dispatcher, "_give_claimed", noting)
-    return slots
+    return owners
 
 
 @pytest.fixture(params=["shmreduce", "multiprocessing"])
@@ -96,6 +101,79 @@ def test_a_death_costs_the_task_that_was_begun(
     begun = collections.Counter(int(line.split()[0]) for line in done.read_text().splitlines())
     assert begun == {number: 1 + retries * (number == 50) for number in range(100)}
     assert len(claimed) > 1
+
+
+def test_a_death_that_is_seen_with_the_last_answer_costs_the_task_that_was_begun(
+    context: Any, claimed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the pool had not seen before that the worker had taken it."""
+    done, folder = tmp_path / "done", tmp_path / "folder"
+    folder.mkdir()
+    await_events = Supervisor._wait_for_events
+
+    def after_the_death(supervisor: Supervisor) -> None:
+        if len(supervisor._dispatcher._published._tasks) == 2:
+            sentinel = supervisor.workers[0].sentinel
+            (folder / "published").touch()
+            assert wait([sentinel], PATIENCE)
+        await_events(supervisor)
+
+    with Pool(1, context=context) as pool:
+        monkeypatch.setattr(Supervisor, "_wait_for_events", after_the_death)
+        with held(pool, 3):
+            pool._supervisor._dispatcher._mean_seconds = 0.0
+            waiting = pool.apply_async(wait_for_files, (str(folder), 1))
+            killed = pool.apply_async(noted, ((str(done), 5, "SIGKILL"),))
+            last = pool.apply_async(noted, ((str(done), 6, None),))
+        assert waiting.get(PATIENCE) == 1
+        with pytest.raises(WorkerDied):
+            killed.get(PATIENCE)
+        assert last.get(PATIENCE) == 36
+        pool.close()
+        pool.join()
+    assert [line.split()[0] for line in done.read_text().splitlines()] == ["5", "6"]
+    assert claimed == [1]
+
+
+def test_workers_that_only_look_dead_take_no_tasks_with_them(
+    claimed: list[int], tmp_path: Path
+) -> None:
+    """As all do whose fork server is killed. They claim a task and cannot answer it; others, of
+    which some have their places, do it.
+    """
+    folders = [tmp_path / name for name in ("old", "new")]
+    for folder in folders:
+        folder.mkdir()
+    with Pool(2, ignore_sigterm, context=shmreduce.get_context("forkserver")) as pool:
+
+        def hold_all(folder: Path) -> list[ApplyResult[int]]:
+            eventually(lambda: len(pool._pool) == 2 and all(w.ready for w in workers))
+            found = [pool.apply_async(wait_for_files, (str(folder), 1)) for _ in range(2)]
+            eventually(lambda: all(worker.progress.begun == 1 for worker in workers))
+            return found
+
+        workers = pool._supervisor.workers
+        lost = hold_all(folders[0])
+        old = [psutil.Process(process.pid) for process in pool._pool]
+        server: Any = forkserver._forkserver
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        eventually(lambda: not {each.pid for each in old} & {p.pid for p in pool._pool})
+        pool._supervisor._dispatcher._mean_seconds = 0.0
+        kept = hold_all(folders[1])
+        results = [pool.apply_async(square, (number,)) for number in range(20)]
+        eventually(lambda: len(pool._supervisor._dispatcher._published._tasks) == 20)
+        assert all(each.is_running() for each in old)
+        (folders[0] / "go").touch()
+        psutil.wait_procs(old, PATIENCE)
+        (folders[1] / "go").touch()
+        assert [each.get(PATIENCE) for each in kept] == [1, 1]
+        assert [each.get(PATIENCE) for each in results] == [number**2 for number in range(20)]
+        for each in lost:
+            with pytest.raises(WorkerDied):
+                each.get(PATIENCE)
+        pool.close()
+        pool.join()
+    assert {1, 2} & set(claimed)
 
 
 def test_a_worker_gets_no_more_than_it_may_do(
@@ -149,10 +227,10 @@ def test_a_task_that_a_worker_has_no_memory_to_take_is_done_all_the_same(
     claim = TaskRing.claim
     calls = itertools.count()
 
-    def without_memory(ring: TaskRing, slot: int) -> bytes | None:
+    def without_memory(ring: TaskRing, owner: int) -> bytes | None:
         if next(calls) % 3 == 0:
             raise MemoryError
-        return claim(ring, slot)
+        return claim(ring, owner)
 
     monkeypatch.setattr(TaskRing, "claim", without_memory)
     with Pool(2, context=shmreduce.get_context("fork")) as pool:
@@ -181,7 +259,7 @@ def test_shared_arrays_go_with_each_of_them(children: Children, claimed: list[in
 def test_large_tasks_are_sent_to_idle_workers(claimed: list[int]) -> None:
     """Small ones are not."""
     with Pool(1, context=shmreduce.get_context("fork")) as pool:
-        for size, are_claimed in (32 << 10, False), (4 << 10, False), (1, True):
+        for size, are_claimed in (32 << 10, False), (8 << 10, False), (1, True):
             items = [os.urandom(size)] * 50
             with held(pool, 50):
                 result = pool.map_async(repr, items, chunksize=1)

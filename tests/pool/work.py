@@ -269,6 +269,10 @@ def set_kept_flag(number: int) -> int:
     return number
 
 
+def ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def touch(path: str) -> None:
     Path(path).touch()
 
