@@ -34,7 +34,7 @@ __all__ = ["PublishedTasks", "TaskRing"]
 
 _FEWEST_PLACES = 64
 _PLACES_PER_WORKER = 4
-_ROOM = 8 << 10
+_ROOM = 32 << 10
 """Bytes of a place, its numbers included. Larger tasks are sent to idle workers."""
 _HEAD, _NUMBERS = 8, 24
 """Bytes before the first place, and of the numbers of each place."""

@@ -12,10 +12,9 @@ is pickled once for each try, unless the pickle has no shared memory.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shmreduce.memory.handle import MARK
+from shmreduce.memory.handle import find_mark
 from shmreduce.memory.loading import common_handles, discard_message
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ EACH_STARRED = 2
 Call: TypeAlias = "tuple[int, Callable[..., Any], Any, Mapping[str, Any]]"
 """How, the function, its arguments or the items, its keywords."""
 
-_HANDLE = re.compile(re.escape(MARK))
 _HEAVY = 1 << 20
 """The least weight of a task with shared memory, in bytes."""
 
@@ -162,7 +160,7 @@ def make_task(
         Whatever pickling raises. All memory is given back then.
     """
     tries = [dumps(call)]
-    if _HANDLE.search(tries[0]) is None:
+    if find_mark(bytes(tries[0]), 0) == -1:
         return Task(receiver, index, first, tries, retries, handles=False)
     try:
         tries.extend(dumps(call) for _ in range(retries))

@@ -334,7 +334,7 @@ def test_the_ring_goes_on_without_a_worker_that_was_killed_in_a_claim() -> None:
 def test_a_task_behind_a_large_one_waits_with_it_before_the_ring() -> None:
     """Tasks begin in their order, and large ones are sent to idle workers."""
     side = Side(1, 2)
-    side.submit(1, bytes(9000))
+    side.submit(1, bytes(33_000))
     side.submit(2)
     side.assign()
     assert (side.had, side.published, side.waiting) == ([[0]], [1], [2, 3, 4])

@@ -259,7 +259,7 @@ def test_shared_arrays_go_with_each_of_them(children: Children, claimed: list[in
 def test_large_tasks_are_sent_to_idle_workers(claimed: list[int]) -> None:
     """Small ones are not."""
     with Pool(1, context=shmreduce.get_context("fork")) as pool:
-        for size, are_claimed in (32 << 10, False), (8 << 10, False), (1, True):
+        for size, are_claimed in (80 << 10, False), (32 << 10, False), (1, True):
             items = [os.urandom(size)] * 50
             with held(pool, 50):
                 result = pool.map_async(repr, items, chunksize=1)
