@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shmreduce.memory.handle import find_mark
+from shmreduce.memory.handle import has_mark
 from shmreduce.memory.loading import common_handles, discard_message
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def make_task(
         Whatever pickling raises. All memory is given back then.
     """
     tries = [dumps(call)]
-    if find_mark(bytes(tries[0]), 0) == -1:
+    if not has_mark(tries[0]):
         return Task(receiver, index, first, tries, retries, handles=False)
     try:
         tries.extend(dumps(call) for _ in range(retries))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -152,7 +153,7 @@ def _report(error: Exception, *, plain: bool) -> None:
 
 
 def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions) -> None:
-    done = 0
+    done, itself = 0, os.getpid()
     task: bytes | Exception | None = None
     around = shared_allocations() if options.shared_allocations else None
     while True:
@@ -165,7 +166,9 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
         message = _answer(channel, task, progress, options, around)
         # After MemoryError while a task was received, the rest of it may still be in the way.
         broken = isinstance(task, Exception) and not isinstance(task, ShmreduceError)
-        leaves = broken or done == options.max_tasks
+        # A child that the task has forked, and in which it returns as well, takes no task, which
+        # the pool would take for this worker's. Its end of the connection is closed.
+        leaves = broken or done == options.max_tasks or os.getpid() != itself
         # Before the answer is sent: after it, the pool sends a task to a worker that has none.
         following = None if leaves else _claim(progress)
         if not _deliver(channel, message) or leaves:

@@ -30,7 +30,7 @@ from shmreduce.errors import (
     WrongHostError,
 )
 from shmreduce.free_descriptors import EXHAUSTED
-from shmreduce.memory.handle import find_mark
+from shmreduce.memory.handle import has_mark
 from shmreduce.memory.loading import (
     Loading,
     discard_message,
@@ -166,7 +166,7 @@ def load_whole(load: Callable[..., Any], data: Any, **options: Any) -> Any:
 
 def _names_no_memory(data: Any) -> bool:
     """Return whether a message is small and has no handle."""
-    return type(data) in _BYTES and len(data) <= _SEARCHED and find_mark(bytes(data), 0) == -1
+    return type(data) in _BYTES and len(data) <= _SEARCHED and not has_mark(bytes(data))
 
 
 def discard_apart(

@@ -23,6 +23,7 @@ from zlib import crc32
 from shmreduce.errors import InvalidHandleError
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable
 
     from shmreduce.contracts import Mode
@@ -35,6 +36,7 @@ __all__ = [
     "block_key",
     "check_handle",
     "find_mark",
+    "has_mark",
     "key_of",
     "lease_of",
     "pack_constant",
@@ -284,6 +286,26 @@ def find_mark(text: bytes, start: int) -> int:
     begin = ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value or 0
     found = search(begin + start, len(text) - start, MARK, len(MARK))
     return -1 if found is None else int(found) - begin
+
+
+def has_mark(text: bytes | memoryview) -> bool:
+    """Return whether bytes have a handle, or what looks like one; a view is not copied.
+
+    Examples
+    --------
+    >>> has_mark(memoryview(b"..." + MARK)), has_mark(b"...")
+    (True, False)
+    """
+    if isinstance(text, bytes):
+        return find_mark(text, 0) != -1
+    return _pattern().search(text) is not None
+
+
+@lru_cache(maxsize=1)
+def _pattern() -> re.Pattern[bytes]:
+    import re
+
+    return re.compile(re.escape(MARK))
 
 
 @lru_cache(maxsize=1)

@@ -71,14 +71,18 @@ class OtherProcess:
         Exception
             The one that the function raised.
         pytest.fail.Exception
-            If the child does not answer in time, or has died.
+            If the child does not answer in time, or has died. In the first case it is killed:
+            its answer, if it came later, would be taken for that to the next question.
         """
-        self._connection.send((function, arguments))
-        if not self._connection.poll(self._patience):
-            pytest.fail(f"the child process did not answer within {self._patience} s")
         try:
+            self._connection.send((function, arguments))
+            if not self._connection.poll(self._patience):
+                self.kill()
+                pytest.fail(
+                    f"the child process did not answer within {self._patience} s, and was killed"
+                )
             succeeded, answer = self._connection.recv()
-        except EOFError:
+        except (EOFError, BrokenPipeError):
             self.process.join(self._patience)
             pytest.fail(f"the child process died with exit code {self.process.exitcode}")
         if not succeeded:

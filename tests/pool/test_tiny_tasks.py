@@ -26,7 +26,15 @@ from tests.channels.channels import eventually
 from tests.compiler import needs_module
 from tests.conftest import PATIENCE
 from tests.pool.holding import held
-from tests.pool.work import LARGE, ignore_sigterm, noted, set_first, square, wait_for_files
+from tests.pool.work import (
+    LARGE,
+    ignore_sigterm,
+    noted,
+    set_first,
+    square,
+    square_in_two,
+    wait_for_files,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,6 +182,17 @@ def test_workers_that_only_look_dead_take_no_tasks_with_them(
         pool.close()
         pool.join()
     assert {1, 2} & set(claimed)
+
+
+def test_a_child_in_which_a_task_returns_too_takes_none(context: Any, claimed: list[int]) -> None:
+    """Nor does it answer: the pool knows its workers only."""
+    with Pool(2, context=context) as pool:
+        pool._supervisor._dispatcher._mean_seconds = 0.0
+        result = pool.map_async(square_in_two, range(40), chunksize=1)
+        assert result.get(PATIENCE) == [x * x for x in range(40)]
+        pool.close()
+        pool.join()
+    assert claimed
 
 
 def test_a_worker_gets_no_more_than_it_may_do(
