@@ -111,6 +111,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "pool": (
         "shmreduce.pool_worker:work",
+        "shmreduce.pool_worker:_do_tasks",
+        "shmreduce.pool_task_ring:TaskRing.claim",
         "shmreduce.connection:Connection._write",
         "shmreduce.connection:Connection._read",
         f"{_MEMORY}.segment:Segment.claim",
