@@ -36,8 +36,8 @@ _FEWEST_PLACES = 64
 _PLACES_PER_WORKER = 4
 _ROOM = 32 << 10
 """Bytes of a place, its numbers included. Larger tasks are sent to idle workers."""
-_HEAD, _NUMBERS = 8, 24
-"""Bytes before the first place, and of the numbers of each place."""
+_HEAD = 8
+"""Bytes before the first place."""
 _OWNER_BITS = 20
 _OWNER_MASK = (1 << _OWNER_BITS) - 1
 _POOL = _OWNER_MASK
