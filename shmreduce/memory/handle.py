@@ -15,6 +15,7 @@ the *key*, by which a receiver finds a block that it has already.
 
 from __future__ import annotations
 
+import re
 import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +24,6 @@ from zlib import crc32
 from shmreduce.errors import InvalidHandleError
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable
 
     from shmreduce.contracts import Mode
@@ -303,8 +303,6 @@ def has_mark(text: bytes | memoryview) -> bool:
 
 @lru_cache(maxsize=1)
 def _pattern() -> re.Pattern[bytes]:
-    import re
-
     return re.compile(re.escape(MARK))
 
 
