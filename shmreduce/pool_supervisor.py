@@ -85,6 +85,8 @@ _RETRY_DELAY = 0.02
 """Seconds to wait after the first worker that could not be started; the pause grows."""
 _LONGEST_RETRY_DELAY = 1.0
 """Seconds."""
+_SMALL_ANSWERS = 32
+"""After so many answers without large arrays workers take tasks by themselves again."""
 _FAILED_STARTS = 10
 """This many workers more than the pool's size may fail to start in a row."""
 
@@ -159,9 +161,11 @@ class Supervisor:
             died,
             broken,
             self._starter.ring,
-            # A future in the ring could not be cancelled.
-            lambda: not (options.plain_errors or self._lender.has_some),
+            self._may_publish,
         )
+        self._answers = self._last_large = 0
+        """How many answers have come, and how many of them until the last large one."""
+        self._large_answers = 0
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
     # From other threads
@@ -328,6 +332,19 @@ class Supervisor:
             return False
         self._wait_for_events()
         return True
+
+    def _may_publish(self) -> bool:
+        """Return whether workers may take tasks by themselves."""
+        # A future in the ring could not be cancelled.
+        if self._options.plain_errors:
+            return False
+        lender = self._lender
+        if lender.large_answers != self._large_answers:
+            self._large_answers, self._last_large = lender.large_answers, self._answers
+        # Memory is lent only with tasks that are sent. If none is there now, some may come back
+        # before a worker is idle.
+        small = not self._large_answers or self._answers - self._last_large >= _SMALL_ANSWERS
+        return small and not lender.has_some
 
     def _wait_for_events(self) -> None:
         """Wait for messages and deaths of workers, and for :meth:`wake`; handle them."""
@@ -506,6 +523,7 @@ class Supervisor:
             # Little patience: the initializer will probably raise in the next worker too.
             self._failed_to_start(value, patience=2)
         elif self._dispatcher.has_task(worker):
+            self._answers += 1
             self._dispatcher.answer(worker, bool(kind), value)
         else:
             # An answer without a task: the worker's next answers cannot be assigned either.

@@ -84,11 +84,14 @@ class Lender:
         """Until when that is assumed to be still so (monotonic seconds)."""
         self._usual = 1
         """How many large blocks there were in the last answer that had any."""
+        self.large_answers = 0
+        """How many answers had any."""
 
     def watch(self, blocks: Iterable[Block]) -> None:
         """Keep the large ones of an answer's blocks when they are dropped."""
         found = [block._record for block in blocks if _is_worth_it(block._record)]
         if found:
+            self.large_answers += 1
             self._usual = len(found)
             if self._is_roomy(found):
                 for record in found:

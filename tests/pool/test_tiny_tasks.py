@@ -28,6 +28,7 @@ from tests.conftest import PATIENCE
 from tests.pool.holding import held
 from tests.pool.work import (
     LARGE,
+    filled,
     ignore_sigterm,
     noted,
     set_first,
@@ -273,6 +274,25 @@ def test_shared_arrays_go_with_each_of_them(children: Children, claimed: list[in
         pool.join()
     assert (shared[:10_000:10] == 7).all()
     assert len(claimed) > 1
+
+
+def test_after_a_large_answer_tasks_are_sent(
+    claimed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only with those can memory be lent for the next large one."""
+    monkeypatch.setattr("shmreduce.memory.lending._SMALLEST", LARGE // 2)
+    with Pool(1, context=shmreduce.get_context("fork")) as pool:
+        # Kept, so that there is nothing to lend.
+        large = pool.map(filled, range(2), chunksize=1)
+        pool._supervisor._dispatcher._mean_seconds = 0.0
+        for count, are_claimed in (20, False), (60, True):
+            with held(pool, count):
+                result = pool.map_async(square, range(count), chunksize=1)
+            assert result.get(PATIENCE) == [x * x for x in range(count)]
+            assert bool(claimed) == are_claimed
+        assert len(large) == 2
+        pool.close()
+        pool.join()
 
 
 def test_large_tasks_are_sent_to_idle_workers(claimed: list[int]) -> None:
