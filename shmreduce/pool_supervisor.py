@@ -163,9 +163,8 @@ class Supervisor:
             self._starter.ring,
             self._may_publish,
         )
-        self._answers = self._last_large = 0
-        """How many answers have come, and how many of them until the last large one."""
-        self._large_answers = 0
+        self._small_answers = _SMALL_ANSWERS
+        """How many answers in a row had no large arrays, as if some had come before the first."""
         self.thread = threading.Thread(target=self._run, name="shmreduce-pool", daemon=True)
 
     # From other threads
@@ -335,16 +334,11 @@ class Supervisor:
 
     def _may_publish(self) -> bool:
         """Return whether workers may take tasks by themselves."""
-        # A future in the ring could not be cancelled.
-        if self._options.plain_errors:
-            return False
-        lender = self._lender
-        if lender.large_answers != self._large_answers:
-            self._large_answers, self._last_large = lender.large_answers, self._answers
-        # Memory is lent only with tasks that are sent. If none is there now, some may come back
+        # Memory is lent only with tasks that are sent. If there is none now, some may come back
         # before a worker is idle.
-        small = not self._large_answers or self._answers - self._last_large >= _SMALL_ANSWERS
-        return small and not lender.has_some
+        lends = self._lender.has_some or self._small_answers < _SMALL_ANSWERS
+        # A future in the ring could not be cancelled.
+        return not (lends or self._options.plain_errors)
 
     def _wait_for_events(self) -> None:
         """Wait for messages and deaths of workers, and for :meth:`wake`; handle them."""
@@ -498,6 +492,7 @@ class Supervisor:
             return False
         if unpickle is None:
             return False
+        large = self._lender.large_answers
         expect_answer(for_executor=self._options.plain_errors)
         try:
             kind, value = unpickle()
@@ -523,7 +518,8 @@ class Supervisor:
             # Little patience: the initializer will probably raise in the next worker too.
             self._failed_to_start(value, patience=2)
         elif self._dispatcher.has_task(worker):
-            self._answers += 1
+            is_large = self._lender.large_answers > large
+            self._small_answers = 0 if is_large else self._small_answers + 1
             self._dispatcher.answer(worker, bool(kind), value)
         else:
             # An answer without a task: the worker's next answers cannot be assigned either.

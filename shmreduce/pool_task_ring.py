@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PublishedTasks", "TaskRing"]
 
-_FEWEST_PLACES = 64
+_FEWEST_PLACES = 128
 _PLACES_PER_WORKER = 4
 _ROOM = 32 << 10
 """Bytes of a place, its numbers included. Larger tasks are sent to idle workers."""

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 MARK = b"shmreduce\0hdl\x02\n"
+_PATTERN = re.escape(MARK)
 _SEARCHED_BY_THE_SYSTEM = 2 << 10
 """In so many bytes memmem(3) takes 2 us, nearly all of it for the call. ``bytes.find`` takes 1 us,
 but 5 us if most are zero, as in many arrays: it skips only what does not occur in the mark."""
@@ -298,12 +299,7 @@ def has_mark(text: bytes | memoryview) -> bool:
     """
     if isinstance(text, bytes):
         return find_mark(text, 0) != -1
-    return _pattern().search(text) is not None
-
-
-@lru_cache(maxsize=1)
-def _pattern() -> re.Pattern[bytes]:
-    return re.compile(re.escape(MARK))
+    return re.search(_PATTERN, text) is not None
 
 
 @lru_cache(maxsize=1)

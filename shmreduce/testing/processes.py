@@ -82,7 +82,7 @@ class OtherProcess:
                     f"the child process did not answer within {self._patience} s, and was killed"
                 )
             succeeded, answer = self._connection.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             self.process.join(self._patience)
             pytest.fail(f"the child process died with exit code {self.process.exitcode}")
         if not succeeded:

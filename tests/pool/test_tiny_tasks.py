@@ -173,7 +173,7 @@ def test_workers_that_only_look_dead_take_no_tasks_with_them(
         eventually(lambda: len(pool._supervisor._dispatcher._published._tasks) == 20)
         assert all(each.is_running() for each in old)
         (folders[0] / "go").touch()
-        psutil.wait_procs(old, PATIENCE)
+        assert not psutil.wait_procs(old, PATIENCE)[1]
         (folders[1] / "go").touch()
         assert [each.get(PATIENCE) for each in kept] == [1, 1]
         assert [each.get(PATIENCE) for each in results] == [number**2 for number in range(20)]
