@@ -294,7 +294,8 @@ class SharingStrategy(ABC):
         Returns
         -------
         str
-            Valid for as long as the calling process has the file open.
+            Without NUL characters, and of at most 32,768 bytes. Valid for as long as the calling
+            process has the file open. Receivers of what others send on may use it, too.
         """
 
     @abstractmethod

@@ -45,6 +45,7 @@ from shmreduce.strategies import find_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from shmreduce.contracts import SharingStrategy
     from shmreduce.memory.family import Family
     from shmreduce.memory.handle import Handle
     from shmreduce.memory.mailbox import Letter
@@ -60,6 +61,9 @@ _MOST_HELD = 8192
 _ASTRAY_SECONDS = 10.0
 """Messages that nobody can receive are kept this long, for a process that lacked descriptors."""
 _GONE = frozenset((errno.ENOENT, errno.ESRCH, errno.ENXIO))
+_NOT_THERE = (FileNotFoundError, PermissionError, InvalidHandleError)
+"""The segment is gone, or the descriptor's number means another file by now, or the pid another
+user's process."""
 
 
 def open_process_descriptor(pid: int, fd: int) -> int:
@@ -291,16 +295,13 @@ class Attachments:
         strategy = find_strategy(handle.strategy)
         fd = arrived.get(handle.token)
         try:
-            # Reopened, because the arrived description is shared with the sender.
-            file = (
-                check_opened(strategy, strategy.open(handle.locator))
-                if fd is None
-                else SegmentFile(locks.reopen(fd), None)
-            )
-            segment = Segment.adopt(file, handle.token, strategy)
-        except (FileNotFoundError, PermissionError, InvalidHandleError) as error:
-            # The segment is gone, or the descriptor's number means another file by now, or
-            # the pid another user's process.
+            if fd is None:
+                segment = _open_at_sender_or_maker(strategy, handle)
+            else:
+                # Reopened, because the arrived description is shared with the sender.
+                file = SegmentFile(locks.reopen(fd), None)
+                segment = Segment.adopt(file, handle.token, strategy)
+        except _NOT_THERE as error:
             fd = self._family().look_for(handle.token)
             if fd is None and isinstance(error, PermissionError):
                 raise
@@ -493,6 +494,23 @@ class Attachments:
         with suppress(OSError, LeaseTimeoutError):
             self._family().tidy(is_over)
         return any(found)
+
+
+def _open_at_sender_or_maker(strategy: SharingStrategy, handle: Handle) -> Segment:
+    try:
+        return _open_at(handle.locator, strategy, handle)
+    except _NOT_THERE:
+        # The sender, which sent on what it had from the maker, may have been killed. What is
+        # raised if the maker does not have it either is about the sender: it may have ended, and
+        # left the segment in the mailbox.
+        if handle.maker_locator:
+            with suppress(*_NOT_THERE):
+                return _open_at(handle.maker_locator, strategy, handle)
+        raise
+
+
+def _open_at(locator: str, strategy: SharingStrategy, handle: Handle) -> Segment:
+    return Segment.adopt(check_opened(strategy, strategy.open(locator)), handle.token, strategy)
 
 
 def _do_nothing() -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "check_handle",
     "find_mark",
     "has_mark",
+    "join_locators",
     "key_of",
     "lease_of",
     "pack_constant",
@@ -55,10 +56,11 @@ _CHECKSUM = struct.Struct("<I")
 _LEASE = struct.Struct("<IQ")
 # token, block, generation
 _KEY = struct.Struct("<16sIQ")
-# boot, nbytes, pid, shared, mode, lengths of the strategy's name and of the locator
+# boot, nbytes, pid, shared, mode, lengths of the strategy's name and of the locators
 _REST = struct.Struct("<16sQIBBHH")
 LONGEST_LOCATOR = 1 << 15
-"""Bytes: half of what the length field can say, so that a handle can be :func:`padded`."""
+"""Bytes: half of what the length field can say. A handle has two at most, and may be
+:func:`padded`."""
 ROOM_FOR_ANOTHER = 16
 """A handle that replaces another in a pickle may be this many bytes longer."""
 _FROM_LEASE = len(MARK) + _CHECKSUM.size
@@ -96,8 +98,8 @@ def pack_constant(
 ) -> bytes:
     """Return the bytes that are the same in all handles of one process for one block.
 
-    ``key`` is from :func:`block_key`, ``name`` the strategy's; for the others
-    see :class:`Handle`.
+    ``key`` is from :func:`block_key`, ``name`` the strategy's, ``where`` from
+    :func:`join_locators`, perhaps padded with NUL; for the others see :class:`Handle`.
     """
     return key + _pack_rest(boot, nbytes, pid, shared, mode, name, where)
 
@@ -115,7 +117,7 @@ def _pack_rest(
 
 
 @lru_cache(_KEPT)
-def _unpack_rest(rest: bytes) -> tuple[bytes, int, int, bool, Mode, str, str]:
+def _unpack_rest(rest: bytes) -> tuple[bytes, int, int, bool, Mode, str, str, str]:
     boot, nbytes, pid, shared, mode, name_size, where_size = _REST.unpack_from(rest)
     end = _REST.size + name_size
     if len(rest) != end + where_size:
@@ -127,7 +129,17 @@ def _unpack_rest(rest: bytes) -> tuple[bytes, int, int, bool, Mode, str, str]:
         where = rest[end:].decode(errors="surrogateescape").rstrip("\0")
     except UnicodeDecodeError as error:
         raise _invalid("its names are not text") from error
-    return boot, nbytes, pid, bool(shared), _MODES[mode], name, where
+    locator, _, makers = where.partition("\0")
+    return boot, nbytes, pid, bool(shared), _MODES[mode], name, locator, makers
+
+
+def join_locators(own: str, makers: str) -> str:
+    """Return what a handle says of where its segment is.
+
+    ``own`` is the sender's locator, ``makers`` that of the process that made the segment, or
+    empty if that is the sender.
+    """
+    return f"{own}\0{makers}" if makers else own
 
 
 def pack_handle(slot: int, nonce: int, constant: bytes) -> bytes:
@@ -138,8 +150,10 @@ def pack_handle(slot: int, nonce: int, constant: bytes) -> bytes:
 
 def padded(handle: bytes, size: int) -> bytes:
     """Return an equal handle of ``size`` bytes, which is at least its own size."""
-    what = Handle.unpack(handle)
-    return what._replace(locator=what.locator + "\0" * (size - len(handle))).pack()
+    more = size - len(handle)
+    *fields, where_size = _REST.unpack_from(handle, _FROM_REST)
+    rest = _REST.pack(*fields, where_size + more) + handle[_SHORTEST:] + bytes(more)
+    return pack_handle(*lease_of(handle), key_of(handle) + rest)
 
 
 def check_handle(data: bytes | None) -> None:
@@ -183,9 +197,12 @@ class Handle(NamedTuple):
     mode : Mode
         How the block appears to the receiver.
     strategy, locator : str
-        How to open the segment.
+        How to open the segment, which the sender has open.
     pid : int
         The sender's pid, for error messages.
+    maker_locator : str
+        How to open it at the process that made it, which may outlive the sender; empty if
+        that is the sender.
     """
 
     token: bytes
@@ -200,6 +217,7 @@ class Handle(NamedTuple):
     mode: Mode
     strategy: str
     locator: str
+    maker_locator: str = ""
 
     def pack(self) -> bytes:
         """Return the handle's bytes."""
@@ -211,7 +229,7 @@ class Handle(NamedTuple):
             self.shared,
             self.mode,
             self.strategy,
-            self.locator,
+            join_locators(self.locator, self.maker_locator),
         )
         return pack_handle(self.slot, self.nonce, constant)
 
@@ -246,7 +264,7 @@ class Handle(NamedTuple):
         """
         slot, nonce = lease_of(data)
         token, block, generation = _KEY.unpack_from(data, _FROM_KEY)
-        boot, nbytes, pid, shared, mode, name, where = _unpack_rest(data[_FROM_REST:])
+        boot, nbytes, pid, shared, mode, name, *locators = _unpack_rest(data[_FROM_REST:])
         return cls(
             token,
             boot,
@@ -259,7 +277,7 @@ class Handle(NamedTuple):
             shared,
             mode,
             name,
-            where,
+            *locators,
         )
 
 

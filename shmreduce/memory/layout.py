@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MAGIC = b"shmreduc"
-VERSION = 1
+VERSION = 2
 """Of the layout. A segment of another version is refused."""
 BY_VALUE = 1
 """Kind of a segment whose blocks carry one message each, and are whole pages."""
@@ -64,12 +64,19 @@ LOCK_TRANSFER = 1 << 44
 locked as long as a packet with such a descriptor exists."""
 
 # magic, version, kind, token, boot, family, owner pid, created (ns since the epoch),
-# size, blocks, slots, strategy name
-_HEADER = struct.Struct("<8sII16s16s16sQQQII32s")
+# size, blocks, slots, strategy name, length of the locator, which follows
+_HEADER = struct.Struct("<8sII16s16s16sQQQII32sH")
+_LONGEST_LOCATOR = 2048
+"""Bytes: half of the smallest page. A longer locator is left out."""
 
 
 class SegmentHeader(NamedTuple):
-    """The constant part of a segment's first page."""
+    """The constant part of a segment's first page.
+
+    ``locator`` leads to the file at the process that made it. Whoever sends one of its blocks on
+    writes it into the handle, since the maker may outlive the sender. It is empty if it is too
+    long.
+    """
 
     kind: int
     token: bytes
@@ -81,10 +88,14 @@ class SegmentHeader(NamedTuple):
     blocks: int
     slots: int
     strategy: str
+    locator: str = ""
 
     def pack(self) -> bytes:
         """Return the bytes with which the file begins."""
-        return _HEADER.pack(
+        locator = self.locator.encode(errors="surrogateescape")
+        if len(locator) > _LONGEST_LOCATOR:
+            locator = b""
+        fixed = _HEADER.pack(
             MAGIC,
             VERSION,
             self.kind,
@@ -97,7 +108,9 @@ class SegmentHeader(NamedTuple):
             self.blocks,
             self.slots,
             self.strategy.encode()[:32],
+            len(locator),
         )
+        return fixed + locator
 
     @classmethod
     def unpack(cls, data: bytes) -> SegmentHeader:
@@ -110,17 +123,20 @@ class SegmentHeader(NamedTuple):
         """
         if len(data) < _HEADER.size:
             raise _no_segment("its header is truncated")
-        magic, version, *fields, strategy = _HEADER.unpack_from(data)
+        magic, version, *fields, strategy, length = _HEADER.unpack_from(data)
         if magic != MAGIC:
             raise _no_segment("it does not begin with shmreduce's mark")
         if version != VERSION:
             raise _no_segment(f"its format is version {version}, this is version {VERSION}")
         name = strategy.rstrip(b"\0").decode(errors="replace")
-        kind, token, boot, family, owner_pid, created_ns, size, blocks, slots = fields
-        header = cls(kind, token, boot, family, owner_pid, created_ns, size, blocks, slots, name)
+        located = data[_HEADER.size : _HEADER.size + length]
+        # A file name may have bytes that are not text (os.fsencode).
+        locator = located.decode(errors="surrogateescape")
+        header = cls._make([*fields, name, locator])
         empty = not (header.blocks and header.slots)
         unknown = header.kind not in (BY_VALUE, SHARED)
-        if empty or unknown or Layout.of(header).data_offset > header.size:
+        damaged = length > _LONGEST_LOCATOR or len(located) < length or "\0" in locator
+        if empty or unknown or damaged or Layout.of(header).data_offset > header.size:
             raise _no_segment("its fields contradict each other")
         return header
 

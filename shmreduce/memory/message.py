@@ -695,8 +695,8 @@ class Message:
         if not made:
             return self._mover, _LONGEST_PATH
         # A segment that came with its descriptor has no path here, but the copy's may have one.
-        longest = max(map(_size_of_locator, made))
-        room = max(longest - _size_of_locator(record.segment), 0)
+        longest = max(map(_size_of_locators, made))
+        room = max(longest - _size_of_locators(record.segment), 0)
         return self._mover, room + ROOM_FOR_ANOTHER
 
     def _close_batches(self) -> None:
@@ -738,8 +738,8 @@ class Message:
         return runtime
 
 
-def _size_of_locator(segment: Segment) -> int:
-    return len(segment.locator.encode(errors="surrogateescape"))
+def _size_of_locators(segment: Segment) -> int:
+    return len(segment.locators.encode(errors="surrogateescape"))
 
 
 def _contiguous(memory: Any) -> memoryview:
@@ -860,7 +860,7 @@ def constant_of_block(
         shared,
         mode,
         segment.strategy.name,
-        segment.locator + "\0" * room,
+        segment.locators + "\0" * room,
     )
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.contracts import SegmentFile
 from shmreduce.memory import locks
-from shmreduce.memory.handle import LONGEST_LOCATOR
+from shmreduce.memory.handle import join_locators
 from shmreduce.memory.layout import LOCK_OWNER, LOCK_TRANSFER, SHARED, SegmentHeader
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.lease_transitions import LeaseTransitions
 from shmreduce.memory.quick_blocks import block_tables
-from shmreduce.memory.segment_file import check_file, contract_broken
+from shmreduce.memory.segment_file import check_file, locator_of
 from shmreduce.memory.standard_streams import clear_of_streams
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Segment(LeaseTransitions):
         self.is_shared = header.kind == SHARED
         """Whether its blocks are shared. If not, each carries one message."""
         self.import_mapping: Mapping | None = None
-        self._locator: str | None = None
+        self._locators: str | None = None
         self._transfer: dict[str, int] = {}
         self._transfer_is_seen = True
         self.block_tables = block_tables(self)
@@ -149,32 +149,19 @@ class Segment(LeaseTransitions):
         return f"<Segment {self.token.hex()[:8]} {role} fd={self.fd} size={self.header.size}>"
 
     @property
-    def locator(self) -> str:
-        """The text by which another process opens the segment while this one has it open.
+    def locators(self) -> str:
+        """What a handle says of where the segment is: here and, if this is another, at its maker.
 
         Raises
         ------
         PluginError
-            If the strategy returns something that is not text, or is too long.
+            As :func:`locator_of`.
         """
-        if self._locator is None:
-            said = self.strategy.locator(self.file)
-            if not isinstance(said, str):
-                raise contract_broken(
-                    self.strategy,
-                    "locator()",
-                    f"returned {said!r} for {self.file}: it must return text, even if the "
-                    "file's name is None",
-                )
-            size = len(said.encode(errors="surrogateescape"))
-            if size > LONGEST_LOCATOR:
-                raise contract_broken(
-                    self.strategy,
-                    "locator()",
-                    f"returned text of {size} bytes: {LONGEST_LOCATOR} are the most",
-                )
-            self._locator = said
-        return self._locator
+        if self._locators is None:
+            here = locator_of(self.strategy, self.file)
+            makers = self.header.locator
+            self._locators = join_locators(here, "" if here == makers else makers)
+        return self._locators
 
     @property
     def transfer_fd(self) -> int:

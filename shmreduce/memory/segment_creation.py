@@ -28,6 +28,7 @@ from shmreduce.memory.segment_file import (
     check_answer,
     check_new_file,
     check_opened,
+    locator_of,
     reserve_pages,
 )
 from shmreduce.memory.size_classes import table_sizes
@@ -103,6 +104,7 @@ def create_segment(
     )
     file = _create_file(header.size, token.hex(), strategy)
     try:
+        header = header._replace(locator=locator_of(strategy, file))
         return _open_new(file, header, tables, strategy, host)
     except BaseException as error:
         _discard_file(strategy, file)
@@ -124,7 +126,7 @@ def try_strategy(strategy: SharingStrategy) -> None:
     """
     file = _create_file(PAGE_SIZE, os.urandom(16).hex(), strategy)
     try:
-        os.close(check_opened(strategy, strategy.open(strategy.locator(file))).fd)
+        os.close(check_opened(strategy, strategy.open(locator_of(strategy, file))).fd)
     finally:
         _discard_file(strategy, file)
 

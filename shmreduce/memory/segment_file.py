@@ -1,6 +1,6 @@
 """The open file of a segment: checks whose file it is, and reserves its pages.
 
-May import errors, contracts, ``mapping`` and ``layout``.
+May import errors, contracts, ``mapping``, ``handle`` and ``layout``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmreduce.contracts import SegmentFile
 from shmreduce.errors import ForeignSegmentError, PluginError, SegmentError
+from shmreduce.memory.handle import LONGEST_LOCATOR
 from shmreduce.memory.layout import SegmentHeader
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_new_file",
     "check_opened",
     "contract_broken",
+    "locator_of",
     "reserve_pages",
     "room_left",
 ]
@@ -67,6 +69,28 @@ def contract_broken(strategy: SharingStrategy, call: str, what: str) -> PluginEr
         distribution=None,
         reason=f"{call} {what}",
     )
+
+
+def locator_of(strategy: SharingStrategy, file: SegmentFile) -> str:
+    """Return the strategy's locator of a file that this process has open.
+
+    Raises
+    ------
+    PluginError
+        If the strategy returns something that is not text, is too long, or has a NUL character.
+    """
+    said = strategy.locator(file)
+    if not isinstance(said, str):
+        what = f"returned {said!r} for {file}: it must return text, even if there is no name"
+        raise contract_broken(strategy, "locator()", what)
+    size = len(said.encode(errors="surrogateescape"))
+    if size > LONGEST_LOCATOR:
+        what = f"returned text of {size} bytes: {LONGEST_LOCATOR} are the most"
+        raise contract_broken(strategy, "locator()", what)
+    if "\0" in said:
+        what = f"returned {said!r}: it must not have a NUL character, by which handles are padded"
+        raise contract_broken(strategy, "locator()", what)
+    return said
 
 
 def check_answer(strategy: SharingStrategy, call: str, said: Any) -> SegmentFile:

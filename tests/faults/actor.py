@@ -380,11 +380,6 @@ class FaultActor(Actor):
             while time.monotonic() < end:
                 self.act(self.random.choice(functions))
 
-    def note_lost_array(self) -> None:
-        # In the tally, since this process may be a forked child itself, whose counts end with it.
-        self.tally.lost_arrays[self.part.index] = 1
-        super().note_lost_array()
-
     def be_child(self, choice: int, writer: Any) -> None:
         # The tally and the rain are the actor's own.
         if self.failures is not None:

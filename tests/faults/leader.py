@@ -243,7 +243,8 @@ class Leader:
             left = _left_of(before, _descriptors())
         else:
             # What those have not read who were killed, nobody is going to read.
-            timeout = None if self._everything_was_read() else 0.001
+            everything_was_read = not (self.tally.status == KILLED).any() and not self.plan.leaver
+            timeout = None if everything_was_read else 0.001
             with shmreduce.install(message_timeout=timeout):
                 left = find_leaks(before, patience)
                 end = time.monotonic() + patience
@@ -253,11 +254,6 @@ class Leader:
                     left.append(f"leases: {process_state()!r}")
         if left:
             self.tell("left", leaks=left[:10])
-
-    def _everything_was_read(self) -> bool:
-        tally = self.tally
-        unread = (tally.status == KILLED).any() or tally.lost_arrays.any() or self.plan.leaver
-        return not unread
 
 
 def _census(plan: Plan) -> Any:

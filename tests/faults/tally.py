@@ -66,7 +66,6 @@ class Tally:
             ("stopped", np.uint32, (ACTORS,)),
             ("seconds", np.float64, (ACTORS,)),
             ("in_rain", np.uint8, (ACTORS,)),
-            ("lost_arrays", np.uint8, (ACTORS,)),
             ("faults", np.uint32, (ACTORS,)),
             ("named", np.uint32, (ROWS,)),
             ("sent", np.uint8, (ROWS, MESSAGES)),
@@ -92,8 +91,6 @@ class Tally:
         """For how long."""
         self.in_rain = found["in_rain"]
         """Which actors can take signals."""
-        self.lost_arrays = found["lost_arrays"]
-        """Whose forked children ended before what they had sent by a standard pipe was read."""
         self.faults = found["faults"]
         """How many faults struck each actor from inside."""
         self.named = found["named"]

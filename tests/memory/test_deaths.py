@@ -42,6 +42,16 @@ def make_and_keep() -> Any:
     return _kept[-1]
 
 
+def dumped(*arrays: Any) -> bytes:
+    """Return a message with the array that this process got last, and keep it."""
+    _kept.extend(arrays)
+    return bytes(ForkingPickler.dumps(_kept[-1]))
+
+
+def sum_of(message: bytes) -> int:
+    return int(pickle.loads(message).sum())
+
+
 def send_and_wait(writer: Any) -> None:
     writer.send(np.ones(LENGTH, np.uint8))
     signal.pause()
@@ -111,6 +121,29 @@ def test_what_a_killed_process_made_lives_on_where_it_is_used() -> None:
         array[0] = 7
         assert third.ask(np.sum, array) == LENGTH + 6
         del array
+
+
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("way", ["by value", "shared", "inherited"])
+def test_what_a_killed_process_had_sent_on_is_to_be_had_from_its_maker(way: str) -> None:
+    """An array is there for its reader if the process that has made it lives, although the one
+    that sent it on was killed before the reader, who had nothing of the maker, began to load it.
+    """
+    give_memory_back()
+    array: Any = np.ones(LENGTH, np.uint8)
+    if way != "by value":
+        array = shmreduce.share(array)
+    # Spawned, so that it inherits no segment.
+    with OtherProcess("spawn") as reader:
+        if way == "inherited":
+            _kept.append(array)
+        with OtherProcess("fork") as other:
+            _kept.clear()
+            message = other.ask(dumped, *(() if way == "inherited" else (array,)))
+            other.kill()
+        assert reader.ask(sum_of, message) == LENGTH
+    del array
+    eventually(lambda: process_state().out == 0, "the block is free")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

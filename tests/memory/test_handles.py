@@ -106,6 +106,12 @@ LARGE = st.one_of(st.integers(0, 10_000), st.sampled_from([2**40, 2**63, 2**64 -
                 st.builds("{}:{}".format, st.just(os.getpid()), st.integers(0, 80)),
                 st.sampled_from(["/etc/passwd", "/dev/shm/../../etc/passwd", "/dev/tty", "/"]),
             ),
+            "maker_locator": st.one_of(
+                st.text(max_size=30),
+                st.just("1:0"),
+                st.builds("{}:{}".format, st.just(os.getpid()), st.integers(0, 80)),
+                st.sampled_from(["/etc/passwd", "/dev/tty", "/"]),
+            ),
         },
     )
 )

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.timeout(120 if _EXAMPLES is None else 3600)
 NUMBERS = st.one_of(
     st.integers(0, 600), st.sampled_from([2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1])
 )
-HEADER = struct.Struct("<8sII16s16s16sQQQII32s")
+HEADER = struct.Struct("<8sII16s16s16sQQQII32sH")
 
 
 @pytest.fixture(autouse=True)
@@ -114,9 +114,10 @@ def test_handles_in_any_bytes_are_found_or_passed_over(
 def test_a_header_is_understood_or_refused(data: st.DataObject) -> None:
     """Whatever a header says, what is believed of it fits into the file that it names."""
     fields = [data.draw(NUMBERS) for _ in range(8)]
+    located = data.draw(st.binary(max_size=20))
     raw = HEADER.pack(
         b"shmreduc",
-        1,
+        2,
         data.draw(st.integers(0, 3)),
         b"t" * 16,
         b"b" * 16,
@@ -124,7 +125,9 @@ def test_a_header_is_understood_or_refused(data: st.DataObject) -> None:
         *fields[:3],
         *(each & 0xFFFFFFFF for each in fields[3:5]),
         data.draw(st.binary(max_size=32)),
+        data.draw(st.one_of(st.just(len(located)), st.integers(0, 30), st.just(0xFFFF))),
     )
+    raw += located
     if data.draw(st.booleans()):
         raw = damaged(data, raw)
     try:
@@ -135,6 +138,8 @@ def test_a_header_is_understood_or_refused(data: st.DataObject) -> None:
     assert layout.blocks
     assert layout.slots
     assert PAGE_SIZE < layout.data_offset <= header.size
+    assert located.startswith(header.locator.encode(errors="surrogateescape"))
+    assert "\0" not in header.locator
 
 
 @FUZZ
@@ -510,6 +515,14 @@ def test_a_message_whose_handle_is_damaged_is_an_error(data: st.DataObject) -> N
 
 def test_the_tests_know_the_header() -> None:
     """The format that is fuzzed here is the one in use."""
-    header = SegmentHeader(1, b"t" * 16, b"b" * 16, b"f" * 16, 1, 2, 3, 4, 5, "x")
-    packed = HEADER.pack(b"shmreduc", 1, 1, b"t" * 16, b"b" * 16, b"f" * 16, 1, 2, 3, 4, 5, b"x")
-    assert header.pack() == packed
+    header = SegmentHeader(1, b"t" * 16, b"b" * 16, b"f" * 16, 1, 2, 3, 4, 5, "x", "7:8")
+    fixed = HEADER.pack(b"shmreduc", 2, 1, b"t" * 16, b"b" * 16, b"f" * 16, 1, 2, 3, 4, 5, b"x", 3)
+    assert header.pack() == fixed + b"7:8"
+
+
+def test_a_locator_too_long_for_the_header_is_left_out() -> None:
+    """Rather than cut off: then arrays that are sent on are to be had from their sender only."""
+    header = SegmentHeader(1, b"t" * 16, b"b" * 16, b"f" * 16, 1, 2, 1 << 40, 4, 5, "x")
+    for length in (2048, 2049):
+        found = SegmentHeader.unpack(header._replace(locator="p" * length).pack())
+        assert found.locator == "p" * length * (length == 2048)

@@ -499,18 +499,9 @@ class Actor:
                 self.counts["from children"] += 1
         except EOFError:
             return
-        except ProducerDied:
-            self.note_lost_array()
-        except StaleHandleError:
-            # Its message was about a block of the past.
+        except (ProducerDied, StaleHandleError):
+            # The child was killed, or its message was about a block of the past.
             self.counts["children died"] += 1
-
-    def note_lost_array(self) -> None:
-        """Take note that a child had ended before what it sent by a standard pipe was read.
-
-        Its lease stays until the block's maker ends, which may be another actor.
-        """
-        self.counts["children died"] += 1
 
 
 def end_by_alarm(seconds: float) -> None:
