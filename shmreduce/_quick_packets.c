@@ -302,8 +302,13 @@ static PyObject *read_packet(PyObject *module, PyObject *arguments)
     }
     if (size >= 0) {
         /* Done in this call, in which no signal handler can raise. */
-        if (hand_over(&message, list) == 0)
-            found = PyLong_FromSsize_t(size);
+        if (hand_over(&message, list) == 0) {
+            if (message.msg_flags & MSG_TRUNC) {
+                errno = EMSGSIZE;
+                PyErr_SetFromErrno(PyExc_OSError);
+            } else
+                found = PyLong_FromSsize_t(size);
+        }
     } else if (again == 0)
         PyErr_SetFromErrno(PyExc_OSError);
     PyBuffer_Release(&buffer);
@@ -316,8 +321,11 @@ static int look_for_input(int fd, struct patience *patience, double pause)
     struct pollfd one = {fd, POLLIN, 0};
 
     do {
-        /* If something is wrong with the descriptor, reading will raise the error. */
-        if (poll(&one, 1, 0) != 0)
+        int ready = poll(&one, 1, 0);
+
+        /* If something is wrong with the descriptor, reading will raise the error. But a signal
+         * may interrupt the call although it does not wait: that says nothing of the input. */
+        if (ready > 0 || (ready < 0 && errno != EINTR))
             return 1;
     } while (goes_on(patience, pause));
     return 0;

@@ -27,7 +27,7 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, cast
 
 from shmreduce import channel_support
-from shmreduce.borrowed_socket import ask_socket
+from shmreduce.borrowed_socket import AS_IT_IS, ask_socket
 from shmreduce.descriptor import take_over
 from shmreduce.errors import ConfigurationError
 from shmreduce.memory.standard_streams import (
@@ -45,6 +45,7 @@ from shmreduce.packets import (
 )
 from shmreduce.receive_buffer import ReceiveBuffer
 from shmreduce.short_waits import ShortWaits, poll_after_look
+from shmreduce.signals import is_from_handler
 from shmreduce.stack import need_stack
 from shmreduce.standard_names import names_of
 
@@ -64,7 +65,7 @@ __all__ = [
 _BUFFER = 4 << 20
 """Bytes of SO_SNDBUF. The kernel doubles them (socket(7)), and counts 768 for a small message.
 
-So the connection holds more messages of any size than a pipe of 64 KiB.
+So the connection holds more messages of any size than a pipe of 64 KiB, if it gets that much.
 """
 _BUFFER_WITHOUT_LIMIT = int(getattr(socket, "SO_SNDBUFFORCE", 32))
 """The privileged option that ``net.core.wmem_max`` does not limit; see socket(7)."""
@@ -114,6 +115,8 @@ class Connection(multiprocessing.connection.Connection):
     ------
     ConfigurationError
         If the handle is a pipe or another kind of socket. It stays the caller's.
+    ValueError
+        If it is negative, or if the end is neither readable nor writable.
     """
 
     _handle: int | None
@@ -121,11 +124,13 @@ class Connection(multiprocessing.connection.Connection):
     _writable: bool
 
     def __init__(self, handle: int, readable: bool = True, writable: bool = True) -> None:
-        _check_kind(handle)
+        if handle >= 0:
+            _check_kind(handle)
         super().__init__(handle, readable, writable)
-        self._socket = PacketSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, handle)
-        # Undo socket.setdefaulttimeout(), which applies to every new socket object.
-        self._socket.setblocking(True)
+        self._socket = PacketSocket(socket.AF_UNIX, socket.SOCK_SEQPACKET | AS_IT_IS, 0, handle)
+        # A socket that was made after socket.setdefaulttimeout() does not block.
+        if not os.get_blocking(handle):
+            os.set_blocking(handle, True)
         self._waits = ShortWaits()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -257,7 +262,9 @@ class Connection(multiprocessing.connection.Connection):
                     # Nothing tells when the kernel has memory for packets again.
                     time.sleep(_LONGEST_PAUSE / 1000)
                     continue
-                packet.discard()
+                # A signal handler may raise when the packet has been written, and is to be read.
+                if not is_from_handler(error):
+                    packet.discard()
                 if error.errno in _GONE:
                     raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
                 raise
@@ -279,8 +286,11 @@ class Connection(multiprocessing.connection.Connection):
         return file
 
     def _poll(self, timeout: float | None) -> bool:
-        poll = super()._poll  # type: ignore[misc]
-        return poll_after_look(self._waits, self.fileno(), timeout, poll)
+        return poll_after_look(self._waits, self.fileno(), timeout, self._sleep_until_readable)
+
+    def _sleep_until_readable(self, timeout: float | None) -> bool:
+        # As in the base class, whose method polls, too, after install().
+        return bool(multiprocessing.connection.wait([self], timeout))
 
     def _contents(self) -> bytes:
         buffer = take_buffer()
@@ -390,7 +400,7 @@ class Connection(multiprocessing.connection.Connection):
 
 def _check_kind(handle: int) -> None:
     """Refuse other sockets: a stream would split messages, or join several into one."""
-    if ask_socket(handle, lambda borrowed: borrowed.type) == socket.SOCK_SEQPACKET:
+    if ask_socket(handle, _type_of) == socket.SOCK_SEQPACKET:
         return
     raise ConfigurationError(
         f"handle={handle!r}: must be a socket of type SOCK_SEQPACKET, as Pipe() makes them; for "
@@ -398,6 +408,10 @@ def _check_kind(handle: int) -> None:
         setting="handle",
         value=handle,
     )
+
+
+def _type_of(borrowed: socket.socket) -> int:
+    return borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
 
 
 def Pipe(duplex: bool = True) -> tuple[Connection, Connection]:  # noqa: N802

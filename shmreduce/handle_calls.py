@@ -47,6 +47,8 @@ _LONGEST = 1 << 10
 """Bytes of arguments. Longer ones are seldom repeated, and may not fit into a packet."""
 _MOST_ITEMS, _LONGEST_TEXT = 8, 256
 """Items of a tuple, and bytes of a text in it. Longer ones may be better off in a block."""
+_LONGEST_NUMBER = 8 * _LONGEST_TEXT
+"""Bits."""
 _TEXTS = (str, bytes)
 _AFTER_NAME = pickle.MARK + pickle.BINBYTES
 
@@ -150,7 +152,10 @@ def place_among_atoms(obj: tuple[Any, ...]) -> int | None:
     place = None
     for number, each in enumerate(obj):
         kind = type(each)
-        if kind not in ATOMS or (kind in _TEXTS and len(each) > _LONGEST_TEXT):
+        is_long = (kind in _TEXTS and len(each) > _LONGEST_TEXT) or (
+            kind is int and each.bit_length() > _LONGEST_NUMBER
+        )
+        if is_long or kind not in ATOMS:
             if place is not None:
                 return None
             place = number

@@ -31,6 +31,7 @@ _ROOM_FOR_RIGHTS = socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
 """Bytes of the control message that brings that many descriptors, of 4 bytes each."""
 # Plain integers: combining members of an enumeration would take longer than sending.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_CUT_OFF = int(socket.MSG_TRUNC)
 _SOCKET_LEVEL, _RIGHTS = int(socket.SOL_SOCKET), int(getattr(socket, "SCM_RIGHTS", 0))
 _FIRST_STEP, _LONGEST_STEP = 5e-5, 2e-4
 """Seconds of polling until the first check whether others need the processor, and between the
@@ -102,7 +103,7 @@ class PlainPacketSocket(socket.socket):
         BlockingIOError
             If there was no packet, and ``flags`` has ``MSG_DONTWAIT``.
         OSError
-            The error of recvmsg(2).
+            The error of recvmsg(2); ``EMSGSIZE`` if the packet is longer than the buffer.
         """
         now = time.perf_counter()
         until = now + patience
@@ -111,7 +112,7 @@ class PlainPacketSocket(socket.socket):
         check = now + step
         while True:
             try:
-                size, control, _, _ = self.recvmsg_into(
+                size, control, found, _ = self.recvmsg_into(
                     [buffer], _ROOM_FOR_RIGHTS, flags | _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
@@ -127,6 +128,8 @@ class PlainPacketSocket(socket.socket):
             else:
                 if control:
                     _add_descriptors(control, buffer.descriptors)
+                if found & _CUT_OFF:
+                    raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
                 return size
 
 

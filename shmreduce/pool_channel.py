@@ -248,7 +248,12 @@ class _OwnChannel(Channel):
 
     def receive(self) -> Callable[[], Any] | None:
         buffer = connection.take_buffer()
-        arrival = self._connection.receive(buffer, wait=False)
+        arrival = None
+        try:
+            arrival = self._connection.receive(buffer, wait=False)
+        finally:
+            if arrival is None:
+                connection.give_buffer(buffer)
         if arrival is None:
             return None
         return functools.partial(_unpickle, arrival, buffer, self._lender)

@@ -51,15 +51,20 @@ class Feeder(NamedTuple):
     close_reader: Callable[[], None]
     ignores_broken_pipe: bool
     on_error: Callable[[Exception, Any], None]
-    """Reports an error, and the object that could not be sent."""
+    """Reports an error, and the object that could not be pickled. A packet that could not be sent
+    is reported without its object, which ``put`` did not keep."""
     free: Any
     """The semaphore that counts the free places of the queue."""
+    called_off: list[bool]
+    """Not empty if the thread must not begin; also guarded by ``not_empty``."""
 
     def run(self) -> None:
         """Send the items of the buffer until ``_END`` comes."""
         debug("starting thread to feed data to pipe")
         while True:
             with self.not_empty:
+                if self.called_off:
+                    return
                 self.busy[0] = False
                 while not self.buffer:
                     self.not_empty.wait()
@@ -94,7 +99,7 @@ class Feeder(NamedTuple):
             self.free.release()
             # Reporting may fail, for example if standard error is closed. Go on with the next.
             with contextlib.suppress(Exception):
-                self.on_error(error, item.obj if isinstance(item, Unsendable) else item)
+                self.on_error(error, item.obj if isinstance(item, Unsendable) else None)
         return True
 
 

@@ -472,17 +472,25 @@ class Queue(QueueLocks, _StandardQueue, Generic[_T]):
             self._ignore_epipe,
             self._on_queue_feeder_error,  # type: ignore[attr-defined]
             self._sem,
+            [],
         )
         thread = threading.Thread(target=feeder.run, name="QueueFeederThread", daemon=True)
-        thread.start()
-        self._thread = thread
-        if not self._joincancelled:  # type: ignore[attr-defined]
-            self._jointhread = Finalize(
-                thread, join_feeder, [weakref.ref(thread)], exitpriority=_FLUSH_PRIORITY
+        try:
+            thread.start()
+            self._thread = thread
+            if not self._joincancelled:  # type: ignore[attr-defined]
+                self._jointhread = Finalize(
+                    thread, join_feeder, [weakref.ref(thread)], exitpriority=_FLUSH_PRIORITY
+                )
+            self._close = Finalize(
+                self, end_feeder, [self._buffer, self._notempty], exitpriority=_CLOSE_PRIORITY
             )
-        self._close = Finalize(
-            self, end_feeder, [self._buffer, self._notempty], exitpriority=_CLOSE_PRIORITY
-        )
+        except BaseException:
+            # After Ctrl-C the thread may run, or be about to: start() waits for it. Two threads
+            # would send in any order. This one has done nothing yet, as the lock is held here.
+            feeder.called_off.append(True)
+            self._thread = None
+            raise
 
 
 class JoinableQueue(Queue[_T], _StandardJoinableQueue):
@@ -533,10 +541,17 @@ class JoinableQueue(Queue[_T], _StandardJoinableQueue):
         held = [obj]
         del obj
         item = self._pack(held)
-        with self._cond:
-            # Counted before anybody can get the item and call task_done().
-            self._unfinished_tasks.release()
-            self._add(item)
+        counted = False
+        try:
+            with self._cond:
+                # Counted before anybody can get the item and call task_done().
+                counted = True
+                self._unfinished_tasks.release()
+                self._add(item)
+        except BaseException:
+            if not counted:
+                super()._take_back(item)
+            raise
         item.finish()
 
     def _take_back(self, item: Packet | Unsendable) -> None:

@@ -1,6 +1,6 @@
 """Recognises connections to other hosts, which cannot open shared memory of this one.
 
-May import ``borrowed_socket`` and :mod:`multiprocessing.connection`.
+May import ``borrowed_socket``, ``signals`` and :mod:`multiprocessing.connection`.
 :mod:`shmreduce.forking` and :mod:`shmreduce.managers` use it.
 
 A :class:`multiprocessing.connection.Connection` may be a pipe, a Unix socket or a TCP
@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.borrowed_socket import ask_socket
+from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +115,9 @@ def send_or_discard(connection: Connection, data: Any, discard: Callable[[Any], 
     """Send the bytes of a message; if that fails, ``discard`` gives back its memory."""
     try:
         connection.send_bytes(data)
-    except Exception:
-        # The peer cannot have received the whole message, so it will not claim the memory.
-        discard(data)
+    except Exception as error:
+        # The peer cannot have received the whole message, so it will not claim the memory. But
+        # a signal handler may have raised the error after the last byte was sent.
+        if not is_from_handler(error):
+            discard(data)
         raise

@@ -1,7 +1,7 @@
 """How a child that is spawned, not forked, becomes a member of its parent's family.
 
-May import :mod:`shmreduce.descriptor`, ``standard_streams``, ``locks``, ``mailbox``, ``family``
-and ``runtime``.
+May import ``borrowed_socket``, :mod:`shmreduce.descriptor`, ``standard_streams``, ``locks``,
+``mailbox``, ``family`` and ``runtime``.
 
 An object that is pickled with the process gives it the descriptors of the family's file and
 mailbox.
@@ -14,6 +14,7 @@ import socket
 from multiprocessing import context, reduction
 from typing import Any
 
+from shmreduce.borrowed_socket import AS_IT_IS
 from shmreduce.descriptor import take_over
 from shmreduce.memory import locks
 from shmreduce.memory.family import Family
@@ -47,7 +48,7 @@ def _join_family(*descriptors: Any) -> None:
 
 
 def _socket(fd: int) -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=fd)
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | AS_IT_IS, fileno=fd)
 
 
 def inheritance() -> _Inheritance | None:

@@ -278,6 +278,36 @@ def test_it_is_a_connection(pipe: tuple[Any, Any]) -> None:
     assert here.closed
 
 
+def test_a_negative_handle_is_refused_as_by_the_standard_class() -> None:
+    """With the same error."""
+    for kind in (Connection, multiprocessing.connection.Connection):
+        with pytest.raises(ValueError, match="invalid handle"):
+            kind(-1)
+
+
+@pytest.fixture
+def default_timeout() -> Iterator[None]:
+    """New socket objects have a timeout, for which they make their descriptors non-blocking."""
+    socket.setdefaulttimeout(PATIENCE)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.usefixtures("default_timeout", "shmreduce_no_leaks")
+def test_ends_wait_whatever_new_sockets_do() -> None:
+    """And what is refused stays as it is."""
+    here, there = shmreduce.Pipe()
+    for end in (here, there, Connection(os.dup(there.fileno()))):
+        assert os.get_blocking(end.fileno())
+        end.close()
+    one, other = socket.socketpair()
+    with one, other:
+        one.setblocking(True)
+        with pytest.raises(shmreduce.ConfigurationError, match="SEQPACKET"):
+            Connection(one.fileno())
+        assert os.get_blocking(one.fileno())
+
+
 @pytest.mark.parametrize("make", [socket.socketpair, os.pipe])
 def test_what_has_no_packets_is_refused(make: Any) -> None:
     """A stream is no connection of ours, and stays its owner's."""

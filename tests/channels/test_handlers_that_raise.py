@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -25,7 +28,7 @@ from shmreduce.packets import Arrival, CallArrival
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_results import ApplyResult, IMapIterator
 from shmreduce.receive_buffer import ReceiveBuffer
-from tests.channels.channels import PATIENCE, within
+from tests.channels.channels import PATIENCE, eventually, within
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -108,6 +111,84 @@ def test_an_alarm_while_a_queue_writes_does_not_put_twice(monkeypatch: pytest.Mo
         queue.put(1)
     queue.put(2)
     assert [within(queue.get), within(queue.get)] == [1, 2]
+    queue.close()
+    queue.join_thread()
+
+
+@pytest.mark.usefixtures("alarm", "shmreduce_no_leaks")
+@pytest.mark.parametrize("kind", ["own", "standard"])
+def test_an_alarm_while_an_array_is_written_takes_nothing_back(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The array was sent: it is there for its receiver."""
+    with shmreduce.install():
+        here, there = (shmreduce if kind == "own" else multiprocessing).Pipe()
+        place: Any = Connection if kind == "own" else multiprocessing.connection.Connection
+        name = "_write" if kind == "own" else "_send"
+        write = getattr(place, name)
+
+        def struck(*arguments: Any) -> None:
+            monkeypatch.undo()
+            write(*arguments)
+            signal.raise_signal(signal.SIGALRM)
+
+        monkeypatch.setattr(place, name, struck)
+        with pytest.raises(TimeoutError):
+            here.send(np.ones(SIZE))
+        assert within(there.recv).sum() == SIZE
+        here.close()
+        there.close()
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_ctrl_c_while_its_thread_starts_leaves_a_queue_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that the next put starts: two would send in any order."""
+    queue = shmreduce.Queue()
+    start = threading.Thread.start
+
+    def struck(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(shmreduce.queues.Queue, "_sent_at_once", lambda *_: False)
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shmreduce.queues.Queue, "_sent_at_once", lambda *_: False)
+    monkeypatch.setattr(threading.Thread, "start", struck)
+    with pytest.raises(KeyboardInterrupt):
+        queue.put(1)
+    for number in (2, 3):
+        queue.put(number)
+    assert [within(queue.get), within(queue.get)] == [2, 3]
+    eventually(
+        lambda: [each.name for each in threading.enumerate()].count("QueueFeederThread") == 1
+    )
+    queue.close()
+    queue.join_thread()
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_ctrl_c_before_a_joinable_queue_counts_leaves_nothing_of_it() -> None:
+    """Neither the array's memory nor its place in the queue is taken."""
+    queue = shmreduce.JoinableQueue(1)
+    condition = queue._cond
+
+    class Struck:
+        def __enter__(self) -> None:
+            queue._cond = condition
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    queue._cond = Struck()
+    with pytest.raises(KeyboardInterrupt):
+        queue.put(np.ones(SIZE))
+    queue.put("next", timeout=PATIENCE)
+    assert within(queue.get) == "next"
+    queue.task_done()
+    within(queue.join)
     queue.close()
     queue.join_thread()
 
@@ -403,6 +484,8 @@ def leaves_none_open(call: str) -> bool:
         # The socket module says what came in an object of its own: lost there, it is open.
         functions.append(PacketSocket.read)
     codes = {each.__code__ for each in functions}
+    # Connections that earlier tests have left in cycles would be closed in the middle.
+    gc.collect()
     queue = FORK.Queue()
     receive = queue.get if call == "get" else getattr(queue._reader, call)
     queue.put(np.ones(SIZE))
@@ -413,8 +496,9 @@ def leaves_none_open(call: str) -> bool:
         queue.put(np.ones(SIZE))
         before = psutil.Process().num_fds()
         struck = struck_at_step(receive, codes, number)
-        if psutil.Process().num_fds() != before:
-            raise AssertionError(f"a descriptor stayed open after instruction {number}")
+        after = psutil.Process().num_fds()
+        if after != before:
+            raise AssertionError(f"{after} descriptors, not {before}, after instruction {number}")
         while queue._reader.poll(0):
             receive()
         number += 1

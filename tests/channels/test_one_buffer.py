@@ -185,6 +185,7 @@ BESIDE_OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "in a tuple": lambda array: (1, (2, array)),
     "in a named tuple": lambda array: Pair(1, array),
     "a long text": lambda array: ("x" * 1000, array),
+    "a long number": lambda array: (array, 1 << 2_000_000),
     "many": lambda array: (*range(20), array),
 }
 

@@ -72,6 +72,20 @@ def sizes_of(buffer: ReceiveBuffer) -> list[int]:
     return sizes
 
 
+def test_a_packet_that_is_too_long_is_an_error(ends: tuple[Socket, Socket]) -> None:
+    """It is never taken for a shorter one; its descriptors are not lost, and the next comes."""
+    here, there = ends
+    buffer = ReceiveBuffer(SIZE)
+    with open_files(2) as files:
+        here.write(bytes(SIZE + 1), files, 0)
+        here.write(b"next", (), 0)
+        with pytest.raises(OSError, match="too long") as caught:
+            there.read(buffer, 0)
+    assert caught.value.errno == errno.EMSGSIZE
+    assert sizes_of(buffer) == [0, 1]
+    assert there.read(buffer, 0) == len(b"next")
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, MOST_DESCRIPTORS])
 def test_a_packet_comes_whole_with_its_descriptors_in_order(
     count: int, ends: tuple[Socket, Socket]

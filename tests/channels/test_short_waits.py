@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,33 @@ def test_a_long_wait_takes_no_processor(ends: tuple[Any, Any]) -> None:
     assert reader.recv() == "late"
     assert time.thread_time() - before < 0.025
     timer.join(PATIENCE)
+
+
+def test_polling_looks_once_after_installation_too(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own look is all: the standard connection's is not added."""
+    reader, _ = ends
+    looks: list[int] = []
+    monkeypatch.setattr(short_waits.ShortWaits, "look", lambda _self, fd, _limit: looks.append(fd))
+    with shmreduce.install():
+        assert not reader.poll(0.001)
+    assert looks == [reader.fileno()]
+
+
+def test_signals_are_no_messages(ends: tuple[Any, Any], settings: None) -> None:
+    """To be interrupted again and again while it looks does not make ``poll`` see a message."""
+    reader, _ = ends
+    caught: list[None] = []
+    set_settings(get_settings().changed(short_wait=0.05))
+    before = signal.signal(signal.SIGALRM, lambda *_: caught.append(None))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 3e-4, 3e-4)
+        while len(caught) < 300:
+            assert not reader.poll(0.05)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_end_comes_to_who_looks(ends: tuple[Any, Any]) -> None:

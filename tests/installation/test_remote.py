@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener
@@ -81,6 +82,21 @@ def test_shared_memory_stays_on_this_host(family: str, is_remote: bool) -> None:
             here.send([Signal()])
             assert there.recv()[0].allowed is not is_remote
         assert shared_memory_allowed()
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_UNIX", "socketpair"])
+def test_asking_changes_no_flags(family: str) -> None:
+    """A socket waits for its messages as before, though new sockets have a timeout."""
+    here, there = connect(family)
+    socket.setdefaulttimeout(30)
+    try:
+        here.send(1)
+        there.send(2)
+    finally:
+        socket.setdefaulttimeout(None)
+    for end in (here, there):
+        with end:
+            assert os.get_blocking(end.fileno())
 
 
 def test_failed_send_over_tcp_ends_the_restriction() -> None:
