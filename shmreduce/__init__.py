@@ -15,6 +15,16 @@ True
 
 from __future__ import annotations
 
+import os
+
+if not hasattr(os, "fork"):
+    # Such as Windows. Before anything else is imported, which needs fork() and fcntl().
+    raise ImportError(
+        "shmreduce needs an operating system with fork() and fcntl(), such as Linux. Where there "
+        "is none, use multiprocessing: catch this ImportError",
+        name=__name__,
+    )
+
 # At once: its hook of forks must be there before anything is imported late.
 from shmreduce.importing import import_late
 

@@ -1,4 +1,4 @@
-"""Pythons and sandboxes that lack calls of which there is another way."""
+"""Pythons, sandboxes and systems that lack calls, of which there may be another way."""
 
 from __future__ import annotations
 
@@ -57,4 +57,34 @@ def test_without_memfd_all_goes_by_files(how: str, number: str) -> None:
         timeout=60,
     )
     assert done.stdout.split("\n") == ["file_system", "100000", "100000", "[(0, 0)]", "True", ""]
+    assert done.stderr == ""
+
+
+NO_FORK = """
+import os, sys
+
+del os.fork, os.register_at_fork
+for name in ("fcntl", "resource", "termios"):
+    sys.modules[name] = None
+try:
+    import shmreduce as mp
+except ImportError as error:
+    print(error.name, error)
+    import multiprocessing as mp
+print(mp.__name__)
+"""
+
+
+def test_without_fork_the_import_says_so() -> None:
+    """As on Windows: a program that catches the ImportError can use multiprocessing there."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", NO_FORK],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said, used = done.stdout.splitlines()
+    assert said.startswith("shmreduce shmreduce needs an operating system with fork()")
+    assert used == "multiprocessing"
     assert done.stderr == ""
