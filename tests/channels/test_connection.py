@@ -308,6 +308,17 @@ def test_ends_wait_whatever_new_sockets_do() -> None:
         assert os.get_blocking(one.fileno())
 
 
+@pytest.mark.usefixtures("default_timeout")
+def test_an_end_that_is_made_again_never_stops_waiting(
+    pipe: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for a moment: other threads and processes may be waiting by the same description."""
+    mended: list[int] = []
+    monkeypatch.setattr(os, "set_blocking", lambda fd, _: mended.append(fd))
+    with Connection(os.dup(pipe[0].fileno())):
+        assert mended == []
+
+
 @pytest.mark.parametrize("make", [socket.socketpair, os.pipe])
 def test_what_has_no_packets_is_refused(make: Any) -> None:
     """A stream is no connection of ours, and stays its owner's."""
