@@ -105,9 +105,9 @@ class ProcessPoolExecutor(Executor):
         The number of workers; by default the number of processors, from Python 3.13
         on of those that this process may use.
     mp_context : multiprocessing context, optional
-        Starts the workers; by default :func:`shmreduce.get_context` gives it. Arrays travel
-        by shared memory with a context of shmreduce, and with any other context after
-        :func:`shmreduce.install`.
+        Starts the workers; by default :func:`shmreduce.get_context` gives it, that of ``spawn``
+        with ``max_tasks_per_child``. Arrays travel by shared memory with a context of shmreduce,
+        and with any other context after :func:`shmreduce.install`.
     initializer : callable, optional
         Each worker calls ``initializer(*initargs)`` when it starts. If no worker can
         start because of that, futures fail with ``BrokenProcessPool``.
@@ -224,7 +224,8 @@ class ProcessPoolExecutor(Executor):
         BrokenProcessPool
             If workers cannot be started.
         RuntimeError
-            After :meth:`shutdown`.
+            After :meth:`shutdown`; in a forked child of the executor's process it is an
+            :class:`~shmreduce.InheritedPoolError`.
 
         Examples
         --------
@@ -258,6 +259,11 @@ class ProcessPoolExecutor(Executor):
             results that were asked for. Without it the iterables are read to their end
             before this returns.
 
+        Returns
+        -------
+        iterator
+            It raises the exception of a call in the place of its result, and ends there.
+
         Raises
         ------
         TimeoutError
@@ -267,6 +273,15 @@ class ProcessPoolExecutor(Executor):
             used up.
         ValueError
             If ``chunksize`` or ``buffersize`` is less than 1.
+        BrokenProcessPool, RuntimeError
+            As for :meth:`submit`.
+
+        Examples
+        --------
+        >>> import shmreduce
+        >>> with shmreduce.ProcessPoolExecutor(1, shmreduce.get_context("fork")) as executor:
+        ...     list(executor.map(pow, [2, 3], [3, 2], chunksize=2))
+        [8, 9]
         """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
@@ -354,8 +369,8 @@ class ProcessPoolExecutor(Executor):
             task = make_task(
                 promise, 0, first, call, retries=self._retries, dumps=self._supervisor.dumps
             )
-        except Exception as error:
-            if is_from_handler(error):
+        except BaseException as error:
+            if not isinstance(error, Exception) or is_from_handler(error):
                 self._pending.discard(promise.future)
                 raise
             promise.answer(0, False, error)

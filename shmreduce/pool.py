@@ -300,7 +300,12 @@ class Pool:
         self._check_running()
         result: ApplyResult[_T] = ApplyResult(self, callback, error_callback)
         call: Call = (ONCE, func, args, kwds or {})
-        self._feeder.send(result, 0, None, call, self._tries(retries))
+        tries = self._tries(retries)
+        try:
+            self._supervisor.announce(result)
+            self._feeder.send(result, 0, None, call, tries)
+        finally:
+            self._supervisor.revoke(result)
         return result
 
     # Lists
@@ -474,7 +479,11 @@ class Pool:
         items, chunksize = sized_chunks(iterable, chunksize, self._processes)
         tries = self._tries(retries)
         result: MapResult[_T] = MapResult(self, chunksize, len(items), callback, error_callback)
-        self._feeder.send_list(result, how, func, items, chunksize, tries, wait=False)
+        try:
+            self._supervisor.announce(result)
+            self._feeder.send_list(result, how, func, items, chunksize, tries, wait=False)
+        finally:
+            self._supervisor.revoke(result)
         return result
 
     # Iterators

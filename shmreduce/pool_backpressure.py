@@ -1,13 +1,17 @@
 """Backpressure: threads that feed a pool wait while too many tasks wait for its workers.
 
-May import ``thread_locks``.
+May import ``thread_locks``, and ``pool_tasks`` for types alone.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from shmreduce.thread_locks import interrupt_safe
+
+if TYPE_CHECKING:
+    from shmreduce.pool_tasks import Task
 
 __all__ = ["Backpressure"]
 
@@ -28,19 +32,22 @@ class Backpressure:
     def __init__(self, size: int) -> None:
         self._limit = size << 20
         self._used = 0
-        self._closed = False
+        self.closed = False
+        """Whether nobody waits any more: the pool has ended, or is about to."""
         # Never ``with self._changed``, see interrupt_safe().
         lock = threading.RLock()
         self._lock = interrupt_safe(lock)
         self._changed = threading.Condition(lock)
 
-    def acquire(self, weight: int) -> bool:
-        """Wait until there is room; return False if the pool ends instead."""
+    def acquire(self, task: Task) -> bool:
+        """Wait until there is room for a task, which takes it; return False if the pool ends."""
         with self._lock:
-            while not self._closed and self._used >= self._limit:
+            while not self.closed and self._used >= self._limit:
                 self._changed.wait()
-            self._used += weight
-            return not self._closed
+            # First the note by which the room is given back, even if Ctrl-C comes now.
+            task.wait_in_queue(self.release)
+            self._used += task.weight
+            return not self.closed
 
     def release(self, weight: int) -> None:
         """Give back what was acquired."""
@@ -53,5 +60,5 @@ class Backpressure:
     def close(self) -> None:
         """Wake all threads that wait; nobody waits from now on."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()

@@ -60,7 +60,7 @@ idle worker can be lent memory for its answer."""
 class Dispatcher:
     """The tasks of one pool, from when they are submitted until they are answered.
 
-    The pool's thread calls its methods; any thread may call :meth:`submit`,
+    The pool's thread calls its methods; any thread may call :meth:`submit`, :meth:`do_soon`,
     :meth:`announce` and :meth:`revoke`, and :meth:`abandon` when the thread has ended.
 
     Parameters
@@ -96,7 +96,7 @@ class Dispatcher:
         self._max_tasks = max_tasks
         self._died = died
         self._broken = broken
-        self._inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Task | Callable[[], object]] = queue.SimpleQueue()
         self._waiting: collections.deque[Task] = collections.deque()
         """By their numbers."""
         self._numbers = itertools.count()
@@ -111,6 +111,10 @@ class Dispatcher:
     def submit(self, task: Task) -> None:
         """Take a task; its receiver will get the answer."""
         self._inbox.put(task)
+
+    def do_soon(self, action: Callable[[], object]) -> None:
+        """Call a function when the tasks that were submitted before it have been taken."""
+        self._inbox.put(action)
 
     def announce(self, receiver: Receiver) -> None:
         """Note that more tasks for this receiver will come; see :meth:`abandon`."""
@@ -139,7 +143,9 @@ class Dispatcher:
                 task = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if self.broken_by is not None:
+            if callable(task):
+                task()
+            elif self.broken_by is not None:
                 self._fail(task, self._broken(self.broken_by))
             else:
                 task.number = next(self._numbers)

@@ -12,7 +12,7 @@ from typing import Any
 
 from shmreduce.errors import ShmreduceError
 from shmreduce.pickled_calls import CallOnLoad
-from shmreduce.tracebacks import formatted
+from shmreduce.tracebacks import formatted, note
 
 __all__ = ["WithTraceback", "expect_answer", "explained", "in_words"]
 
@@ -106,10 +106,11 @@ def explained(error: BaseException) -> BaseException:
         return error
     if not isinstance(error, ShmreduceError):
         # Our own errors say what to do.
-        error.add_note(
+        note(
+            error,
             "while the exception of a task was unpickled: its class must take the arguments that "
-            "it gives to Exception, or define __reduce__"
+            "it gives to Exception, or define __reduce__",
         )
     if error.__cause__ is None:
-        error.__cause__ = _remote_traceback(text)
+        _set_cause(error, _remote_traceback(text))
     return error

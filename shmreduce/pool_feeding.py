@@ -1,11 +1,14 @@
 """Feeding a pool: makes tasks of a call's items, and submits them to the supervisor.
 
+What cannot be sent is answered by the pool's thread as well, so callbacks run nowhere else.
+
 May import errors, ``pool_supervisor``, ``pool_tasks``, ``signals``, and ``pool_results``
 for types alone.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +64,18 @@ class Feeder:
             if is_from_handler(error):
                 raise
             # As in the standard library, get() raises it, and not the method that was called.
-            result.answer(index, False, error)
+            self._supervisor.do_soon(functools.partial(result.answer, index, False, error))
+            if wait and self._supervisor.backpressure.closed:
+                # Otherwise a long iterable would be read to its end, with no task to wait for.
+                result.abandon(make_abandoned())
+                return False
             return True
         if wait:
             try:
-                wanted = self._supervisor.backpressure.acquire(task.weight)
+                wanted = self._supervisor.backpressure.acquire(task)
             except BaseException:
                 task.discard()
                 raise
-            task.wait_in_queue(self._supervisor.backpressure.release)
             if not wanted:
                 task.discard()
                 result.abandon(make_abandoned())
@@ -98,16 +104,15 @@ class Feeder:
                     return
                 sent += 1
                 taken += len(chunk)
-            # An iterable may have fewer items than its length says.
-            result.trim(taken)
-            result.forget(count - sent)
+            if sent < count:
+                # An iterable may have fewer items than its length says.
+                self._supervisor.do_soon(functools.partial(result.end_at, taken, count - sent))
         except Exception as error:
             if is_from_handler(error):
                 # To the caller at once, without waiting for the tasks that were sent.
                 raise
             # The iterable has raised it.
-            result.forget(count - sent - 1)
-            result.answer(sent, False, error)
+            self._supervisor.do_soon(functools.partial(result.fail_rest, error, count - sent))
 
     def send_announced(
         self,

@@ -1,6 +1,6 @@
 """The results that a pool's asynchronous calls return before they have arrived.
 
-May import ``thread_locks``. The pool's thread calls ``answer`` and ``abandon``;
+May import ``thread_locks``. The pool's thread calls ``answer``, and what else is for the pool;
 everything else is for users, and behaves as in the classes of the same names in
 :mod:`multiprocessing.pool`.
 """
@@ -86,6 +86,9 @@ class _Event:
                 self._condition.notify_all()
 
     def wait(self, timeout: float | None) -> None:
+        # In a forked child the lock may never be released.
+        if self._is_set:
+            return
         with self._locked:
             if not self._is_set:
                 if self._condition is None:
@@ -215,8 +218,7 @@ class MapResult(ApplyResult[list[_T]]):
         self._chunksize = chunksize
         self._progress = progress
         self._left = -(-length // chunksize)
-        # answer() is called by the pool's thread, and by the caller's thread for chunks
-        # that cannot be pickled.
+        # Any thread may abandon the result while the pool's thread takes an answer.
         self._locked = interrupt_safe(threading.Lock())
         if not length:
             # As in the standard library, no callback is called for no items.
@@ -244,19 +246,26 @@ class MapResult(ApplyResult[list[_T]]):
         if last:
             self._finish()
 
-    def trim(self, length: int) -> None:
-        """Expect ``length`` items: the iterable had no more, whatever ``len()`` had returned."""
+    def abandon(self, error: BaseException) -> None:
+        """Fail without calling a callback: the user has terminated the pool."""
+        with self._locked:
+            super().abandon(error)
+
+    def end_at(self, length: int, chunks: int) -> None:
+        """Expect ``length`` items, and ``chunks`` fewer: ``len()`` had returned too much."""
         with self._locked:
             if self._success:
                 del self._value[length:]
-
-    def forget(self, chunks: int) -> None:
-        """Expect this many chunks fewer: they will not be sent."""
-        with self._locked:
             self._left -= chunks
-            last = chunks > 0 and self._left == 0
+            last = self._left == 0
         if last:
             self._finish()
+
+    def fail_rest(self, error: BaseException, chunks: int) -> None:
+        """Take what the iterable has raised, instead of the last chunks."""
+        with self._locked:
+            self._left -= chunks - 1
+        self.answer(-1, False, error)
 
 
 class IMapIterator(Generic[_T]):

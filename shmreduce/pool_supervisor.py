@@ -204,6 +204,11 @@ class Supervisor:
         self._dispatcher.submit(task)
         self.wake()
 
+    def do_soon(self, action: Callable[[], object]) -> None:
+        """Have the thread call a function."""
+        self._dispatcher.do_soon(action)
+        self.wake()
+
     def announce(self, receiver: Receiver) -> None:
         """Note that more tasks for this receiver will come, even after :meth:`close`.
 
@@ -214,7 +219,9 @@ class Supervisor:
     def revoke(self, receiver: Receiver) -> None:
         """Note that no more tasks for this receiver will come; may be called again."""
         self._dispatcher.revoke(receiver)
-        self.wake()
+        # Only a pool that is closed waits for that. close() wakes it, too.
+        if self._closing:
+            self.wake()
 
     def wake(self) -> None:
         """Make the thread check what there is to do; from any thread, and from a finalizer.
@@ -313,10 +320,14 @@ class Supervisor:
             raise
         finally:
             self.backpressure.close()
-            self._kill()
-            self._close()
-            self.ended = True
-            self._dispatcher.abandon(error)
+            try:
+                self._kill()
+                self._close()
+            finally:
+                # Whatever went wrong, such as a process that may not be killed: nobody waits for
+                # a result that never comes.
+                self.ended = True
+                self._dispatcher.abandon(error)
 
     def _run_once(self) -> bool:
         self._dispatcher.take_submitted()

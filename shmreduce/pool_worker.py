@@ -163,9 +163,12 @@ def _do_tasks(channel: Channel, progress: WorkerProgress, options: WorkerOptions
                 return
         done += 1
         progress.begin(done)
-        message = _answer(channel, task, progress, options, around)
         # After MemoryError while a task was received, the rest of it may still be in the way.
         broken = isinstance(task, Exception) and not isinstance(task, ShmreduceError)
+        # In a list that is emptied, so that no frame keeps the pickle while the task is done.
+        received = [task]
+        task = None
+        message = _answer(channel, received, progress, options, around)
         # A child that the task has forked, and in which it returns as well, takes no task, which
         # the pool would take for this worker's. Its end of the connection is closed.
         leaves = broken or done == options.max_tasks or os.getpid() != itself
@@ -206,14 +209,14 @@ def _receive(channel: Channel) -> bytes | Exception | None:
 
 def _answer(
     channel: Channel,
-    data: bytes | Exception,
+    received: list[bytes | Exception],
     progress: WorkerProgress,
     options: WorkerOptions,
     around: AbstractContextManager[object] | None,
 ) -> Any:
     """Do one task; return its answer, for :func:`_deliver`."""
     # In a list, which pack_last() empties: so no frame keeps a reference to the result.
-    held = [_run(channel, data, progress, options.catch, around)]
+    held = [_run(channel, received, progress, options.catch, around)]
     try:
         return channel.pack_last(held)
     except KeyboardInterrupt:
@@ -228,12 +231,13 @@ def _answer(
 
 def _run(
     channel: Channel,
-    data: bytes | Exception,
+    received: list[bytes | Exception],
     progress: WorkerProgress,
     catch: type[BaseException],
     around: AbstractContextManager[object] | None,
 ) -> tuple[bool, Any]:
     try:
+        data = received.pop()
         if isinstance(data, Exception):
             raise data
         how, function, arguments, keywords = channel.loads(data)

@@ -1,4 +1,4 @@
-"""The tracebacks of errors as text, for other processes.
+"""Errors and their tracebacks as text, for other processes, and notes of errors.
 
 May import ``signals``.
 """
@@ -15,7 +15,7 @@ from shmreduce.signals import is_from_handler
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["formatted"]
+__all__ = ["formatted", "in_one_line", "note"]
 
 
 def formatted(error: BaseException, trace: TracebackType | None) -> str:
@@ -51,3 +51,40 @@ def formatted(error: BaseException, trace: TracebackType | None) -> str:
                 raise
             reason = repr(failure)
     return f"{type(error).__qualname__}, of which there is no traceback: {reason}\n"
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the class and the text of an error, or the class alone if it has no text.
+
+    Examples
+    --------
+    >>> in_one_line(ValueError("wrong"))
+    'ValueError: wrong'
+    """
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as failure:
+        # Its __str__ is the user's.
+        if is_from_handler(failure):
+            raise
+        return name
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error (PEP 678), unless its class refuses attributes.
+
+    A frozen dataclass does that, and ``add_note`` sets one.
+
+    Examples
+    --------
+    >>> error = ValueError("wrong")
+    >>> note(error, "in the first line")
+    >>> error.__notes__
+    ['in the first line']
+    """
+    try:
+        error.add_note(text)
+    except Exception as failure:
+        if is_from_handler(failure):
+            raise

@@ -27,6 +27,7 @@ from shmreduce.packet_socket import PacketSocket, PlainPacketSocket
 from shmreduce.packets import Arrival, CallArrival
 from shmreduce.pool_backpressure import Backpressure
 from shmreduce.pool_results import ApplyResult, IMapIterator
+from shmreduce.pool_tasks import Task
 from shmreduce.receive_buffer import ReceiveBuffer
 from tests.channels.channels import PATIENCE, eventually, within
 from tests.memory.waiting import in_forked_child, wait_for_exit
@@ -426,10 +427,20 @@ def test_ctrl_c_in_get_takes_no_place_for_ever(name: str, timeout: float | None)
 def test_a_pool_goes_on_after_ctrl_c_in_those_who_wait_for_it() -> None:
     """The pool's own thread gets the locks of those who feed it, and of results."""
     backpressure = Backpressure(1)
-    struck_where_conditions_are_entered(lambda: backpressure.acquire(1))
-    in_time(lambda: backpressure.release(1))
     results: IMapIterator[int] = IMapIterator(None)
     results.expect(1)
+    number, struck = 0, True
+    while struck:
+        fresh, task = Backpressure(1), Task(results, 0, None, [b"pickle"], 0, handles=False)
+        acquire = functools.partial(fresh.acquire, task)
+        struck = struck_at_line(acquire, {Backpressure.acquire.__code__}, number)
+        task.leave_queue()
+        assert fresh._used <= 0
+        number += 1
+    assert number > 4
+    task = Task(results, 0, None, [b"pickle"], 0, handles=False)
+    struck_where_conditions_are_entered(lambda: backpressure.acquire(task))
+    in_time(task.leave_queue)
     results.answer(0, True, 5)
     struck_where_conditions_are_entered(results.next)
     in_time(lambda: results.expect(1))

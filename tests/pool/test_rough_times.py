@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
+import pickle
 import queue
 import resource
 import selectors
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,9 +30,10 @@ from shmreduce.connection import Connection
 from shmreduce.executor import ProcessPoolExecutor
 from shmreduce.pool import Pool
 from shmreduce.pool_backpressure import Backpressure
+from shmreduce.pool_results import ApplyResult, MapResult
 from shmreduce.pool_supervisor import Supervisor
 from shmreduce.pool_worker_start import WorkerStarter
-from tests.channels.channels import eventually
+from tests.channels.channels import eventually, within
 from tests.conftest import PATIENCE, descendants
 from tests.open_files import open_files
 
@@ -392,3 +396,202 @@ def test_the_ends_of_one_pools_worker_are_not_anothers(monkeypatch: pytest.Monke
     with Pool(2, context=FORK) as pool:
         assert pool.apply(abs, (-1,)) == 1
     assert inside == [True, True]
+
+
+def test_what_cannot_be_pickled_is_not_taken_on_when_the_pool_has_ended() -> None:
+    """An endless iterable is left alone, as if its items could be sent."""
+    taken = itertools.count()
+
+    def refused(_: object) -> None:
+        """Has no name by which it could be pickled."""
+
+    with Pool(1, context=FORK) as pool:
+        results = pool.imap(refused, (next(taken) for _ in itertools.count()))
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            next(results)
+    eventually(lambda: all(each.name != "shmreduce-pool-imap" for each in threading.enumerate()))
+
+
+@dataclass(frozen=True)
+class InvalidError(Exception):
+    """Refuses attributes, as frozen dataclasses do, and so notes and causes."""
+
+    what: str
+
+
+class CodedError(Exception):
+    """Cannot be unpickled, since its class refuses the text that it gives to Exception."""
+
+    def __init__(self, code: object) -> None:
+        if not isinstance(code, int):
+            raise InvalidError("code")
+        super().__init__(f"code {code}")
+
+
+def fail_with_a_code() -> None:
+    raise CodedError(5)
+
+
+def test_an_error_of_unpickling_that_refuses_attributes_is_an_answer() -> None:
+    """Of that one task: the pool goes on."""
+    with Pool(1, context=FORK) as pool:
+        with pytest.raises(InvalidError) as caught:
+            pool.apply_async(fail_with_a_code).get(PATIENCE)
+        assert "fail_with_a_code" in str(caught.value.__cause__)
+        assert pool.apply_async(abs, (-1,)).get(PATIENCE) == 1
+
+
+@pytest.mark.parametrize("kind", ["call", "list", "iterable"])
+def test_callbacks_run_in_the_pools_thread_only(kind: str) -> None:
+    """Also if nothing could be sent, because of the arguments or of the iterable."""
+    names: list[str] = []
+
+    def note(_: object) -> None:
+        names.append(threading.current_thread().name)
+
+    class Shorter(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    with Pool(1, context=FORK) as pool:
+        results: dict[str, Callable[[], Any]] = {
+            "call": lambda: pool.apply_async(abs, (lambda: 1,), error_callback=note),
+            "list": lambda: pool.map_async(repr, [lambda: 1], error_callback=note),
+            "iterable": lambda: pool.map_async(abs, Shorter([1]), callback=note),
+        }
+        results[kind]().wait(PATIENCE)
+        assert names == ["shmreduce-pool"]
+
+
+def has_turned(pool: Pool) -> None:
+    """Wait until a pool's thread has looked for what there is to do, twice."""
+    for _ in range(2):
+        turned = threading.Event()
+        pool._supervisor.do_soon(turned.set)
+        assert turned.wait(PATIENCE)
+
+
+class Closes:
+    """Closes the pool while it is pickled, as another thread or a callback may do then."""
+
+    pool: Pool
+
+    def __reduce__(self) -> Any:
+        Closes.pool.close()
+        has_turned(Closes.pool)
+        return int, ("5",)
+
+
+@pytest.mark.parametrize("kind", ["call", "list"])
+def test_a_call_that_was_begun_is_done_though_the_pool_is_closed(kind: str) -> None:
+    """Its workers stay until the call is complete, and have done it."""
+    with Pool(1, context=FORK) as pool:
+        Closes.pool = pool
+        if kind == "call":
+            assert pool.apply_async(abs, (Closes(),)).get(PATIENCE) == 5
+        else:
+            assert pool.map_async(repr, [Closes(), 1], 1).get(PATIENCE) == ["5", "1"]
+        pool.join()
+
+
+def test_a_closed_pool_ends_when_the_last_iterable_does() -> None:
+    """Although no task comes of it."""
+    ends = threading.Event()
+
+    def nothing() -> Iterator[int]:
+        assert ends.wait(PATIENCE)
+        yield from ()
+
+    with Pool(1, context=FORK) as pool:
+        results = pool.imap(abs, nothing())
+        pool.close()
+        has_turned(pool)
+        thread = pool._supervisor.thread.ident or 0
+        eventually(lambda: sys._current_frames()[thread].f_code.co_name == "select")
+        ends.set()
+        assert list(results) == []
+        within(pool.join)
+
+
+def sizes_of_bytes_above() -> list[int]:
+    """Return the sizes of large bytes that the callers' frames refer to."""
+    found = []
+    frame = sys._getframe().f_back
+    while frame is not None:
+        for each in list(frame.f_locals.values()):
+            inside = each if isinstance(each, list) else [each]
+            found += [len(one) for one in inside if isinstance(one, bytes) and len(one) > 10_000]
+        frame = frame.f_back
+    return found
+
+
+def look_up(_: object) -> list[int]:
+    return sizes_of_bytes_above()
+
+
+def test_a_worker_does_not_keep_the_pickle_of_a_task() -> None:
+    """While it does the task, which may take long, and the pickle much memory."""
+    with Pool(1, context=FORK) as pool:
+        assert pool.apply(look_up, ("x" * 20_000,)) == []
+
+
+def test_who_waits_is_told_though_the_end_of_a_pool_goes_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For example, the system does not let a worker be killed that has changed its user."""
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_value))
+    pool = Pool(1, context=FORK)
+    result = pool.apply_async(signal.pause)
+    kill = pool._supervisor._kill
+    error = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    once(monkeypatch, pool._supervisor, "_kill", error)
+    pool.terminate()
+    with pytest.raises(TaskAbandonedError):
+        result.get(PATIENCE)
+    assert told == [error]
+    monkeypatch.undo()
+    pool._supervisor._selector = selectors.DefaultSelector()
+    kill()
+    pool._supervisor._close()
+
+
+def test_a_result_that_is_there_is_had_without_a_lock() -> None:
+    """In a forked child another thread's lock would never be released."""
+    result: ApplyResult[int] = ApplyResult(None)
+    result.answer(0, True, 5)
+    result._event._lock.acquire()
+    assert within(result.get) == 5
+
+
+def test_a_list_that_is_abandoned_while_an_answer_comes() -> None:
+    """The thread that abandons it waits for the other one."""
+    abandoning: list[threading.Thread] = []
+
+    class Interrupted(int):
+        def __rmul__(self, index: int) -> int:
+            thread = threading.Thread(target=result.abandon, args=(TaskAbandonedError("gone"),))
+            abandoning.append(thread)
+            thread.start()
+            # It must not end before this answer has been taken.
+            thread.join(0.2)
+            return index * int(self)
+
+    result: MapResult[int] = MapResult(None, 1, 1)
+    result._chunksize = Interrupted(1)
+    result.answer(0, True, [7])
+    assert result.get(PATIENCE) == [7]
+    abandoning[0].join(PATIENCE)
+
+
+def test_ctrl_c_leaves_an_executor_without_the_future_of_a_call_that_was_not_made() -> None:
+    """It counts for the number of workers that are needed."""
+
+    class Struck:
+        def __reduce__(self) -> Any:
+            raise KeyboardInterrupt
+
+    with ProcessPoolExecutor(1, FORK) as executor:
+        with pytest.raises(KeyboardInterrupt):
+            executor.submit(abs, Struck())  # type: ignore[arg-type]
+        assert executor._pending == set()
