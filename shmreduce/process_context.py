@@ -1,7 +1,7 @@
 """Processes that were started together, and that their parent joins together.
 
-May import errors, ``interrupts``, ``parent_death`` (types only), ``process_ends``,
-``spawn_child`` and ``thread_locks``.
+May import errors, ``interrupts``, ``parent_death`` (types only), ``process_ends``, ``signals``,
+``spawn_child``, ``thread_locks`` and ``tracebacks``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from shmreduce.errors import (
 )
 from shmreduce.interrupts import Interrupts
 from shmreduce.process_ends import Sentinel, signal_name
+from shmreduce.signals import is_from_handler
 from shmreduce.spawn_child import Raised, Returned
 from shmreduce.thread_locks import interrupt_safe
+from shmreduce.tracebacks import in_one_line, note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -108,6 +110,8 @@ class ProcessContext:
         self._wants_results = results
         self._results: dict[int, Any] = {}
         self._failure: ProcessException | None = None
+        self._ended: dict[int, None] = {}
+        """Processes that have ended, of which it is not known yet whether they have failed."""
         self._stop: _Stop | None = None
         # One thread waits at a time: it closes the sentinels of processes that have ended,
         # and their numbers may be reused while another thread still waits for them.
@@ -202,9 +206,13 @@ class ProcessContext:
 
     def _join(self, interrupts: Interrupts, deadline: float, grace_period: float | None) -> bool:
         if self._failure is None:
-            ended = self._reap(deadline, interrupts)
-            failed = [index for index in ended if self._children[index].exit_code]
+            if not self._ended:
+                self._reap(deadline, interrupts)
+            # They stay listed if Ctrl-C comes now, or the error cannot be made: a later call
+            # must not take them for processes that did their work.
+            failed = [index for index in self._ended if self._children[index].exit_code]
             if not failed:
+                self._ended.clear()
                 return not self.sentinels
             self._failure = self._first_failure(failed)
         if self._stop is None:
@@ -261,11 +269,11 @@ class ProcessContext:
         with interrupt_safe(self._turn):
             return [self._load_result(index) for index in range(len(self.processes))]
 
-    def _reap(self, deadline: float, interrupts: Interrupts | None) -> list[int]:
-        """Wait until one process has ended; return the indexes of all that have."""
+    def _reap(self, deadline: float, interrupts: Interrupts | None) -> None:
+        """Wait until one process has ended; note all that have."""
         others: list[Any] = [] if interrupts is None else [interrupts]
-        ended: list[int] = []
-        while self.sentinels and not ended:
+        ready: set[Any] = set()
+        while self.sentinels and not ready:
             ready = self._known_to_have_ended()
             if not ready:
                 ready.update(wait([*self.sentinels, *others], _remaining(deadline)))
@@ -275,12 +283,13 @@ class ProcessContext:
                 if ready:
                     # Include processes that have ended meanwhile, to compare their failures.
                     ready |= self._known_to_have_ended()
-            ended = [self.sentinels.pop(each) for each in ready]
-            for index in ended:
+            for each in ready:
+                index = self.sentinels[each]
+                self._ended[index] = None
+                del self.sentinels[each]
                 self._children[index].reap()
             if time.monotonic() >= deadline:
                 break
-        return ended
 
     def _known_to_have_ended(self) -> set[Any]:
         """Return the sentinels of processes whose exit code is known, whoever collected it."""
@@ -319,7 +328,7 @@ class ProcessContext:
             try:
                 self._results[index] = child.pickler.loads(outcome.result)
             except Exception as error:
-                error.add_note(f"while the result of process {index} was loaded")
+                note(error, f"while the result of process {index} was loaded")
                 raise
             # By-value arrays of a result can be loaded only once, so the file is not needed.
             child.report.close()
@@ -419,8 +428,10 @@ def _raised(
         try:
             cause = pickler.loads(outcome.error)
         # Unpickling calls the exception's constructor, which may raise anything.
-        except Exception as failure:
-            reason = f"{type(failure).__name__}: {failure}"
+        except BaseException as failure:
+            if is_from_handler(failure):
+                raise
+            reason = in_one_line(failure)
         else:
             if isinstance(cause, BaseException):
                 error.__cause__ = cause

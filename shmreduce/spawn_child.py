@@ -30,7 +30,7 @@ from shmreduce.interrupts import Interrupts, take_over
 from shmreduce.memory.anonymous import anonymous_zeros
 from shmreduce.parent_death import cut_lifelines, die_with_parent, parent_is_gone
 from shmreduce.prctl import LONGEST_NAME, set_thread_name
-from shmreduce.tracebacks import formatted
+from shmreduce.tracebacks import formatted, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,12 +139,16 @@ class ReportFile:
 
 
 def _outcome_in(file: Descriptor) -> Returned | Raised | None:
-    with os.fdopen(os.dup(file.fileno()), "rb") as stream:
-        stream.seek(0)
-        mark, content = stream.read(1), stream.read()
-    if mark != _COMPLETE:
+    # By position, as it is written: no descriptor need be free for that.
+    number = file.fileno()
+    content = memoryview(bytearray(os.fstat(number).st_size))
+    position = 0
+    while found := os.preadv(number, [content[position:]], position):
+        position += found
+    start = len(_COMPLETE)
+    if content[:start] != _COMPLETE:
         return None
-    outcome: Returned | Raised = pickle.loads(content)
+    outcome: Returned | Raised = pickle.loads(content[start:])
     return outcome
 
 
@@ -174,7 +178,7 @@ def _take_pickle(file: Descriptor) -> bytes | None:
     try:
         outcome = _outcome_in(file)
     except OSError:
-        # No descriptor is free.
+        # Other code has closed the descriptor, as daemons do.
         outcome = None
     file.close()
     if outcome is None:
@@ -251,7 +255,7 @@ def _describe(error: BaseException, pickler: PicklerChoice) -> Raised:
     try:
         return Raised(at, text, pickler.dumps(error), "")
     except Exception as failure:
-        return Raised(at, text, None, f"{type(failure).__name__}: {failure}")
+        return Raised(at, text, None, in_one_line(failure))
 
 
 def _name_process(call: SpawnCall) -> None:

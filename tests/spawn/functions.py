@@ -127,6 +127,17 @@ def fail_with_two_arguments(index: int) -> None:
     raise TwoArgumentsError(1, 2)
 
 
+class ExitsWhenUnpickledError(Exception):
+    """Raises SystemExit where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def fail_with_what_exits_when_unpickled(index: int) -> None:
+    raise ExitsWhenUnpickledError
+
+
 def fail_with_a_local_class(index: int) -> None:
     class LocalError(Exception):
         pass

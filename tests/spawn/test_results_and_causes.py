@@ -23,6 +23,7 @@ from shmreduce import (
 )
 from shmreduce.spawn_child import PicklerChoice
 from tests.conftest import PATIENCE, Children
+from tests.faults.injection import no_descriptors
 from tests.memory.waiting import eventually
 from tests.spawn import functions
 
@@ -269,6 +270,7 @@ def test_causes_of_the_cause_stay_as_text(method: str) -> None:
     [
         (functions.fail_with_a_local_class, "LocalError"),
         (functions.fail_with_two_arguments, "missing 1 required positional argument"),
+        (functions.fail_with_what_exits_when_unpickled, "SystemExit: 3"),
     ],
 )
 def test_exceptions_that_cannot_travel_come_as_text(
@@ -345,6 +347,34 @@ def test_failure_is_raised_again(method: str) -> None:
         context.results()
     assert str(first.value) == str(second.value) == str(third.value)
     assert first.value.__cause__ is second.value.__cause__ is third.value.__cause__
+
+
+def test_ctrl_c_while_a_failure_is_looked_at_does_not_make_it_a_success(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call of join raises it."""
+    context = start_processes(functions.fail, join=False, start_method=method, results=True)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(context, "_first_failure", interrupt)
+        context.join()
+    with pytest.raises(ProcessRaisedException):
+        context.join(timeout=0)
+    with pytest.raises(ProcessRaisedException):
+        context.results()
+
+
+def test_a_failure_is_told_without_a_free_descriptor() -> None:
+    """It lies in a file that is open already."""
+    context = start_processes(functions.fail, join=False, start_method="fork")
+    [process] = context.processes
+    process.join(PATIENCE)
+    with no_descriptors(), pytest.raises(ProcessRaisedException) as caught:
+        context.join()
+    assert "legitimate exception from process 0" in str(caught.value)
 
 
 def test_exit_codes_that_the_kernel_does_not_keep() -> None:
