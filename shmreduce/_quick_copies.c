@@ -20,7 +20,7 @@
 #include <emmintrin.h>
 #endif
 
-#define SHMREDUCE_VERSION 9
+#define SHMREDUCE_VERSION 10
 #define LINE ((size_t)64) /* bytes that move between a cache and memory at once */
 #define PIECE ((size_t)256 << 10) /* bytes */
 #define MOST_THREADS 32

@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHMREDUCE_VERSION 9
+#define SHMREDUCE_VERSION 10
 #define MOST_DESCRIPTORS 64 /* as in packet_socket.py */
 #define BRIEF 4096 /* bytes of a packet that is sent with the interpreter lock held */
 #define LONGEST_LOOK 1e-3 /* seconds between two checks for signals */

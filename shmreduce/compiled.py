@@ -33,7 +33,7 @@ __all__ = [
     "reason_unused",
 ]
 
-MODULE_VERSION = 9
+MODULE_VERSION = 10
 """Version of the modules' functions; the C sources have the same number."""
 FOLDER = dirname(__file__)
 """The package's folder, below which all parts are.

@@ -137,14 +137,19 @@ class BornHeap(Heap):
         library = self._library
         while number := library.take_freed():
             _heaps[library.table[number].range]._waiting.append(number)
+        # Thousands of arrays mostly have lived through the same few forks.
+        seen: dict[tuple[int, int], bool] = {}
         for _ in range(len(self._waiting)):
             number = self._waiting.popleft()
-            if number in self.moving or not self._take_over(number):
+            if number in self.moving or not self._take_over(number, seen):
                 self._waiting.append(number)
 
-    def _take_over(self, number: int) -> bool:
+    def _take_over(self, number: int, seen: dict[tuple[int, int], bool]) -> bool:
         entry = self._library.table[number]
-        if self._seen_by_child(entry.birth, entry.death):
+        lived = entry.birth, entry.death
+        if lived not in seen:
+            seen[lived] = self._seen_by_child(*lived)
+        if seen[lived]:
             return False
         # Private pages must become pages of the file again, for the next array.
         if entry.flags & PRIVATE and not self._library.restore(number):

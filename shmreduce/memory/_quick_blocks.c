@@ -29,7 +29,7 @@
  */
 #include "_quick_blocks.h"
 
-#define SHMREDUCE_VERSION 9
+#define SHMREDUCE_VERSION 10
 
 #define AS_TEXT(name) #name,
 static const char *const texts[] = {NAMES(AS_TEXT)};

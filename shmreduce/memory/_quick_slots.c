@@ -3,12 +3,13 @@
  * This is a Python module, written in the stable interface (PEP 384), so that one
  * library serves every version from 3.11 on.
  *
- * segment.py explains the transitions, and makes all that this file does not make.
+ * lease_transitions.py explains the transitions, and makes all that this file does not make.
  * This file has only the usual case of each. A method makes the transition completely
  * and returns True, or changes nothing and returns False. It returns False if another
  * process holds the block's lock, if the block has another generation or the slot
- * another message than the caller says, or if a killed process has left the chain
- * inconsistent. Then the caller takes the long way, which also finds the error to
+ * another message than the caller says, if a killed process has left the chain
+ * inconsistent, or if the descriptor for the lock is another file's by now, which
+ * locks nothing. Then the caller takes the long way, which also finds the error to
  * raise.
  *
  * A call holds the interpreter lock from beginning to end. So no other thread, signal
@@ -18,8 +19,8 @@
  * thread has locked any block by the long way, which the table of block_locks.py
  * shows, nothing is done here.
  *
- * Stores are made in the same order as in segment.py and lease_slots.py, for the same
- * reason: a process may be killed between any two.
+ * Stores are made in the same order as in lease_transitions.py and lease_slots.py, for the
+ * same reason: a process may be killed between any two.
  */
 #define _GNU_SOURCE
 #define Py_LIMITED_API 0x030B0000
@@ -30,10 +31,11 @@
 #include <limits.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "_tables.h"
 
-#define SHMREDUCE_VERSION 9
+#define SHMREDUCE_VERSION 10
 
 #ifndef F_OFD_SETLK
 #define F_OFD_SETLK 37
@@ -43,6 +45,7 @@ typedef struct {
     PyObject_HEAD
     Py_buffer tables;
     PyObject *busy; /* blocks that a thread of this process has locked by the long way */
+    uint64_t device, inode; /* of the segment's file */
     uint64_t first_lock; /* the offset of block 0's lock byte */
     uint64_t blocks, slots;
     uint64_t *generations;
@@ -62,6 +65,16 @@ static int set_lock(int fd, short kind, uint64_t offset)
     lock.l_start = (off_t)offset;
     lock.l_len = 1;
     return fcntl(fd, F_OFD_SETLK, &lock);
+}
+
+/* Whether a descriptor is the segment's. Other code may have closed it, as daemons close all that
+ * they find, and its number may be another file's by now. */
+static int is_of_segment(const QuickSlots *self, uint64_t fd)
+{
+    struct stat status;
+
+    return fd <= INT_MAX && fstat((int)fd, &status) == 0
+        && (uint64_t)status.st_dev == self->device && (uint64_t)status.st_ino == self->inode;
 }
 
 /* The links of the slots before and after a slot in its block's chain. */
@@ -163,7 +176,7 @@ static int consume_step(QuickSlots *self, const uint64_t *of)
         || LOAD(self->words[of[SLOT]]) != of[WORD]
         || !find_links(self, of[BLOCK], of[SLOT], &links))
         return 0;
-    /* As Segment._consume: the word stops being a message before the slot leaves the chain. */
+    /* As LeaseTransitions._consume: the word stops being a message before the slot leaves the chain. */
     STORE(self->words[of[SLOT]], of[HOLDER]);
     unlink_slot(self, of[BLOCK], of[SLOT], links);
     return 1;
@@ -189,8 +202,8 @@ static PyObject *transition(QuickSlots *self, PyObject *const *arguments, Py_ssi
 
     if (readable < 0)
         return NULL;
-    if (readable && PyDict_Size(self->busy) == 0 && of[FD] <= INT_MAX
-        && of[BLOCK] < self->blocks && of[SLOT] < self->slots
+    if (readable && PyDict_Size(self->busy) == 0 && of[BLOCK] < self->blocks
+        && of[SLOT] < self->slots && is_of_segment(self, of[FD])
         && set_lock((int)of[FD], F_WRLCK, self->first_lock + of[BLOCK]) == 0) {
         done = step(self, of);
         set_lock((int)of[FD], F_UNLCK, self->first_lock + of[BLOCK]);
@@ -205,7 +218,7 @@ static PyObject *transition(QuickSlots *self, PyObject *const *arguments, Py_ssi
     }
 
 /* Link the first message of a block that nobody else can name yet. It needs no lock, see
- * Segment.start_message, and so it ignores the locks of others. */
+ * LeaseTransitions.start_message, and so it ignores the locks of others. */
 static PyObject *start(QuickSlots *self, PyObject *const *arguments, Py_ssize_t given)
 {
     uint64_t of[MOST];
@@ -232,18 +245,18 @@ TRANSITION(release, WORD + 1)
 static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     static char *names[] = {
-        "tables", "busy", "first_lock", "blocks", "slots",
+        "tables", "busy", "device", "inode", "first_lock", "blocks", "slots",
         "generations", "heads", "hints", "words", "next", "previous", NULL,
     };
-    unsigned long long first_lock, blocks, slots;
+    unsigned long long device, inode, first_lock, blocks, slots;
     unsigned long long generations, heads, hints, words, next, previous;
     PyObject *tables, *busy;
     QuickSlots *self;
     uint8_t *start;
 
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!KKKKKKKKK", names, &tables,
-            &PyDict_Type, &busy, &first_lock, &blocks, &slots, &generations, &heads, &hints,
-            &words, &next, &previous))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!KKKKKKKKKKK", names, &tables,
+            &PyDict_Type, &busy, &device, &inode, &first_lock, &blocks, &slots, &generations,
+            &heads, &hints, &words, &next, &previous))
         return NULL;
     self = (QuickSlots *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
@@ -262,6 +275,8 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         return refuse_tables();
     }
     self->busy = Py_NewRef(busy);
+    self->device = device;
+    self->inode = inode;
     self->first_lock = first_lock;
     self->blocks = blocks;
     self->slots = slots;

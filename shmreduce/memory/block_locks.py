@@ -51,6 +51,7 @@ class BlockLocks:
 
     def __init__(self, lock_fd: int) -> None:
         self.lock_fd = lock_fd
+        self._identity = locks.identity_of(lock_fd)
         self._busy: dict[int, Mark] = {}
 
     def try_lock_block(self, block: int, mark: Mark) -> bool:
@@ -62,14 +63,14 @@ class BlockLocks:
             return False
         locked = False
         try:
+            # The lock of another file, which has the number by now, would keep nobody out.
+            if locks.identity_of(self.lock_fd) != self._identity:
+                raise closed_by_somebody(self.lock_fd, self.token)
             locked = locks.try_request(self.lock_fd, request, later=True)
-        except OSError as error:
-            if error.errno != errno.EBADF:
-                raise
-            raise closed_by_somebody(self.lock_fd, self.token) from error
         finally:
             if not locked:
-                # An exception may have come after the lock was taken, before the assignment.
+                # An exception may have come after the lock was taken, before the assignment. Of
+                # another file, whose lock belongs to others, the byte is far beyond the end.
                 locks.unlock(self.lock_fd, LOCK_BLOCK + block)
                 self._busy.pop(block, None)
         return locked

@@ -1,7 +1,7 @@
 """The live blocks of this process, and what happens when the last view of one dies.
 
 May import errors, contracts, ``mapping``, ``handle``, ``layout``, ``segment``,
-``ledger``, ``heap``, ``owned_segment``, ``record`` and ``quick_blocks``.
+``ledger``, ``heap``, ``owned_segment``, ``record``, ``visible_records`` and ``quick_blocks``.
 
 Every block that this process can see has one *root*: the object that all its views refer
 to. A weak reference to the root tells when the last view has died. Its callback may run in
@@ -28,6 +28,7 @@ from shmreduce.memory.layout import SHARED
 from shmreduce.memory.mapping import make_root
 from shmreduce.memory.owned_segment import OwnedSegment
 from shmreduce.memory.record import Record, RootReference
+from shmreduce.memory.visible_records import VisibleRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +199,7 @@ class LiveBlocks:
         self._roots: dict[int, RootReference] = {}
         self._shared: dict[bytes, RootReference] = {}
         self._waiting: deque[Record] = deque()
-        self._visible_to_children: deque[Record] = deque()
+        self._seen_by_children = VisibleRecords(self.ledger)
 
     def __len__(self) -> int:
         return len(self._roots)
@@ -359,7 +360,7 @@ class LiveBlocks:
             record.death = self.ledger.death
             # If the hold was handed over, its keeper ends it.
             if not record.ended:
-                self._visible_to_children.append(record)
+                self._seen_by_children.add(record)
             self._strike_off(reference)
             raise
 
@@ -372,7 +373,7 @@ class LiveBlocks:
 
     def _release(self, record: Record) -> None:
         if self.ledger.visible(record.birth, record.death):
-            self._visible_to_children.append(record)
+            self._seen_by_children.add(record)
         elif not (record.keep and self._hand_over(record, record.keep)) and not self._end(record):
             self._waiting.append(record)
 
@@ -408,11 +409,7 @@ class LiveBlocks:
             if segment.records.get(block) is record:
                 del segment.records[block]
             if record.heap is not None and isinstance(segment, OwnedSegment):
-                try:
-                    record.heap.give_back(segment, block)
-                except SegmentError:
-                    # Other code has closed the segment's descriptors: it is not used again.
-                    return True
+                record.heap.give_back(segment, block)
             return True
         # Set first, so that the hold is ended only once, even if Ctrl-C or another thread with
         # the same record comes in between: as soon as the slot is free, another hold may take
@@ -461,8 +458,6 @@ class LiveBlocks:
 
     def settle(self) -> None:
         """Try again to release the blocks that could not be released at once."""
-        if not self._waiting and not self._visible_to_children:
-            return
         for _ in range(len(self._waiting)):
             try:
                 record = self._waiting.popleft()
@@ -470,19 +465,13 @@ class LiveBlocks:
                 break
             if not self._end(record):
                 self._waiting.append(record)
-        if not self._visible_to_children:
-            return
-        for _ in range(len(self._visible_to_children)):
-            try:
-                record = self._visible_to_children.popleft()
-            except IndexError:
-                break
-            self._release(record)
+        if self._seen_by_children:
+            self._seen_by_children.release_unseen(self._release)
 
     @property
     def unsettled(self) -> int:
         """How many dead blocks wait to be released."""
-        return len(self._waiting) + len(self._visible_to_children)
+        return len(self._waiting) + len(self._seen_by_children)
 
     # Fork
 

@@ -164,7 +164,12 @@ class Heap:
 
     def give_back(self, segment: OwnedSegment, block: int) -> bool:
         """Free a block that nobody needs; if it is still needed, :meth:`collect` frees it."""
-        if not segment.try_free(block):
+        try:
+            freed = segment.try_free(block)
+        except SegmentError:
+            # Other code has closed the segment's descriptors: the block is not used again.
+            return False
+        if not freed:
             return False
         self._keep_warm(segment, block)
         return True
@@ -360,7 +365,9 @@ class Heap:
             try:
                 for block in list(segment.out):
                     if segment.heads[block] and segment.seems_held_by_dead(block, known):
-                        segment.drop_dead_holders(block)
+                        # It cannot be locked if other code has closed the descriptors.
+                        with suppress(SegmentError):
+                            segment.drop_dead_holders(block)
                     if not segment.heads[block] and block not in segment.records:
                         self.give_back(segment, block)
             finally:

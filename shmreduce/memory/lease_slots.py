@@ -63,7 +63,6 @@ class LeaseSlots(BlockLocks):
 
     def __init__(self, fd: int, header: SegmentHeader, strategy: SharingStrategy) -> None:
         self.fd = fd
-        self._identity = locks.identity_of(fd)
         self.header = header
         self.strategy = strategy
         self.token = header.token
@@ -92,7 +91,7 @@ class LeaseSlots(BlockLocks):
         # close at once. Otherwise, if a parent is killed in the middle of a transition, its
         # lock would stay with a child that knows nothing of it.
         super().__init__(locks.reopen(fd))
-        self._quick = quick_slots(self.tables.pages, layout, self._busy)
+        self._quick = quick_slots(self.tables.pages, layout, self._busy, self._identity)
 
     def give_up_locks(self) -> None:
         """Close the descriptor of the blocks' locks; a forked child closes its parent's."""
@@ -241,7 +240,9 @@ class LeaseSlots(BlockLocks):
         if not (found or self._free_slots or self._others_have_taken(mark)):
             raise OutOfLeasesError(
                 f"all {self.layout.slots} lease slots of segment {self.token.hex()} are in use "
-                "by messages that nobody has read and by arrays in use; read or drop some",
+                "by messages that nobody has read and by arrays in use, or kept by other "
+                f"processes, each of which takes {CHUNK_SLOTS} at a time; read or drop some, or "
+                "let processes end that have sent many",
                 segment=self.token.hex(),
                 slots=self.layout.slots,
             )

@@ -94,6 +94,8 @@ class ForkLedger:
         self._fd = -1
         self._identity: tuple[int, int] | None = None
         self._ready: dict[int, list[Fork]] = {}
+        self._without_token: dict[int, None] = {}
+        """Numbers of forks that need no token, as long as nothing is made before they happen."""
         self._unguarded_until = 0
 
     def descriptors(self) -> tuple[int, ...]:
@@ -122,6 +124,11 @@ class ForkLedger:
         """
         if not self.pending:
             return self.forks
+        for number in list(self._without_token):
+            # A hook that runs between this module's and the fork, or a signal handler, makes
+            # something. The child will see it.
+            if number in self.pending:
+                self._unguarded_until = max(self._unguarded_until, number)
         return min(self.forks, min(self.pending, default=self.forks + 1) - 1)
 
     @property
@@ -175,6 +182,8 @@ class ForkLedger:
             except (OSError, SegmentError):
                 # For example, no descriptor is free. What is alive now is never reused.
                 self._unguarded_until = max(self._unguarded_until, fork.number)
+        else:
+            self._without_token[fork.number] = None
         # By thread, since another thread may fork at the same time. A stack, since a signal
         # handler may fork between this hook and the fork.
         self._ready.setdefault(threading.get_ident(), []).append(fork)
@@ -193,6 +202,7 @@ class ForkLedger:
         """Undo the preparation of a fork, except for its number."""
         fork.ready = False
         fork.token = None
+        self._without_token.pop(fork.number, None)
         stack = self._ready.get(threading.get_ident(), [])
         if fork in stack:
             stack.remove(fork)
@@ -225,6 +235,7 @@ class ForkLedger:
         for fork in over:
             fork.token = None
             self.pending.pop(fork.number, None)
+            self._without_token.pop(fork.number, None)
             if fork in stack:
                 stack.remove(fork)
             if not stack:

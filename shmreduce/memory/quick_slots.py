@@ -66,7 +66,9 @@ class LongWay:
 _module, _ = find_module(SLOTS)
 
 
-def quick_slots(tables: Any, layout: Layout, busy: dict[int, Any]) -> QuickSlots:
+def quick_slots(
+    tables: Any, layout: Layout, busy: dict[int, Any], identity: tuple[int, int] | None
+) -> QuickSlots:
     """Return the short way of a segment's transitions.
 
     Parameters
@@ -79,12 +81,18 @@ def quick_slots(tables: Any, layout: Layout, busy: dict[int, Any]) -> QuickSlots
         The blocks that a thread of this process has locked by the long way. While there are
         any, all transitions take the long way: threads lock through one open file
         description, so the byte locks do not exclude each other.
+    identity : tuple of int
+        Device and inode of the segment's file. With the descriptor of another file, all
+        transitions take the long way, which raises the error.
     """
     if _module is None:
         return LongWay()
+    device, inode = identity or (0, 0)
     made: QuickSlots = _module.QuickSlots(
         tables,
         busy,
+        device=device,
+        inode=inode,
         first_lock=LOCK_BLOCK,
         blocks=layout.blocks,
         slots=layout.slots,

@@ -2,14 +2,15 @@
 
 May import ``mapping`` (for the page size) and ``layout``.
 
-Blocks come in size classes, eight to a doubling, so at most an eighth of a block is unused.
+Blocks come in size classes, eight to a doubling. So at most an eighth of a block is unused, but
+for small ones, which are rounded up to 64 bytes or to a page.
 Segments are sparse files, so a large one costs only addresses until it is used. Large
 segments are few, which keeps the numbers of descriptors and mappings low.
 """
 
 from __future__ import annotations
 
-from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS
+from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS, IMPORTERS
 from shmreduce.memory.mapping import PAGE_SIZE
 
 __all__ = [
@@ -62,7 +63,6 @@ def next_segment_size(last: int) -> int:
 def table_sizes(kind: int, data: int) -> tuple[int, int]:
     """Choose how many blocks and lease slots a segment of ``data`` bytes gets."""
     blocks = 256 + data // (16 * PAGE_SIZE) if kind == BY_VALUE else 4096 + data // PAGE_SIZE
-    slots = -(-max(4 * blocks, 128 * CHUNK_SLOTS) // CHUNK_SLOTS) * CHUNK_SLOTS
-    # A multiple of the chunk size, so that the links of a chunk are whole pages, which are
-    # reserved with the chunk.
-    return (blocks + 7) & -8, slots
+    # A chunk for each process that may have the segment open and send its blocks on.
+    chunks = max(-(-4 * blocks // CHUNK_SLOTS), IMPORTERS)
+    return (blocks + 7) & -8, chunks * CHUNK_SLOTS

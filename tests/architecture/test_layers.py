@@ -99,6 +99,7 @@ MEMORY_LAYERS = [
     {"heap"},
     {"attachments"},
     {"record"},
+    {"visible_records"},
     {"blocks"},
     {"handover", "idle"},
     {"process_memory"},

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import shmreduce
-from shmreduce.memory import runtime
+from shmreduce.memory import locks, runtime
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.layout import CHUNK_SLOTS, LOCK_CHUNK, SHARED
 from shmreduce.testing.processes import OtherProcess
 from tests.faults.room import few_mappings, limited_cgroup, run_script, small_tmpfs
 
@@ -245,17 +246,26 @@ def send_copies(connection: Any, count: int) -> None:
 
 @pytest.mark.usefixtures("strategy")
 def test_lease_slots_that_run_out_are_an_error_that_passes() -> None:
-    """When every lease slot of a segment stands for an unread message, the next is an
-    ``OutOfLeasesError``; once some are read there are slots again.
+    """When every lease slot of a segment stands for an unread message, or belongs to another
+    process, the next is an ``OutOfLeasesError``; once some are read there are slots again.
     """
     pickler = multiprocessing.reduction.ForkingPickler
     array = shmreduce.ones(1000, np.uint8)
     views = [array[number:] for number in range(500)]
-    messages: list[Any] = []
+    messages = [bytes(pickler.dumps(views))]
+    (segment,) = runtime.current().heap(SHARED).segments
+    # As if other processes had taken all chunks but this process's first and one more.
+    others = locks.reopen(segment.fd)
+    chunks = segment.layout.slots // CHUNK_SLOTS
+    taken = [locks.try_lock(others, LOCK_CHUNK + chunk) for chunk in range(chunks)]
+    assert taken.count(False) == 1
+    locks.unlock(others, LOCK_CHUNK + chunks - 1)
     with pytest.raises(shmreduce.OutOfLeasesError) as caught:
         while len(messages) < 1000:
             messages.append(bytes(pickler.dumps(views)))
-    assert caught.value.slots - 500 <= 500 * len(messages) <= caught.value.slots
+    os.close(others)
+    assert caught.value.slots == segment.layout.slots
+    assert len(messages) == 2 * CHUNK_SLOTS // len(views)
     loaded = pickler.loads(messages.pop())
     assert [len(each) for each in loaded] == [len(each) for each in views]
     messages.append(bytes(pickler.dumps(views)))

@@ -12,16 +12,18 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import deque
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 
 import shmreduce
 from shmreduce.memory import heap as heap_module
-from shmreduce.memory import mapping, reservation, runtime
+from shmreduce.memory import locks, mapping, reservation, runtime, visible_records
 from shmreduce.memory.attachments import boot_identity
 from shmreduce.memory.family import Family
 from shmreduce.memory.inspection import process_state
@@ -31,6 +33,7 @@ from shmreduce.memory.loading import discard_message, import_block
 from shmreduce.memory.message import Message
 from shmreduce.memory.segment_creation import create_segment
 from shmreduce.memory.segment_file import reserve_pages
+from shmreduce.memory.visible_records import VisibleRecords
 from tests.memory.resending import resent
 from tests.memory.waiting import PATIENCE, eventually, in_forked_child, receive, wait_for_exit
 
@@ -503,6 +506,98 @@ def test_a_signal_that_comes_during_a_fork_does_not_keep_its_hooks_from_their_wo
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _GIVES_UP, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+_MAKES_AT_THE_FORK = """
+import os
+
+made = []
+# This hook comes after those of shmreduce, which is imported later.
+os.register_at_fork(before=lambda: made.append(shmreduce.full(300_000, 1, numpy.uint8)))
+import numpy, shmreduce
+shmreduce.zeros(300_000, numpy.uint8)
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.read(reader, 1)
+    os._exit(0 if (made[0] == 1).all() else 1)
+made.clear()
+others = [shmreduce.full(300_000, 2, numpy.uint8) for _ in range(3)]
+os.write(writer, b"!")
+assert os.waitpid(child, 0)[1] == 0, "the child sees other bytes"
+"""
+
+
+def test_what_is_made_just_before_a_fork_that_needs_no_guard_is_the_childs_as_well() -> None:
+    """When the fork was prepared there was nothing that a child could see."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _MAKES_AT_THE_FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_arrays_that_lived_through_the_same_fork_are_one_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many are dropped while the child lives, each message asks for them once."""
+    kept = [shmreduce.zeros(100, np.uint8) for _ in range(300)]
+    child = Child(lambda: 0)
+    kept.clear()
+    assert process_state().waiting == 300
+    asked: list[int] = []
+    first_locked = locks.first_locked
+
+    def count(fd: int, start: int, *more: Any) -> Any:
+        asked.append(start)
+        return first_locked(fd, start, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(locks, "first_locked", count)
+        runtime.current().live.settle()
+    assert len(asked) == 1
+    assert child.step() == 0
+    child.end()
+    eventually(lambda: process_state().waiting == 0, "the blocks are released")
+
+
+def test_a_record_that_comes_while_its_group_is_dropped_is_released_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither lost nor released twice, though nobody waits."""
+    records = VisibleRecords(ForkLedger())
+    released: list[Any] = []
+
+    class Interrupted(deque[Any]):
+        def append(self, record: Any) -> None:
+            if "once" not in released:
+                released.append("once")
+                # The group that this one goes into is empty and listed: another thread drops it.
+                records.release_unseen(released.append)
+            super().append(record)
+
+    monkeypatch.setattr(visible_records, "deque", Interrupted)
+    record: Any = SimpleNamespace(birth=0, death=0)
+    records.add(record)
+    assert (released, len(records)) == (["once"], 1)
+    records.release_unseen(released.append)
+    assert (released, len(records)) == (["once", record], 0)
+
+
+def test_a_record_that_comes_before_its_empty_group_is_dropped_is_released_too() -> None:
+    """Its adder could not see that the group was about to go."""
+    records = VisibleRecords(ForkLedger())
+    first, late = (SimpleNamespace(birth=0, death=0, name=name) for name in ("first", "late"))
+
+    class Overtaken(dict[Any, Any]):
+        def pop(self, *arguments: Any) -> Any:
+            if late not in released:
+                records.add(cast("Any", late))
+            return super().pop(*arguments)
+
+    released: list[Any] = []
+    records._groups = Overtaken()
+    records.add(cast("Any", first))
+    records.release_unseen(released.append)
+    assert (released, len(records)) == ([first, late], 0)
 
 
 def test_a_destructor_that_forks_in_the_thread_for_idle_memory_waits_for_nobody(

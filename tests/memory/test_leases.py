@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import threading
@@ -12,7 +13,11 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce import SegmentFile
+from shmreduce.memory import locks, runtime
 from shmreduce.memory.inspection import process_state
+from shmreduce.memory.layout import BY_VALUE, CHUNK_SLOTS, IMPORTERS
+from shmreduce.memory.segment import Segment
 from shmreduce.testing.processes import OtherProcess
 from tests.memory.waiting import eventually
 
@@ -37,6 +42,21 @@ def load_or_name_error(data: bytes) -> Any:
         return type(error).__name__
     arrays = loaded if isinstance(loaded, tuple) else (loaded,)
     return float(sum(array.sum() for array in arrays))
+
+
+def test_each_process_that_may_have_a_segment_open_can_send_its_blocks_on() -> None:
+    """Each takes lease slots for itself: there are enough for as many as can have it open."""
+    data = dumps(np.arange(SIZE))
+    segment = runtime.current().heap(BY_VALUE).segments[0]
+    assert segment.layout.slots // CHUNK_SLOTS >= IMPORTERS
+    with contextlib.ExitStack() as opened:
+        for _ in range(150):
+            # As another process would open it.
+            file = SegmentFile(locks.reopen(segment.fd), None)
+            other = Segment.adopt(file, segment.token, segment.strategy)
+            opened.callback(other.close)
+            other._take_slot()
+    loads(data)
 
 
 def test_a_by_value_message_is_loaded_once() -> None:

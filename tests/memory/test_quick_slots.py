@@ -216,6 +216,8 @@ def test_tables_without_room_are_refused(place: Place) -> None:
     """Whatever the numbers are, nothing beyond the tables is written."""
     module = needs_module(SLOTS)
     usual: dict[str, Any] = {
+        "device": 0,
+        "inode": 0,
         "first_lock": 0,
         "blocks": 8,
         "slots": 8,
@@ -229,7 +231,7 @@ def test_tables_without_room_are_refused(place: Place) -> None:
     pages = mmap.mmap(-1, 232)
     assert module.QuickSlots(pages, {}, **usual)
     for name, value in usual.items():
-        if name != "first_lock":
+        if name not in ("device", "inode", "first_lock"):
             for other in (value + 4096, 1 << 62):
                 with pytest.raises(ValueError, match="have no room"):
                     module.QuickSlots(pages, {}, **{**usual, name: other})
@@ -237,12 +239,36 @@ def test_tables_without_room_are_refused(place: Place) -> None:
         module.QuickSlots(bytes(232), {}, **usual)
 
 
+@pytest.mark.parametrize("name", TRANSITIONS)
+def test_the_lock_of_another_file_is_none(place: Place, name: str) -> None:
+    """Of a file that has the descriptor's number by now, after a daemon has closed them all."""
+    another = os.memfd_create("another")
+    assert not place.try_quickly(name, fd=another)
+    os.close(another)
+    assert place.is_as_it_was
+
+
+def test_the_long_way_does_not_take_another_files_lock_for_the_segments(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what happened to the descriptor."""
+    another = os.memfd_create("another")
+    with monkeypatch.context() as patch:
+        patch.setattr(place.segment, "lock_fd", another)
+        with pytest.raises(shmreduce.SegmentError, match="closed by other code"):
+            place.segment.try_lock_block(place.block, (get_ident(),))
+    os.close(another)
+    assert place.is_as_it_was
+
+
 def test_the_tables_stay_mapped(place: Place) -> None:
     """As long as there is something that writes to them."""
     module = needs_module(SLOTS)
     numbers = dict.fromkeys(("generations", "heads", "hints", "words", "next", "previous"), 0)
     pages = mmap.mmap(-1, 4096)
-    made = module.QuickSlots(pages, {}, first_lock=0, blocks=8, slots=8, **numbers)
+    made = module.QuickSlots(
+        pages, {}, device=0, inode=0, first_lock=0, blocks=8, slots=8, **numbers
+    )
     with pytest.raises(BufferError):
         pages.close()
     del made
@@ -256,7 +282,9 @@ def test_without_the_look_at_other_threads_their_locks_would_be_lost(
     module = changed_module(SLOTS, tmp_path, ("PyDict_Size(self->busy) == 0 && ", ""))
     monkeypatch.setattr(quick_slots, "_module", module)
     segment: Any = place.segment
-    unguarded = quick_slots.quick_slots(segment.tables.pages, segment.layout, segment._busy)
+    unguarded = quick_slots.quick_slots(
+        segment.tables.pages, segment.layout, segment._busy, segment._identity
+    )
     monkeypatch.setattr(segment, "_quick", unguarded)
     with locked_by_a_thread(place):
         assert place.try_quickly("consume")

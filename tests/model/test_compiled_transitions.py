@@ -49,7 +49,8 @@ class Watched:
         """Return those of a segment."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(quick_slots, "_module", self.module)
-            return quick_slots.quick_slots(segment.tables.pages, segment.layout, segment._busy)
+            tables, layout = segment.tables.pages, segment.layout
+            return quick_slots.quick_slots(tables, layout, segment._busy, segment._identity)
 
     def writes(self, segment: Segment) -> tuple[Write, ...]:
         """Return what was written since the last call, by table and index."""
