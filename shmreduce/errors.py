@@ -71,7 +71,7 @@ def _portable(value: object) -> object:
 
 
 class ShmreduceError(Exception):
-    """The base class of every error that shmreduce raises.
+    """The base class of shmreduce's own errors.
 
     Parameters
     ----------
@@ -393,7 +393,10 @@ class ProcessRaisedException(ProcessException):
 
 
 class ProcessExitedException(ProcessException):
-    """A process ended with an exit code that is not 0, or was killed by a signal.
+    """A process ended without doing its work, and without an exception of its function.
+
+    Its exit code is not 0, or a signal killed it, or it ended by ``os._exit(0)`` without the
+    result that was asked for.
 
     Fields: ``msg``, ``error_index`` (of the process), ``error_pid`` or ``pid``,
     ``exit_code`` (if negative, the number of the signal that killed it),

@@ -56,8 +56,8 @@ class Settings:
         ``file_descriptor`` and ``file_system``. ``SHMREDUCE_STRATEGY``.
     inline_limit : int or None
         By-value buffers of fewer bytes are pickled in the ordinary way, unless a message
-        has many buffers of at least 4 KiB. None means 80 KiB in a channel of shmreduce,
-        and 60 KiB in the standard library's. ``SHMREDUCE_INLINE_LIMIT``.
+        has many of them (see docs/explanation/memory.md). None means 80 KiB in a channel of
+        shmreduce, and 60 KiB in the standard library's. ``SHMREDUCE_INLINE_LIMIT``.
     budget : int or None
         Bytes of shared memory that the whole family of processes may use. None means
         80 % of what is available when the family begins. ``SHMREDUCE_BUDGET``.

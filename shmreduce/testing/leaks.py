@@ -129,7 +129,7 @@ def _compare(before: Census, now: Census) -> list[str]:
         leaks.append(f"{count} of shared memory still has views in this process")
     if now.unread > before.unread:
         count = _count(now.unread - before.unread, "message")
-        leaks.append(f"{count} sent from this process nobody has read")
+        leaks.append(f"{count} from this process still unread")
     held_elsewhere = now.held - before.held
     if held_elsewhere > 0 and now.unread <= before.unread:
         count = _count(held_elsewhere, "block")

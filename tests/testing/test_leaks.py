@@ -58,7 +58,7 @@ def test_an_unread_message() -> None:
     """A message that nobody read is a leak until somebody does."""
     before = take_census()
     message = ForkingPickler.dumps(np.zeros(100_000))
-    assert "1 message sent from this process nobody has read" in leaks_since(before)
+    assert "1 message from this process still unread" in leaks_since(before)
     ForkingPickler.loads(message)
     assert find_leaks(before) == []
 
@@ -225,7 +225,7 @@ def test_the_fixture_fails_tests_that_leak(pytester: pytest.Pytester) -> None:
             "*the test left shared memory behind:*",
             "*1 block of shared memory still has views*",
             "*ERROR at teardown of test_message*",
-            "*1 message sent from this process nobody has read*",
+            "*1 message from this process still unread*",
             "*ERROR at teardown of test_descriptor*",
             "*descriptor * is still open: /etc/hosts*",
         ]

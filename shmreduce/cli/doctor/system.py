@@ -42,7 +42,10 @@ def kernel(_machine: Machine) -> Finding:
     if sys.platform == "linux":
         return Finding("kernel", "ok", value)
     return Finding(
-        "kernel", "warning", value, "shmreduce is tested on Linux; see the platform's notes"
+        "kernel",
+        "warning",
+        value,
+        "shmreduce is tested on Linux only; see 'What is supported' in docs/index.md",
     )
 
 
