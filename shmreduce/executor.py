@@ -69,6 +69,11 @@ class _Promise:
         self._pending = pending
         pending.add(self.future)
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether the future was cancelled."""
+        return self.future.cancelled()
+
     def begin(self) -> bool:
         """Let the future run, unless it was cancelled."""
         wanted = self.future.set_running_or_notify_cancel()
@@ -316,6 +321,8 @@ class ProcessPoolExecutor(Executor):
         # Without the lock: cancel() runs callbacks, which may call shutdown().
         for future in pending:
             future.cancel()
+        if pending:
+            self._supervisor.drop_cancelled()
         self._supervisor.close()
         if wait:
             self._supervisor.join()

@@ -302,7 +302,7 @@ class Pool:
         call: Call = (ONCE, func, args, kwds or {})
         tries = self._tries(retries)
         try:
-            self._supervisor.announce(result)
+            self._supervisor.announce(result, here=True)
             self._feeder.send(result, 0, None, call, tries)
         finally:
             self._supervisor.revoke(result)
@@ -454,7 +454,7 @@ class Pool:
             update = None if bar is None else bar.update
             result: MapResult[_T] = MapResult(self, chunksize, len(items), progress=update)
             try:
-                self._supervisor.announce(result)
+                self._supervisor.announce(result, here=True)
                 # map() waits anyway, so wait for room too: then inputs are not copied far
                 # ahead of the workers.
                 self._feeder.send_list(result, how, func, items, chunksize, tries, wait=True)
@@ -480,7 +480,7 @@ class Pool:
         tries = self._tries(retries)
         result: MapResult[_T] = MapResult(self, chunksize, len(items), callback, error_callback)
         try:
-            self._supervisor.announce(result)
+            self._supervisor.announce(result, here=True)
             self._feeder.send_list(result, how, func, items, chunksize, tries, wait=False)
         finally:
             self._supervisor.revoke(result)
@@ -570,7 +570,7 @@ class Pool:
         tries = self._tries(retries)
         result = kind(self, in_chunks=chunksize > 1, bar=bar)
         try:
-            self._supervisor.announce(result)
+            self._supervisor.announce(result, here=False)
             threading.Thread(
                 target=self._feed,
                 args=(result, func, iterable, chunksize, tries),

@@ -77,8 +77,6 @@ class Dispatcher:
         kept workers from starting.
     ring : TaskRing
         Where workers that are not idle find tasks.
-    may_publish : callable
-        Returns whether tasks may go into the ring now.
     """
 
     def __init__(
@@ -88,7 +86,6 @@ class Dispatcher:
         died: Callable[..., BaseException],
         broken: Callable[[BaseException], BaseException],
         ring: TaskRing,
-        may_publish: Callable[[], bool],
     ) -> None:
         self.broken_by: BaseException | None = None
         """The error that keeps workers from starting, if there is one."""
@@ -100,10 +97,10 @@ class Dispatcher:
         self._waiting: collections.deque[Task] = collections.deque()
         """By their numbers."""
         self._numbers = itertools.count()
-        self._announced: dict[Receiver, None] = {}
-        """The receivers for which more tasks will be submitted, as an ordered set."""
-        self._published = PublishedTasks(ring, self._give_claimed)
-        self._may_publish = may_publish
+        self._announced: dict[Receiver, int | None] = {}
+        """The receivers for which more tasks will be submitted, in order, and by which thread;
+        None if it does nothing else."""
+        self._published = PublishedTasks(ring)
         self._mean_seconds = 5 * _SHORT_TASK
 
     # Tasks that come in
@@ -116,13 +113,26 @@ class Dispatcher:
         """Call a function when the tasks that were submitted before it have been taken."""
         self._inbox.put(action)
 
-    def announce(self, receiver: Receiver) -> None:
+    def announce(self, receiver: Receiver, thread: int | None) -> None:
         """Note that more tasks for this receiver will come; see :meth:`abandon`."""
-        self._announced[receiver] = None
+        self._announced[receiver] = thread
+
+    def abandon_those_of(self, thread: int, error: BaseException) -> None:
+        """Fail what a thread has announced, which is about to wait for all work."""
+        for receiver, announcer in list(self._announced.items()):
+            if announcer == thread:
+                self.revoke(receiver)
+                receiver.abandon(error)
 
     def revoke(self, receiver: Receiver) -> None:
         """Note that no more tasks for this receiver will come; may be called again."""
         self._announced.pop(receiver, None)
+
+    def drop_cancelled(self) -> None:
+        """Drop the tasks of futures that were cancelled, which else wait for an idle worker."""
+        left = [task for task in self._waiting if not task.receiver.cancelled or self._begin(task)]
+        self._waiting.clear()
+        self._waiting.extend(left)
 
     def has_work(self) -> bool:
         """Return whether any task is unanswered, or may still come."""
@@ -164,10 +174,16 @@ class Dispatcher:
 
     # Which worker gets a task
 
-    def assign(self) -> None:
-        """Send tasks to the workers that can take some, or put them where those take them."""
+    def assign(self, *, may_publish: bool) -> None:
+        """Send tasks to the workers that can take some, or put them where those take them.
+
+        Parameters
+        ----------
+        may_publish : bool
+            Whether tasks may go into the ring, if they are short.
+        """
         self.note_claims()
-        may_publish = self._mean_seconds < _SHORT_TASK and self._may_publish()
+        may_publish = may_publish and self._mean_seconds < _SHORT_TASK
         if self._published and not (may_publish and self._is_in_order()):
             self.withdraw_all()
         for worker in self._workers:
@@ -193,7 +209,7 @@ class Dispatcher:
 
     def _take_oldest(self) -> Task | None:
         """Take the oldest task that no worker has."""
-        task = self._published.withdraw()
+        task = self._published.withdraw(self._give_claimed)
         if task is None and self._waiting:
             return self._waiting.popleft()
         return task
@@ -209,14 +225,14 @@ class Dispatcher:
 
     def withdraw_all(self) -> None:
         """Let the tasks in the ring wait again, so that no worker takes any more of them."""
-        self._wait_again(self._published.withdraw_all())
+        self._wait_again(self._published.withdraw_all(self._give_claimed))
 
     def note_claims(self) -> None:
         """Note which workers have taken tasks from the ring.
 
         Before a worker that has died is removed from the list of workers, this must be called.
         """
-        self._published.note_claims()
+        self._published.note_claims(self._give_claimed)
 
     def has_task(self, worker: WorkerHandle) -> bool:
         """Return whether a worker, from which there is a message, has a task to answer."""

@@ -35,6 +35,10 @@ _T = TypeVar("_T")
 class Receiver(Protocol):
     """What receives the answers to tasks: a result, or the promise of a future."""
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether its tasks that have not begun are not wanted any more."""
+
     def begin(self) -> bool:
         """Return whether a task that is about to be sent to a worker is still wanted."""
 
@@ -164,12 +168,17 @@ class ApplyResult(Generic[_T]):
 
     # For the pool
 
+    cancelled = False
+
     def begin(self) -> bool:
         """Return whether a task is still wanted: it always is."""
         return True
 
     def answer(self, index: int, succeeded: bool, value: Any) -> None:  # noqa: ARG002
         """Take the value, or the exception."""
+        if self.ready():
+            # The pool was terminated meanwhile.
+            return
         self._success, self._value = succeeded, value
         self._finish()
 
@@ -218,8 +227,11 @@ class MapResult(ApplyResult[list[_T]]):
         self._chunksize = chunksize
         self._progress = progress
         self._left = -(-length // chunksize)
-        # Any thread may abandon the result while the pool's thread takes an answer.
-        self._locked = interrupt_safe(threading.Lock())
+        # Any thread may abandon the result while the pool's thread takes an answer. Reentrant,
+        # since what is dropped meanwhile may have finalizers that wake the pool.
+        self._locked = interrupt_safe(threading.RLock())
+        self._decided = False
+        """Whether all has been answered, or the result was abandoned."""
         if not length:
             # As in the standard library, no callback is called for no items.
             self._event.set()
@@ -233,6 +245,8 @@ class MapResult(ApplyResult[list[_T]]):
     def answer(self, index: int, succeeded: bool, value: Any) -> None:
         """Take the values of one chunk, or the exception of one of its items."""
         with self._locked:
+            if self._decided:
+                return
             if succeeded and self._success:
                 start = index * self._chunksize
                 self._value[start : start + self._chunksize] = value
@@ -240,7 +254,7 @@ class MapResult(ApplyResult[list[_T]]):
                 # get() raises the first exception, after all chunks have been answered.
                 self._success, self._value = False, value
             self._left -= 1
-            last = self._left == 0
+            last = self._decided = self._left == 0
         if self._progress is not None and succeeded:
             call(self._progress, len(value))
         if last:
@@ -248,16 +262,24 @@ class MapResult(ApplyResult[list[_T]]):
 
     def abandon(self, error: BaseException) -> None:
         """Fail without calling a callback: the user has terminated the pool."""
+        # Dropped without the lock.
+        kept = self._pool, self._value
         with self._locked:
+            if self._decided:
+                return
+            self._decided = True
             super().abandon(error)
+        del kept
 
     def end_at(self, length: int, chunks: int) -> None:
         """Expect ``length`` items, and ``chunks`` fewer: ``len()`` had returned too much."""
         with self._locked:
+            if self._decided:
+                return
             if self._success:
                 del self._value[length:]
             self._left -= chunks
-            last = self._left == 0
+            last = self._decided = self._left == 0
         if last:
             self._finish()
 
@@ -353,6 +375,8 @@ class IMapIterator(Generic[_T]):
         return self._arrived == self._length or self._abandoned is not None
 
     # For the pool
+
+    cancelled = False
 
     def begin(self) -> bool:
         """Return whether a task is still wanted: it always is."""

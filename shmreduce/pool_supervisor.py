@@ -161,7 +161,6 @@ class Supervisor:
             died,
             broken,
             self._starter.ring,
-            self._may_publish,
         )
         self._small_answers = _SMALL_ANSWERS
         """How many answers in a row had no large arrays, as if some had come before the first."""
@@ -209,12 +208,19 @@ class Supervisor:
         self._dispatcher.do_soon(action)
         self.wake()
 
-    def announce(self, receiver: Receiver) -> None:
+    def announce(self, receiver: Receiver, *, here: bool) -> None:
         """Note that more tasks for this receiver will come, even after :meth:`close`.
 
         If the pool ends before that, the receiver is abandoned.
+
+        Parameters
+        ----------
+        receiver : Receiver
+            Gets the answers.
+        here : bool
+            Whether the calling thread will submit them.
         """
-        self._dispatcher.announce(receiver)
+        self._dispatcher.announce(receiver, threading.get_ident() if here else None)
 
     def revoke(self, receiver: Receiver) -> None:
         """Note that no more tasks for this receiver will come; may be called again."""
@@ -254,6 +260,10 @@ class Supervisor:
     def broken_by(self) -> BaseException | None:
         """The error that keeps workers from starting; None if they can be started."""
         return self._dispatcher.broken_by
+
+    def drop_cancelled(self) -> None:
+        """Have the thread drop the tasks of cancelled futures now, with their memory."""
+        self.do_soon(self._dispatcher.drop_cancelled)
 
     @property
     def closing(self) -> bool:
@@ -306,6 +316,9 @@ class Supervisor:
     def join(self, timeout: float | None = None) -> None:
         """Wait until all workers have ended, for ``timeout`` seconds at most."""
         if threading.current_thread() is not self.thread and self.thread.ident is not None:
+            # Of a signal handler that has interrupted a call: the call cannot go on before.
+            self._dispatcher.abandon_those_of(threading.get_ident(), self._abandoned())
+            self.wake()
             self.thread.join(timeout)
 
     # The thread
@@ -322,12 +335,14 @@ class Supervisor:
             self.backpressure.close()
             try:
                 self._kill()
-                self._close()
             finally:
                 # Whatever went wrong, such as a process that may not be killed: nobody waits for
                 # a result that never comes.
+                for worker in self.workers:
+                    self._dispatcher.take_back(worker)
                 self.ended = True
                 self._dispatcher.abandon(error)
+                self._close()
 
     def _run_once(self) -> bool:
         self._dispatcher.take_submitted()
@@ -335,7 +350,7 @@ class Supervisor:
             return False
         if not self._stopping:
             self._repopulate()
-            self._dispatcher.assign()
+            self._dispatcher.assign(may_publish=self._may_publish())
         if self._closing and not self._dispatcher.has_work():
             self._stop_workers()
         if self._stopping and not self.workers:
@@ -447,20 +462,32 @@ class Supervisor:
         gently = self._gently and not self._at_once
         # Workers that are not ready yet are among them.
         idle = [worker for worker in self.workers if gently and not worker.tasks]
+        refused: list[PermissionError] = []
+
+        def strike(signal: Callable[[], None]) -> None:
+            # It may have changed its user. The others are ended all the same.
+            try:
+                signal()
+            except PermissionError as error:
+                refused.append(error)
+
         for worker in self.workers:
             if worker not in idle:
-                worker.process.terminate()
+                strike(worker.process.terminate)
         for worker in self._ask_to_leave(idle):
-            worker.process.terminate()
+            strike(worker.process.terminate)
         deadline = time.monotonic() + (0.0 if self._at_once else _GRACE)
         for worker in self.workers:
             worker.await_end(max(0.0, deadline - time.monotonic()))
             if worker.process.exitcode is None:
-                worker.process.kill()
+                strike(worker.process.kill)
         for worker in list(self.workers):
-            worker.exit_code()
+            if not refused or worker.process.exitcode is not None:
+                worker.exit_code()
             self._dispatcher.take_back(worker)
             self._remove(worker)
+        if refused:
+            raise refused[0]
 
     def _ask_to_leave(self, idle: list[WorkerHandle]) -> list[WorkerHandle]:
         """Ask idle workers to leave; return those that have not.

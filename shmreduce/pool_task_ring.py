@@ -27,8 +27,11 @@ from shmreduce.compiled import PACKETS, find_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TypeAlias
 
     from shmreduce.pool_tasks import Task
+
+    Give: TypeAlias = Callable[[int, Task], None]
 
 __all__ = ["PublishedTasks", "TaskRing"]
 
@@ -142,16 +145,18 @@ class TaskRing:
 class PublishedTasks:
     """The tasks that the pool has put into its ring, until it has seen who claimed them.
 
+    Several methods take a function ``give``. They call it with the owner that stands for a
+    worker, and the task that it has claimed. It is not kept: the cycle would keep the memory of
+    a pool that has ended.
+
     Parameters
     ----------
     ring : TaskRing
-    give : callable
-        Called with the owner that stands for a worker, and the task that it has claimed.
+        Where workers find them.
     """
 
-    def __init__(self, ring: TaskRing, give: Callable[[int, Task], None]) -> None:
+    def __init__(self, ring: TaskRing) -> None:
         self._ring = ring
-        self._give = give
         self._tasks: collections.deque[Task] = collections.deque()
         self._oldest = 1
         """The number of the first of them."""
@@ -177,29 +182,29 @@ class PublishedTasks:
         self._tasks.append(task)
         return True
 
-    def note_claims(self) -> None:
+    def note_claims(self, give: Give) -> None:
         """Give the tasks that were claimed to their workers."""
         # They are claimed in their order.
         while self._tasks and self._ring.owner(self._oldest):
-            self._give_oldest()
+            self._give_oldest(give)
 
-    def withdraw(self) -> Task | None:
+    def withdraw(self, give: Give) -> Task | None:
         """Claim the oldest task that no worker has; return None if they have all."""
         while self._tasks:
             if self._ring.withdraw(self._oldest):
                 self._oldest += 1
                 return self._tasks.popleft()
-            self._give_oldest()
+            self._give_oldest(give)
         return None
 
-    def withdraw_all(self) -> list[Task]:
+    def withdraw_all(self, give: Give) -> list[Task]:
         """Claim all tasks that no worker has; return them from the oldest to the youngest."""
         found: list[Task] = []
         # From the youngest on. If a worker claims one meanwhile, it must be the oldest that
         # nobody has: it may wait for any that are older.
         while self._tasks and self._ring.withdraw(self._next - 1 - len(found)):
             found.append(self._tasks.pop())
-        self.note_claims()
+        self.note_claims(give)
         self._oldest = self._next
         return found[::-1]
 
@@ -207,7 +212,7 @@ class PublishedTasks:
         """Free what a worker, which has died, had claimed and not copied."""
         self._ring.forget(owner)
 
-    def _give_oldest(self) -> None:
+    def _give_oldest(self, give: Give) -> None:
         owner = self._ring.owner(self._oldest)
         self._oldest += 1
-        self._give(owner, self._tasks.popleft())
+        give(owner, self._tasks.popleft())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import multiprocessing
 import pickle
 from types import SimpleNamespace
@@ -133,6 +134,8 @@ def test_a_call_may_wait_for_many_behind_it(
 class Ready:
     """A receiver whose tasks can begin at any time."""
 
+    cancelled = False
+
     def begin(self) -> bool:
         return True
 
@@ -160,7 +163,6 @@ class Side:
             WorkerDied,
             lambda error: error,
             self.ring,
-            lambda: self.may_publish,
         )
         self.dispatcher._mean_seconds = 1e-4
         self.submit(tasks, item)
@@ -175,7 +177,7 @@ class Side:
         self.dispatcher.take_submitted()
 
     def assign(self) -> None:
-        within(self.dispatcher.assign)
+        within(functools.partial(self.dispatcher.assign, may_publish=self.may_publish))
 
     @property
     def waiting(self) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
+import gc
 import itertools
 import multiprocessing
 import os
@@ -13,6 +15,7 @@ import selectors
 import signal
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -535,25 +538,94 @@ def test_a_worker_does_not_keep_the_pickle_of_a_task() -> None:
         assert pool.apply(look_up, ("x" * 20_000,)) == []
 
 
-def test_who_waits_is_told_though_the_end_of_a_pool_goes_wrong(
+def test_who_waits_is_told_though_a_worker_cannot_be_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For example, the system does not let a worker be killed that has changed its user."""
+    """For example, it has changed its user. The others are killed."""
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_value))
-    pool = Pool(1, context=FORK)
-    result = pool.apply_async(signal.pause)
-    kill = pool._supervisor._kill
     error = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-    once(monkeypatch, pool._supervisor, "_kill", error)
-    pool.terminate()
-    with pytest.raises(TaskAbandonedError):
+
+    def refuse() -> None:
+        raise error
+
+    with Pool(2, context=FORK) as pool:
+        results = [pool.apply_async(signal.pause) for _ in range(3)]
+        workers = list(pool._supervisor.workers)
+        eventually(lambda: all(worker.tasks for worker in workers))
+        process = workers[0].process
+        with monkeypatch.context() as patch:
+            patch.setattr(pool_supervisor, "_GRACE", 0.1)
+            patch.setattr(process, "terminate", refuse)
+            patch.setattr(process, "kill", refuse)
+            pool.terminate()
+        for result in results:
+            with pytest.raises(TaskAbandonedError):
+                result.get(PATIENCE)
+        assert told == [error]
+        assert workers[1].process.exitcode is not None
+        process.kill()
+        process.join(PATIENCE)
+
+
+def test_what_an_abandoned_list_drops_may_wake_its_pool() -> None:
+    """Whose thread then abandons it again, in the same call."""
+
+    class Wakes:
+        def __del__(self) -> None:
+            result.abandon(TaskAbandonedError("again"))
+
+    result: MapResult[int] = MapResult(None, 1, 2)
+    result._pool, result._value = Wakes(), [Wakes(), None]  # type: ignore[assignment]
+    within(lambda: result.abandon(TaskAbandonedError("gone")))
+    with pytest.raises(TaskAbandonedError, match="gone"):
         result.get(PATIENCE)
-    assert told == [error]
-    monkeypatch.undo()
-    pool._supervisor._selector = selectors.DefaultSelector()
-    kill()
-    pool._supervisor._close()
+
+
+def test_answers_to_an_abandoned_list_are_left_alone() -> None:
+    """Its callback is not called, and its error stays."""
+    called: list[Any] = []
+    result: MapResult[int] = MapResult(None, 1, 3, called.append, called.append)
+    result.abandon(TaskAbandonedError("gone"))
+    result.answer(0, True, [1])
+    result.end_at(1, 1)
+    result.fail_rest(ValueError(), 1)
+    single: ApplyResult[int] = ApplyResult(None, called.append, called.append)
+    single.abandon(TaskAbandonedError("gone"))
+    single.answer(0, True, 5)
+    for each in (result, single):
+        with pytest.raises(TaskAbandonedError, match="gone"):
+            each.get(PATIENCE)
+    assert called == []
+
+
+@pytest.mark.parametrize("kind", ["call", "list"])
+def test_a_signal_handler_that_joins_the_pool_waits_for_no_call_below_it(kind: str) -> None:
+    """The call that it has interrupted cannot go on before; its result is abandoned."""
+    joined: list[None] = []
+
+    def stop(*_: Any) -> None:
+        pool.close()
+        pool.join()
+        joined.append(None)
+
+    class Interrupted:
+        def __reduce__(self) -> Any:
+            signal.raise_signal(signal.SIGALRM)
+            return int, ("5",)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with Pool(1, context=FORK) as pool:
+            if kind == "call":
+                result: Any = pool.apply_async(repr, (Interrupted(),))
+            else:
+                result = pool.map_async(repr, [Interrupted()])
+            with pytest.raises(TaskAbandonedError):
+                result.get(PATIENCE)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert joined == [None]
 
 
 def test_a_result_that_is_there_is_had_without_a_lock() -> None:
@@ -595,3 +667,53 @@ def test_ctrl_c_leaves_an_executor_without_the_future_of_a_call_that_was_not_mad
         with pytest.raises(KeyboardInterrupt):
             executor.submit(abs, Struck())  # type: ignore[arg-type]
         assert executor._pending == set()
+
+
+_inherited: list[Any] = []
+
+
+def receive_inherited() -> Any:
+    return _inherited[0].recv()
+
+
+def test_cancelled_futures_are_told_of_although_no_worker_is_idle() -> None:
+    """Who waits for them need not wait for the work of others; nor is their memory kept."""
+    reader, writer = FORK.Pipe(duplex=False)
+    _inherited.append(reader)
+    with ProcessPoolExecutor(1, FORK) as executor:
+        first = executor.submit(receive_inherited)
+        _inherited.clear()
+        eventually(first.running)
+        others = [executor.submit(abs, -number) for number in range(5)]
+        executor.shutdown(wait=False, cancel_futures=True)
+        done, _ = concurrent.futures.wait(others, PATIENCE)
+        assert done == set(others)
+        assert not first.done()
+        writer.send("done")
+    assert first.result(PATIENCE) == "done"
+    reader.close()
+    writer.close()
+
+
+def use_a_pool() -> Any:
+    with Pool(1, context=FORK) as pool:
+        assert pool.apply_async(abs, (-1,)).get(PATIENCE) == 1
+    return weakref.ref(pool._supervisor)
+
+
+def use_an_executor() -> Any:
+    with ProcessPoolExecutor(1, FORK) as executor:
+        assert executor.submit(abs, -1).result(PATIENCE) == 1
+    return weakref.ref(executor._supervisor)
+
+
+@pytest.mark.parametrize("use", [use_a_pool, use_an_executor])
+def test_an_ended_pool_is_freed_without_the_cycle_collector(use: Callable[[], Any]) -> None:
+    """With the descriptor and the memory that it shares with its workers."""
+    gc.collect()
+    gc.disable()
+    try:
+        supervisor = use()
+        eventually(lambda: supervisor() is None)
+    finally:
+        gc.enable()

@@ -175,7 +175,7 @@ def test_each_task_is_claimed_once_though_claimers_are_killed(children: Children
     def give(owner: int, task: Any) -> None:
         given[task.number] = owner
 
-    published = PublishedTasks(table.ring, give)
+    published = PublishedTasks(table.ring)
     owners = itertools.count(1)
 
     def start() -> tuple[int, Any]:
@@ -194,21 +194,21 @@ def test_each_task_is_claimed_once_though_claimers_are_killed(children: Children
         number += published.publish(task)
         choice = chooser.random()
         if choice < 0.3:
-            published.note_claims()
-        elif choice < 0.35 and (own := published.withdraw()):
+            published.note_claims(give)
+        elif choice < 0.35 and (own := published.withdraw(give)):
             withdrawn.append(own.number)
         elif choice < 0.351:
-            withdrawn += [each.number for each in published.withdraw_all()]
+            withdrawn += [each.number for each in published.withdraw_all(give)]
         elif number > TASKS - kills * (TASKS // (kills + 1)) and kills:
             kills -= 1
             owner, worker = workers.pop(chooser.randrange(CLAIMERS))
             worker.kill()
             children.join(worker)
-            published.note_claims()
+            published.note_claims(give)
             published.forget(owner)
             workers.append(start())
     assert not kills
-    withdrawn += [each.number for each in published.withdraw_all()]
+    withdrawn += [each.number for each in published.withdraw_all(give)]
     over[0] = 1
     children.join()
     assert sorted([*given, *withdrawn]) == [*range(1, TASKS + 1)]

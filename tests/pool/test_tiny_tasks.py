@@ -349,13 +349,13 @@ def test_what_turns_out_to_be_long_is_taken_back(
     assign, withdraw_all = Dispatcher.assign, PublishedTasks.withdraw_all
     turns = itertools.count()
 
-    def assigning(dispatcher: Dispatcher) -> None:
+    def assigning(dispatcher: Dispatcher, *, may_publish: bool) -> None:
         short = PATIENCE if next(turns) % 3 else 0.0
         monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", short)
-        assign(dispatcher)
+        assign(dispatcher, may_publish=may_publish)
 
-    def noting(published: PublishedTasks) -> list[Task]:
-        found = withdraw_all(published)
+    def noting(published: PublishedTasks, give: Any) -> list[Task]:
+        found = withdraw_all(published, give)
         withdrawn.append(len(found))
         return found
 
