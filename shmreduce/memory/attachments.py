@@ -26,6 +26,7 @@ from shmreduce.errors import (
     ForeignSegmentError,
     InvalidHandleError,
     LeaseTimeoutError,
+    PluginError,
     ProducerDied,
     SegmentError,
     SegmentGoneError,
@@ -37,7 +38,7 @@ from shmreduce.memory.layout import HAD_AS_BYTES, LOCK_TRANSFER, Layout
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.processes import is_alive
 from shmreduce.memory.segment import Segment
-from shmreduce.memory.segment_file import check_file, check_opened
+from shmreduce.memory.segment_file import check_file, check_opened, used_slots
 from shmreduce.memory.sweep import sweep
 from shmreduce.signals import is_from_system
 from shmreduce.strategies import find_strategy
@@ -504,7 +505,7 @@ def _open_at_sender_or_maker(strategy: SharingStrategy, handle: Handle) -> Segme
         # raised if the maker does not have it either is about the sender: it may have ended, and
         # left the segment in the mailbox.
         if handle.maker_locator:
-            with suppress(*_NOT_THERE):
+            with suppress(*_NOT_THERE, ForeignSegmentError, SegmentError, PluginError):
                 return _open_at(handle.maker_locator, strategy, handle)
         raise
 
@@ -567,5 +568,4 @@ def _is_astray(letter: Letter, fd: int, patience: float) -> bool:
 
 def _has_messages(fd: int, layout: Layout) -> bool:
     """Return whether a segment has any unread message, whoever sent it."""
-    data = os.pread(fd, 8 * layout.slots, layout.slot_words)
-    return any(word & ~NONCE_MASK == MESSAGE for word in memoryview(data).cast("Q"))
+    return any(word & ~NONCE_MASK == MESSAGE for word in used_slots(fd, layout))

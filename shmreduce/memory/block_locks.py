@@ -67,6 +67,10 @@ class BlockLocks:
             if locks.identity_of(self.lock_fd) != self._identity:
                 raise closed_by_somebody(self.lock_fd, self.token)
             locked = locks.try_request(self.lock_fd, request, later=True)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            raise closed_by_somebody(self.lock_fd, self.token) from error
         finally:
             if not locked:
                 # An exception may have come after the lock was taken, before the assignment. Of

@@ -23,7 +23,7 @@ from shmreduce.memory import locks
 from shmreduce.memory.layout import LOCK_OWNER, SHARED, Layout, SegmentHeader
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
 from shmreduce.memory.runtime import current
-from shmreduce.memory.segment_file import check_file
+from shmreduce.memory.segment_file import check_file, used_slots
 from shmreduce.memory.sweep import abandoned, names_of, sweep
 from shmreduce.process_registry import get_registry
 from shmreduce.strategies import reason_against
@@ -278,8 +278,7 @@ def look_at(path: str) -> SegmentState | None:
 def _describe(fd: int, header: SegmentHeader, path: str) -> SegmentState:
     layout = Layout.of(header)
     capacities = _table(fd, layout.capacities, layout.blocks)
-    words = _table(fd, layout.slot_words, layout.slots)
-    used = [word for word in words.tolist() if word]
+    used = list(used_slots(fd, layout))
     messages = sum(1 for word in used if word & ~NONCE_MASK == MESSAGE)
     return SegmentState(
         token=header.token.hex(),

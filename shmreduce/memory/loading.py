@@ -392,8 +392,9 @@ def _end_known(known: Block, slot: int, nonce: int) -> None:
     segment = record.segment
     try:
         ended = segment.consume(record.block, record.generation, slot, nonce)
-    except LeaseTimeoutError:
-        # A stopped process has the lock: the message stays, but the array is loaded anyway.
+    except (LeaseTimeoutError, SegmentError):
+        # A stopped process has the lock, or other code has closed the descriptors here: the
+        # message stays, but the array is loaded anyway.
         return
     if ended and segment.handed_over:
         current().attachments.tidy_mailbox()

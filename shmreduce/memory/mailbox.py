@@ -31,6 +31,10 @@ _SO_PEEK_OFF = 42
 _LETTER = struct.Struct("<16s16s??6xd")
 # slot, nonce
 _UNREAD = struct.Struct("<IQ")
+_SIZE = 104 << 10
+"""Bytes of SO_SNDBUF, which the kernel doubles (socket(7)): room for some hundred letters. That is
+Linux's default. Twice as much is the default of ``net.core.wmem_max``, up to which anybody may go.
+"""
 _MOST_UNREAD = 4096
 """The most messages that a letter names, since it must fit into one packet."""
 
@@ -105,7 +109,9 @@ class Mailbox(NamedTuple):
         receiver, sender = seqpacket_pair()
         receiver.setblocking(False)
         sender.setblocking(False)
-        return cls(receiver, sender)
+        made = cls(receiver, sender)
+        made._make_size(_SIZE)
+        return made
 
     def close(self) -> None:
         """Close both ends."""
@@ -171,16 +177,23 @@ class Mailbox(NamedTuple):
         ``is_read`` gets a letter and a descriptor of its segment. Only the first letter can
         be removed, so one that stays is moved to the end: a copy is posted before the
         original is removed. If the process is killed in between, the letter is there twice,
-        which does no harm.
+        which does no harm. Even a full mailbox has room for the copy meanwhile.
         """
         count = 0
         for _, fd in self.letters():
             _close(fd)
             count += 1
-        for _ in range(count):
-            first = next(iter(self.letters()), None)
-            if first is None or not self._settle(*first, is_read, family):
-                return
+        self._make_size(2 * _SIZE)
+        try:
+            for _ in range(count):
+                first = next(iter(self.letters()), None)
+                if first is None or not self._settle(*first, is_read, family):
+                    return
+        finally:
+            self._make_size(_SIZE)
+
+    def _make_size(self, nbytes: int) -> None:
+        self.sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
     def _settle(
         self, letter: Letter, fd: int, is_read: Callable[[Letter, int], bool], family: bytes
@@ -192,7 +205,7 @@ class Mailbox(NamedTuple):
             if not is_read(letter, fd):
                 self.post(letter, fd, family)
         except OSError:
-            # The mailbox is full, or too many descriptors are in flight.
+            # Too many descriptors are in flight, or net.core.wmem_max leaves no room.
             return False
         finally:
             os.close(fd)

@@ -198,7 +198,9 @@ class Runtime:
         """End messages that nobody is going to read."""
         timeout = get_settings().message_timeout
         for segment in self.attachments.segments():
-            segment.give_up(timeout)
+            # Other code may have closed its descriptors: its messages end with this process.
+            with suppress(SegmentError):
+                segment.give_up(timeout)
 
     def on_growth(self) -> None:
         """Look after a heap that has grown."""

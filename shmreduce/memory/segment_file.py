@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 from shmreduce.contracts import SegmentFile
 from shmreduce.errors import ForeignSegmentError, PluginError, SegmentError
 from shmreduce.memory.handle import LONGEST_LOCATOR
-from shmreduce.memory.layout import SegmentHeader
+from shmreduce.memory.layout import CHUNK_SLOTS, SegmentHeader
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shmreduce.contracts import SharingStrategy
+    from shmreduce.memory.layout import Layout
 
 __all__ = [
     "check_answer",
@@ -30,8 +33,10 @@ __all__ = [
     "locator_of",
     "reserve_pages",
     "room_left",
+    "used_slots",
 ]
 
+_NONE_IN_USE = bytes(8 * CHUNK_SLOTS)
 _RESERVED_AT_ONCE = 16 << 20
 """Bytes."""
 
@@ -58,6 +63,16 @@ def room_left(fd: int) -> int | None:
     """
     status = os.fstatvfs(fd)
     return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def used_slots(fd: int, layout: Layout) -> Iterator[int]:
+    """Yield the words of a segment's lease slots that are in use, whoever has it open."""
+    for first in range(0, layout.slots, CHUNK_SLOTS):
+        chunk = os.pread(fd, len(_NONE_IN_USE), layout.slot_words + 8 * first)
+        # Most chunks are nobody's.
+        if chunk != _NONE_IN_USE:
+            words = memoryview(chunk)[: len(chunk) & -8].cast("Q")
+            yield from filter(None, words.tolist())
 
 
 def contract_broken(strategy: SharingStrategy, call: str, what: str) -> PluginError:

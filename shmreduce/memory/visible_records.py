@@ -64,10 +64,16 @@ class VisibleRecords:
                 continue
             group = self._groups.get(when, deque())
             self._empty(group, release)
-            if not group:
-                self._groups.pop(when, None)
-                # What another thread has added before it could see that.
-                self._empty(group, release)
+            if group:
+                continue
+            # Perhaps another one by now, and what another thread has added to it before it could
+            # see that it is dropped.
+            dropped = self._groups.pop(when, deque())
+            try:
+                self._empty(dropped, release)
+            finally:
+                while dropped:
+                    self.add(dropped.popleft())
 
     @staticmethod
     def _empty(group: deque[Record], release: Callable[[Record], object]) -> None:

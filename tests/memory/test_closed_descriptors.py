@@ -212,3 +212,25 @@ def test_descriptors_that_are_closed_are_a_named_error_to_who_sends() -> None:
         return not unraisable
 
     assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.filterwarnings("ignore::shmreduce.ShmreduceWarning")
+@pytest.mark.usefixtures("strategy")
+def test_messages_are_ended_or_left_without_an_error(tmp_path: Path) -> None:
+    """To give messages up, or to load one about an array that is here, needs no lock then."""
+    path, answer = tmp_path / "file", tmp_path / "answer"
+    path.write_bytes(bytes(100))
+
+    def child() -> bool:
+        shared = shmreduce.full(LENGTH, 2.0)
+        messages = [bytes(ForkingPickler.dumps(shared)) for _ in range(2)]
+        close_all_but()
+        take_all_numbers(path)
+        again = ForkingPickler.loads(messages[0])
+        with shmreduce.install(message_timeout=1e-9):
+            runtime.current().give_up()
+        answer.write_text(str(bool((again == 2).all())))
+        return True
+
+    status = wait_for_exit(in_forked_child(child))
+    assert (status, answer.read_text()) == (0, "True")

@@ -600,6 +600,49 @@ def test_a_record_that_comes_before_its_empty_group_is_dropped_is_released_too()
     assert (released, len(records)) == ([first, late], 0)
 
 
+def test_a_group_that_took_the_place_of_an_empty_one_is_not_lost_with_it() -> None:
+    """While one thread releases the last record, another drops the group, a third adds one."""
+    records = VisibleRecords(ForkLedger())
+    first, late = (SimpleNamespace(birth=0, death=0, name=name) for name in ("first", "late"))
+    released: list[Any] = []
+
+    def release(record: Any) -> None:
+        released.append(record)
+        if record is first:
+            records.release_unseen(released.append)
+            records.add(cast("Any", late))
+
+    records.add(cast("Any", first))
+    records.release_unseen(release)
+    assert (released, len(records)) == ([first, late], 0)
+
+
+def test_an_exception_in_a_release_leaves_the_other_records() -> None:
+    """They are released by the next call, in whichever group they are."""
+    records = VisibleRecords(ForkLedger())
+    three = [SimpleNamespace(birth=0, death=0, name=name) for name in "abc"]
+    released: list[Any] = []
+
+    class Overtaken(dict[Any, Any]):
+        def pop(self, *arguments: Any) -> Any:
+            if three[1] not in released:
+                for late in three[1:]:
+                    records.add(cast("Any", late))
+            return super().pop(*arguments)
+
+    def release(record: Any) -> None:
+        released.append(record)
+        if record is three[1]:
+            raise KeyboardInterrupt
+
+    records._groups = Overtaken()
+    records.add(cast("Any", three[0]))
+    with pytest.raises(KeyboardInterrupt):
+        records.release_unseen(release)
+    records.release_unseen(release)
+    assert (released, len(records)) == (three, 0)
+
+
 def test_a_destructor_that_forks_in_the_thread_for_idle_memory_waits_for_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,7 +20,7 @@ from shmreduce import AttachError, Message, import_block
 from shmreduce.memory import loading, locks, runtime
 from shmreduce.memory.handle import Handle
 from shmreduce.memory.inspection import process_state
-from shmreduce.memory.mailbox import Mailbox
+from shmreduce.memory.mailbox import Letter, Mailbox
 from shmreduce.testing.processes import OtherProcess
 from tests.conftest import STRATEGIES, letters
 from tests.memory.waiting import PATIENCE, eventually, receive
@@ -28,7 +28,6 @@ from tests.memory.waiting import PATIENCE, eventually, receive
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shmreduce.memory.mailbox import Letter
     from shmreduce.memory.segment import Segment
     from tests.conftest import Children
 
@@ -583,3 +582,26 @@ def test_an_unread_message_goes_with_its_channel_and_process() -> None:
         assert process_state().unread == 1
         with shmreduce.install(message_timeout=0.001):
             eventually(lambda: process_state().unread == 0, "the message is given up")
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_a_full_mailbox_is_tidied_wherever_a_letter_stays(kept: int) -> None:
+    """Also if it is the first, which must be moved to the end: there is room for that."""
+    mailbox, family = Mailbox.made(), bytes(16)
+    file = os.memfd_create("segment")
+    tokens = [number.to_bytes(16, "big") for number in range(5000)]
+    try:
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            for token in tokens:
+                mailbox.post(Letter(token, [(1, 1)], complete=True), file, family)
+        mailbox.tidy(lambda letter, _: letter.token != tokens[kept], family)
+        left = list(mailbox.letters())
+        assert [letter.token for letter, _ in left] == [tokens[kept]]
+        os.close(left[0][1])
+        # Its size is what it was.
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            for token in tokens[:400]:
+                mailbox.post(Letter(token, [(1, 1)], complete=True), file, family)
+    finally:
+        os.close(file)
+        mailbox.close()
