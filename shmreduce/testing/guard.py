@@ -35,6 +35,8 @@ def no_leaks(request: pytest.FixtureRequest, patience: float = 5.0) -> Iterator[
     yield
     if request.session.testsfailed > failed:
         return
+    # pytest keeps the values of fixtures that have ended here, until all have.
+    getattr(request.node, "funcargs", {}).clear()
     leaks = find_leaks(before, patience)
     if leaks:
         listed = "\n".join(f"  {leak}" for leak in leaks)

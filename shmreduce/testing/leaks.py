@@ -14,10 +14,11 @@ import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import shmreduce
 from shmreduce.memory.inspection import all_names, look_at, process_state
@@ -178,5 +179,11 @@ def _standard_library_descriptors() -> set[int]:
     """Return descriptors that multiprocessing opens on first use and keeps."""
     tracker = multiprocessing.resource_tracker._resource_tracker
     server = multiprocessing.forkserver._forkserver
-    kept = (getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None))
+    kept = [getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None)]
+    # By which it gives connections to other processes.
+    sharer: Any = sys.modules.get("multiprocessing.resource_sharer")
+    listener = getattr(getattr(sharer, "_resource_sharer", None), "_listener", None)
+    opened = getattr(getattr(listener, "_listener", None), "_socket", None)
+    if opened is not None:
+        kept.append(opened.fileno())
     return {fd for fd in kept if fd is not None}

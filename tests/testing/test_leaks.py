@@ -189,8 +189,10 @@ CONFTEST = """
 """
 
 GUARDED = """
+    import multiprocessing
     import os
     import numpy as np
+    import pytest
     import shmreduce
     from multiprocessing.reduction import ForkingPickler
 
@@ -202,6 +204,19 @@ GUARDED = """
     def test_message(shmreduce_no_leaks):
         with shmreduce.install():
             ForkingPickler.dumps(np.zeros(100_000))
+
+    @pytest.fixture
+    def shared():
+        return shmreduce.zeros(10)
+
+    def test_fixture(shmreduce_no_leaks, shared):
+        pass
+
+    def test_connection(shmreduce_no_leaks):
+        here, there = multiprocessing.Pipe()
+        with here, there:
+            here.send(there)
+            there.recv().close()
 
     def test_descriptor(shmreduce_no_leaks):
         os.open("/etc/hosts", os.O_RDONLY)
@@ -218,7 +233,7 @@ def test_the_fixture_fails_tests_that_leak(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(GUARDED)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
-    result.assert_outcomes(passed=4, errors=3)
+    result.assert_outcomes(passed=6, errors=3)
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of test_array*",
