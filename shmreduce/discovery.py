@@ -1,6 +1,6 @@
 """Loads plugins and says what became of each.
 
-May import :mod:`shmreduce.errors`, :mod:`shmreduce.contracts`,
+May import :mod:`shmreduce.errors`, ``free_descriptors``, :mod:`shmreduce.contracts`,
 :mod:`shmreduce.settings`, :mod:`shmreduce.hookspecs`, :mod:`shmreduce.registry`,
 :mod:`shmreduce.entry_points`, ``plugin``, ``plugin_import``, :mod:`shmreduce.signals` and
 pluggy.
@@ -32,6 +32,7 @@ from shmreduce.errors import (
     ShmreduceWarning,
     StrategyConflictError,
 )
+from shmreduce.free_descriptors import refuse_lack
 from shmreduce.plugin import Plugin, wanted_by
 from shmreduce.plugin_import import Importer
 from shmreduce.signals import is_from_handler
@@ -291,7 +292,10 @@ class Plugins:
         if self._manager.is_registered(plugin.instance):
             # Not withdrawn: the registration belongs to the other entry point.
             other = self._owner_of(plugin.instance, but=plugin)
-            plugin.status, plugin.reason = "broken", f"it is the same object as {other.origin}"
+            # pluggy compares plugins by ==.
+            is_same = other.instance is plugin.instance
+            how = "it is the same object as" if is_same else "its object equals that of"
+            plugin.status, plugin.reason = "broken", f"{how} {other.origin}"
             return
         self._manager.register(plugin.instance, plugin.name)
         # Without these, pluggy would silently ignore a misspelt hook, and one without its mark.
@@ -331,6 +335,7 @@ class Plugins:
             if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
                 # Not the plugin's fault: the next call asks all plugins again.
                 raise
+            refuse_lack(error, f"call the hooks of {plugin.origin}")
             self._withdraw(plugin)
             plugin.reducers, plugin.strategies, plugin.array_factory = [], [], None
             plugin.status, plugin.reason = "broken", f"{type(error).__name__}: {error}"
@@ -341,7 +346,9 @@ class Plugins:
         return next(
             each
             for each in self._plugins
-            if each.instance is instance and each.name == name and each is not but
+            if each.name == name
+            and each is not but
+            and each.instance is self._manager.get_plugin(each.name)
         )
 
     def _ask(self, plugin: Plugin) -> None:
@@ -394,8 +401,12 @@ class Plugins:
 
     def _withdraw(self, plugin: Plugin) -> None:
         plugin.conflict = None
-        if plugin.instance is not None and self._manager.is_registered(plugin.instance):
-            self._manager.unregister(plugin.instance)
+        # By name: pluggy would take an equal object for this one.
+        if (
+            plugin.instance is not None
+            and self._manager.get_plugin(plugin.name) is plugin.instance
+        ):
+            self._manager.unregister(name=plugin.name)
         registered = {id(claim.reducer) for claim in self.registry.reducers()}
         for reducer in plugin.reducers:
             if id(reducer) in registered:

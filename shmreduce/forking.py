@@ -35,6 +35,7 @@ that wins over the registry. A subclass of ``ForkingPickler`` with its own
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.process import BaseProcess
@@ -124,9 +125,9 @@ class Installation:
                 later[0]._before = self._before
             else:
                 set_settings(self._before)
-                runtime.prepare_for_children()
             del _state.installations[position]
             _apply()
+        _settle_down()
 
     def __enter__(self) -> Self:
         return self
@@ -222,11 +223,10 @@ def uninstall() -> None:
     """
     with _state.lock:
         if _state.installations:
-            before = _state.installations[0]._before
-            set_settings(before)
-            runtime.prepare_for_children()
+            set_settings(_state.installations[0]._before)
             _state.installations.clear()
             _apply()
+    _settle_down()
 
 
 # State
@@ -259,11 +259,25 @@ def _install(settings: Settings, *, override: bool) -> Installation:
         runtime.prepare_for_children()
     except BaseException:
         set_settings(before)
+        # Picklers ask the registry as it is, so it must be that of these settings again.
+        with suppress(ShmreduceError):
+            get_registry()
         raise
     installation = Installation(settings, before, override=override, outranked=outranked)
     _state.installations.append(installation)
     _apply()
     return installation
+
+
+def _settle_down() -> None:
+    """Load the plugins, and choose the strategy, of the settings that are in force again.
+
+    Without the lock: a plugin may be imported, whose module may install. Where the settings do
+    not work without those of the installation, whoever needs them gets the error. This is not
+    the place for it: the installation has ended, and its block may have raised another one.
+    """
+    with suppress(ShmreduceError):
+        runtime.prepare_for_children()
 
 
 def _apply() -> None:

@@ -11,7 +11,7 @@ import os
 from shmreduce.errors import SegmentError
 from shmreduce.signals import is_from_system
 
-__all__ = ["EXHAUSTED", "need_descriptors"]
+__all__ = ["EXHAUSTED", "need_descriptors", "refuse_lack"]
 
 EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE))
 """The system's errors when no descriptor is free."""
@@ -48,13 +48,45 @@ def need_descriptors(count: int, purpose: str) -> None:
         if error.errno not in EXHAUSTED:
             # This says nothing of free descriptors: the container may have no /dev/null.
             return
-        raise SegmentError(
-            f"no descriptor is free to {purpose}: {error.strerror}. Close files, or raise the "
-            "limit of open files (ulimit -n), and try again",
-            operation="open",
-            errno=error.errno,
-            segment=None,
-        ) from error
+        raise _lack(purpose, error) from error
     finally:
         for each in opened:
             os.close(each)
+
+
+def refuse_lack(error: BaseException, purpose: str) -> None:
+    """Raise an error if no descriptor was free, according to an error or what has led to it.
+
+    For use after a call that failed, before its failure is remembered.
+
+    Parameters
+    ----------
+    error : BaseException
+        What the call has raised.
+    purpose : str
+        What the call was for; stands in the message.
+
+    Raises
+    ------
+    SegmentError
+        If they were not free.
+
+    Examples
+    --------
+    >>> refuse_lack(ValueError("wrong"), "look for plugins")
+    """
+    reason: BaseException | None = error
+    while reason is not None:
+        if isinstance(reason, OSError) and reason.errno in EXHAUSTED:
+            raise _lack(purpose, reason) from error
+        reason = reason.__cause__ or reason.__context__
+
+
+def _lack(purpose: str, error: OSError) -> SegmentError:
+    return SegmentError(
+        f"no descriptor is free to {purpose}: {error.strerror}. Close files, or raise the "
+        "limit of open files (ulimit -n), and try again",
+        operation="open",
+        errno=error.errno or 0,
+        segment=None,
+    )

@@ -10,8 +10,9 @@ its metadata::
 
 and that implements one or more of the functions below. The hooks for reducers
 and strategies are called once, when the plugin is loaded; those for the array
-factory and the memory handlers each time that these are needed. A plugin is
-broken if it marks a function of any other name with :data:`hookimpl`.
+factory and the memory handlers when these are first needed, and again after the
+settings or the plugins have changed. A plugin is broken if it marks a function
+of any other name with :data:`hookimpl`.
 """
 
 from __future__ import annotations

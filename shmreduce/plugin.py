@@ -147,9 +147,10 @@ class Plugin:
             reducers=tuple(
                 each if isinstance(each, str) else qualified_name(each)
                 for reducer in self.reducers
-                for each in reducer.types
+                # What a plugin in conflict has returned besides was never checked.
+                for each in getattr(reducer, "types", ())
             ),
-            strategies=tuple(strategy.name for strategy in self.strategies),
+            strategies=tuple(str(getattr(each, "name", each)) for each in self.strategies),
             array_factory=self.array_factory is not None,
             unusable=tuple(self._unusable()) if ask and self.status == "loaded" else (),
         )

@@ -1,6 +1,6 @@
 """Imports plugins, though other threads, or the plugins themselves, may be doing so.
 
-May import ``plugin``, ``signals`` and, for types alone, ``settings``.
+May import ``free_descriptors``, ``plugin``, ``signals`` and, for types alone, ``settings``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shmreduce.free_descriptors import refuse_lack
 from shmreduce.plugin import wanted_by
 from shmreduce.signals import is_from_handler
 
@@ -58,12 +59,16 @@ class Importer:
         self._here.plugins.append((plugin, settings))
         try:
             instance = plugin.entry_point.load()
+            if instance is None:
+                # Otherwise it would count as not imported, and be imported again each time.
+                raise TypeError("the entry point names None")
         except BaseException as error:
             # BaseException: PyO3's PanicException does not derive from Exception, and a
             # script that an entry point names by mistake may call sys.exit().
             if isinstance(error, KeyboardInterrupt) or is_from_handler(error):
                 # Not the plugin's fault: the next call imports it again.
                 raise
+            refuse_lack(error, f"import {plugin.origin}")
             if _is_deadlock(error) or plugin.is_half_imported:
                 return None
             return Imported(plugin, wanted, failure=f"{type(error).__name__}: {error}")

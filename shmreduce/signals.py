@@ -5,6 +5,7 @@ Imports nothing of shmreduce.
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from typing import TYPE_CHECKING
@@ -63,6 +64,8 @@ def is_from_handler(error: BaseException) -> bool:
 def _codes_of_handlers() -> Iterator[CodeType]:
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
         if callable(handler):
             # A function or method has __code__; of another object, __call__ may have it.
             for each in (handler, type(handler).__call__):

@@ -102,8 +102,6 @@ def _take_lease(description: Description, handle: bytes) -> Block:
     try:
         lease = import_block(handle)
     except ProducerDied as error:
-        if _is_alive(current(), description):
-            raise _forwarder_died(description, error) from error
         raise _died(description) from error
     except StaleHandleError as error:
         raise CudaExpiredError(
@@ -167,15 +165,6 @@ def _died(description: Description) -> CudaProducerDied:
         pid=description.pid,
         segment=None,
         locator=None,
-    )
-
-
-def _forwarder_died(description: Description, error: ProducerDied) -> CudaProducerDied:
-    return CudaProducerDied(
-        "the process that forwarded the CUDA array was killed before the message was read, so the "
-        f"message is lost; process {description.pid}, which owns the array's memory, is alive: "
-        "send it again",
-        **error.fields,
     )
 
 

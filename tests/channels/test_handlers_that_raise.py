@@ -39,7 +39,7 @@ FORK: Any = shmreduce.get_context("fork")
 SIZE = 1 << 17
 
 
-@pytest.fixture(params=["function", "method", "object"])
+@pytest.fixture(params=["function", "method", "object", "partial"])
 def alarm(request: pytest.FixtureRequest) -> Iterator[None]:
     """SIGALRM is handled by raising TimeoutError, as by those who wait for some time only."""
 
@@ -56,6 +56,7 @@ def alarm(request: pytest.FixtureRequest) -> Iterator[None]:
         "function": give_up,
         "method": Handler().give_up,
         "object": Handler(),
+        "partial": functools.partial(Handler.give_up, Handler()),
     }
     before = signal.signal(signal.SIGALRM, handlers[request.param])
     yield

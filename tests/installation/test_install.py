@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pytest
 
 import shmreduce
@@ -31,6 +32,8 @@ from shmreduce import (
     unpickling,
 )
 from shmreduce.memory.handle import MARK
+from shmreduce.memory.loading import discard_message
+from shmreduce.settings import set_settings
 from tests.conftest import registered
 
 if TYPE_CHECKING:
@@ -179,6 +182,39 @@ def test_failed_install_changes_nothing(arguments: dict[str, Any], error: type) 
             install(**arguments)
         assert snapshot() == within
     assert snapshot() == before
+
+
+@pytest.mark.parametrize("ends", ["block", "uninstall"])
+def test_an_installation_ends_though_the_settings_before_it_do_not_work(ends: str) -> None:
+    """Whoever needs them gets their error, but not the end of the block."""
+    before = get_settings()
+    set_settings(before.changed(strategy="bogus"))
+    try:
+        made = install("file_system")
+        if ends == "block":
+            with pytest.raises(ZeroDivisionError), made:
+                raise ZeroDivisionError
+        else:
+            shmreduce.uninstall()
+        assert not made.installed
+        assert get_settings().strategy == "bogus"
+        assert pickle.loads(ForkingPickler.dumps([1])) == [1]
+        assert "reducer_override" not in vars(ForkingPickler)
+        with pytest.raises(shmreduce.UnknownStrategyError):
+            shmreduce.get_sharing_strategy()
+    finally:
+        set_settings(before)
+
+
+def test_a_failed_install_leaves_the_plugins_of_the_settings_before() -> None:
+    """An array travels as before the call, although the call would have blocked its plugin."""
+    array = np.zeros(1 << 20)
+    with install():
+        with pytest.raises(shmreduce.UnknownStrategyError):
+            install("teleport", blocked=("numpy",))
+        message = ForkingPickler.dumps(array)
+        assert len(message) < 1000
+        discard_message(bytes(message))
 
 
 def test_subclasses_follow_the_reducer(reducer: Reducer) -> None:

@@ -21,6 +21,7 @@ from shmreduce import (
     Reducer,
     ReducerConflictError,
     ReducerError,
+    SegmentError,
     Settings,
     ShmreduceWarning,
     StrategyConflictError,
@@ -47,6 +48,7 @@ from shmreduce.process_registry import (
 from shmreduce.registry import Registry
 from shmreduce.settings import get_settings, set_settings
 from tests.conftest import PATIENCE
+from tests.faults.injection import no_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -338,6 +340,72 @@ def test_one_module_by_two_names(installer: Installer) -> None:
     synchronise(plugins, Settings(blocked=("zz",)))
     assert [report.status for report in plugins.reports()] == ["loaded", "blocked"]
     assert made_by(plugins) == "the array"
+
+
+def test_objects_that_are_equal_are_told_apart(installer: Installer) -> None:
+    """One of them is refused, and the other stays whole."""
+    source = (
+        FACTORY.format(made="the array")
+        + """
+    class Equal:
+        def __hash__(self):
+            return 1
+
+        def __eq__(self, other):
+            return True
+
+        shmreduce_array_factory = staticmethod(shmreduce_array_factory)
+
+    one, two = Equal(), Equal()
+"""
+    )
+    installer.install("zz", source)
+    module = importlib.import_module("plugin_module_zz")
+    points = [
+        EntryPoint(name, f"{module.__name__}:{name}", "shmreduce") for name in ("one", "two")
+    ]
+    plugins = Plugins(Registry(), points)
+    with pytest.warns(ShmreduceWarning, match="its object equals that of plugin"):
+        synchronise(plugins, Settings())
+    assert sorted(report.status for report in plugins.reports()) == ["broken", "loaded"]
+    assert made_by(plugins) == "the array"
+
+
+def test_an_entry_point_that_names_none_is_broken(installer: Installer) -> None:
+    """It is not imported again with each message."""
+    installer.install("zz", "plugin = None")
+    plugins = Plugins(Registry(), [EntryPoint("none", "plugin_module_zz:plugin", "shmreduce")])
+    with pytest.warns(ShmreduceWarning, match="the entry point names None"):
+        synchronise(plugins, Settings())
+    assert report_of(plugins, "none").status == "broken"
+    assert list(plugins.import_wanted(Settings())) == []
+
+
+def test_a_plugin_is_not_broken_for_lack_of_descriptors(installer: Installer) -> None:
+    """It is imported when some are free: the caller gets an error that may pass."""
+    installer.install(
+        "zz",
+        "import os\nos.close(os.open(os.devnull, os.O_RDONLY))\n"
+        + FACTORY.format(made="the array").replace("\n    ", "\n"),
+    )
+    plugins = installer.plugins()
+    importlib.invalidate_caches()
+    with no_descriptors(), pytest.raises(SegmentError, match="no descriptor is free to import"):
+        synchronise(plugins, Settings())
+    synchronise(plugins, Settings())
+    assert report_of(plugins, "zz").status == "loaded"
+
+
+def test_a_conflict_of_a_plugin_that_gives_more_is_told(installer: Installer) -> None:
+    """What else it gives was not checked then, and need not have a name."""
+    source = REDUCER.format(claimed="example.X")
+    installer.install("aa", source)
+    nameless = STRATEGY.format(name="x").replace('name = "x"', "pass")
+    installer.install("bb", source + nameless)
+    plugins = installer.plugins()
+    with pytest.raises(ReducerConflictError):
+        synchronise(plugins, Settings())
+    assert {report.status for report in plugins.reports()} == {"loaded", "conflict"}
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,13 @@ def test_a_locator_that_is_no_text_is_the_plugins_fault() -> None:
     strategy = Mute()
     get_registry().register_strategy(strategy, "test")
     try:
-        with shmreduce.install(strategy="mute"):
-            before = take_census()
-            with pytest.raises(PluginError, match="'mute' returned None"):
-                ForkingPickler.dumps(memoryview(bytearray(1_000_000)))
-            assert find_leaks(before) == []
+        before = take_census()
+        with (
+            shmreduce.install(strategy="mute"),
+            pytest.raises(PluginError, match="'mute' returned None"),
+        ):
+            ForkingPickler.dumps(memoryview(bytearray(1_000_000)))
+        assert find_leaks(before) == []
     finally:
         get_registry().unregister_strategy(strategy)
 
