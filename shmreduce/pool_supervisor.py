@@ -316,7 +316,7 @@ class Supervisor:
     def join(self, timeout: float | None = None) -> None:
         """Wait until all workers have ended, for ``timeout`` seconds at most."""
         if threading.current_thread() is not self.thread and self.thread.ident is not None:
-            # Of a signal handler that has interrupted a call: the call cannot go on before.
+            # A signal handler may have interrupted a call, which cannot go on before this returns.
             self._dispatcher.abandon_those_of(threading.get_ident(), self._abandoned())
             self.wake()
             self.thread.join(timeout)
