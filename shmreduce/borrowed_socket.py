@@ -47,7 +47,7 @@ def ask_socket(fd: int, question: Callable[[socket.socket], _Answer]) -> _Answer
     # Ctrl-C may come as soon as the object has the descriptor.
     borrowed = socket.socket.__new__(socket.socket)
     try:
-        borrowed.__init__(type=AS_IT_IS, fileno=fd)  # type: ignore[misc]
+        socket.socket.__init__(borrowed, type=AS_IT_IS, fileno=fd)
         return question(borrowed)
     finally:
         # Without this, dropping the object would close the descriptor.

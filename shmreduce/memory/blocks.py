@@ -458,6 +458,8 @@ class LiveBlocks:
 
     def settle(self) -> None:
         """Try again to release the blocks that could not be released at once."""
+        if not self._waiting and not self._seen_by_children.groups:
+            return
         for _ in range(len(self._waiting)):
             try:
                 record = self._waiting.popleft()
@@ -465,8 +467,7 @@ class LiveBlocks:
                 break
             if not self._end(record):
                 self._waiting.append(record)
-        if self._seen_by_children:
-            self._seen_by_children.release_unseen(self._release)
+        self._seen_by_children.release_unseen(self._release)
 
     @property
     def unsettled(self) -> int:

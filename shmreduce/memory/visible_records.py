@@ -32,21 +32,19 @@ class VisibleRecords:
 
     def __init__(self, ledger: ForkLedger) -> None:
         self._ledger = ledger
-        self._groups: dict[tuple[int, int], deque[Record]] = {}
+        self.groups: dict[tuple[int, int], deque[Record]] = {}
+        """By birth and death. If there are none, there are no records."""
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._groups.values())))
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+        return sum(map(len, list(self.groups.values())))
 
     def add(self, record: Record) -> None:
         """Keep a record whose ``birth`` and ``death`` are final."""
         when = record.birth, record.death
         while True:
-            group = self._groups.setdefault(when, deque())
+            group = self.groups.setdefault(when, deque())
             group.append(record)
-            if self._groups.get(when) is group:
+            if self.groups.get(when) is group:
                 return
             # An emptied group has been dropped meanwhile, after or before this record came in.
             try:
@@ -59,16 +57,16 @@ class VisibleRecords:
 
         It may add the record again. If an exception comes, all but that record stay here.
         """
-        for when in list(self._groups):
+        for when in list(self.groups):
             if self._ledger.visible(*when):
                 continue
-            group = self._groups.get(when, deque())
+            group = self.groups.get(when, deque())
             self._empty(group, release)
             if group:
                 continue
             # Perhaps another one by now, and what another thread has added to it before it could
             # see that it is dropped.
-            dropped = self._groups.pop(when, deque())
+            dropped = self.groups.pop(when, deque())
             try:
                 self._empty(dropped, release)
             finally:

@@ -42,6 +42,19 @@ if __name__ == "__main__":
 """
 
 
+def output_of(program: str, *arguments: str) -> str:
+    """Return what a program prints, which must not print anything on standard error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     ("how", "number"), [("missing", "0"), ("forbidden", "1"), ("forbidden", "38")]
 )
@@ -49,15 +62,14 @@ def test_without_memfd_all_goes_by_files(how: str, number: str) -> None:
     """Where ``os.memfd_create``, and the names of the locks, are missing, as in Pythons that are
     built for old C libraries, or the call is forbidden, the other strategy does everything.
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, how, number],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.split("\n") == ["file_system", "100000", "100000", "[(0, 0)]", "True", ""]
-    assert done.stderr == ""
+    assert output_of(PROGRAM, how, number).split("\n") == [
+        "file_system",
+        "100000",
+        "100000",
+        "[(0, 0)]",
+        "True",
+        "",
+    ]
 
 
 NO_FORK = """
@@ -77,14 +89,6 @@ print(mp.__name__)
 
 def test_without_fork_the_import_says_so() -> None:
     """As on Windows: a program that catches the ImportError can use multiprocessing there."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", NO_FORK],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    said, used = done.stdout.splitlines()
+    said, used = output_of(NO_FORK).splitlines()
     assert said.startswith("shmreduce shmreduce needs an operating system with fork()")
     assert used == "multiprocessing"
-    assert done.stderr == ""

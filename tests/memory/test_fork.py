@@ -594,7 +594,7 @@ def test_a_record_that_comes_before_its_empty_group_is_dropped_is_released_too()
             return super().pop(*arguments)
 
     released: list[Any] = []
-    records._groups = Overtaken()
+    records.groups = Overtaken()
     records.add(cast("Any", first))
     records.release_unseen(released.append)
     assert (released, len(records)) == ([first, late], 0)
@@ -635,7 +635,7 @@ def test_an_exception_in_a_release_leaves_the_other_records() -> None:
         if record is three[1]:
             raise KeyboardInterrupt
 
-    records._groups = Overtaken()
+    records.groups = Overtaken()
     records.add(cast("Any", three[0]))
     with pytest.raises(KeyboardInterrupt):
         records.release_unseen(release)

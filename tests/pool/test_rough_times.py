@@ -575,8 +575,8 @@ def test_what_an_abandoned_list_drops_may_wake_its_pool() -> None:
         def __del__(self) -> None:
             result.abandon(TaskAbandonedError("again"))
 
-    result: MapResult[int] = MapResult(None, 1, 2)
-    result._pool, result._value = Wakes(), [Wakes(), None]  # type: ignore[assignment]
+    result: Any = MapResult(None, 1, 2)
+    result._pool, result._value = Wakes(), [Wakes(), None]
     within(lambda: result.abandon(TaskAbandonedError("gone")))
     with pytest.raises(TaskAbandonedError, match="gone"):
         result.get(PATIENCE)
@@ -665,7 +665,7 @@ def test_ctrl_c_leaves_an_executor_without_the_future_of_a_call_that_was_not_mad
 
     with ProcessPoolExecutor(1, FORK) as executor:
         with pytest.raises(KeyboardInterrupt):
-            executor.submit(abs, Struck())  # type: ignore[arg-type]
+            executor.submit(repr, Struck())
         assert executor._pending == set()
 
 
