@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,13 @@ import pytest
 
 import shmreduce
 from shmreduce import TaskAbandonedError, WorkerDied
+from shmreduce.compiled import PACKETS
 from shmreduce.pool import Pool
 from shmreduce.pool_results import ApplyResult, MapResult
+from tests.channels.channels import eventually
+from tests.compiler import needs_module
 from tests.conftest import PATIENCE
+from tests.pool.holding import held
 from tests.pool.work import (
     LARGE,
     broken_initializer,
@@ -34,6 +37,7 @@ from tests.pool.work import (
     release_kept_and_sleep,
     square,
     touch_and_sleep,
+    wait_for_files,
 )
 
 if TYPE_CHECKING:
@@ -146,17 +150,12 @@ def test_the_tries_are_counted() -> None:
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_an_answer_behind_one_that_is_lost_counts(
-    retries: int, monkeypatch: pytest.MonkeyPatch
+    retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker is killed with two answers unread, and the memory of the first goes with it:
     that task is tried again if it may be, the second has been done.
     """
-    holding, ready = threading.Event(), threading.Event()
-
-    def hold(_: int) -> None:
-        holding.set()
-        ready.wait(PATIENCE)
-
+    needs_module(PACKETS)
     answers = {}
 
     def answer(index: int, succeeded: bool, value: Any) -> None:
@@ -170,16 +169,18 @@ def test_an_answer_behind_one_that_is_lost_counts(
     with shmreduce.install(), Pool(1, context=FORK, retries=retries) as pool:
         pid = pool.apply(own_pid)
         sentinel = pool._supervisor.workers[0].sentinel
-        # While the pool's thread waits here it is given so much that some goes into the ring.
-        pool.apply_async(square, (1,), callback=hold)
-        assert holding.wait(PATIENCE)
-        calls: list[Any] = [(square, 1), (filled, 3), (own_pid, None), (end, "SIGKILL")]
+        # The first goes on until the others are in the ring: a worker that looks there before
+        # waits for the pool's thread, which waits in answer().
+        calls: list[Any] = [(functools.partial(wait_for_files, str(tmp_path)), 1), (filled, 3)]
+        calls += [(own_pid, None), (end, "SIGKILL")]
         calls += [(square, number) for number in range(5)]
-        result = pool.map_async(perform, calls, chunksize=1)
-        result.answer = answer  # type: ignore[method-assign]
-        # However long it takes to send them here, the tasks count as short.
-        monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
-        ready.set()
+        with held(pool, len(calls)):
+            result = pool.map_async(perform, calls, chunksize=1)
+            result.answer = answer  # type: ignore[method-assign]
+            # However long it takes to send them here, the tasks count as short.
+            monkeypatch.setattr("shmreduce.pool_dispatch._SHORT_TASK", PATIENCE)
+        eventually(lambda: len(pool._supervisor._dispatcher._published._tasks) == len(calls) - 1)
+        (tmp_path / "go").touch()
         with pytest.raises(WorkerDied):
             result.get(PATIENCE)
         pool.close()
