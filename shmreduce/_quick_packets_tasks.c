@@ -143,8 +143,9 @@ PyObject *claim_task(PyObject *module, PyObject *arguments)
         || open_ring(&ring, memory, room, owner) < 0)
         return NULL;
     while (task == NULL && (number = find_task(&ring, &place)) != 0) {
-        /* If the claim succeeds, it is this task's. */
+        /* If the claim succeeds, these are this task's. */
         uint64_t size = place->size;
+        uint64_t before = __atomic_load_n(&place->copied, __ATOMIC_ACQUIRE);
 
         if (size > ring.room - sizeof(struct place))
             break;
@@ -156,7 +157,10 @@ PyObject *claim_task(PyObject *module, PyObject *arguments)
             struct head *head = ring.memory.buf;
 
             memcpy(PyBytes_AsString(task), place->bytes, (size_t)size);
-            __atomic_store_n(&place->copied, number, __ATOMIC_RELEASE);
+            /* Not backwards: if the pool has taken this process for dead, it may have freed the
+             * place, and a later task may have been copied from there. */
+            __atomic_compare_exchange_n(&place->copied, &before, number, 0, __ATOMIC_RELEASE,
+                __ATOMIC_RELAXED);
             /* Perhaps less than another process has just written: that costs a longer search. */
             __atomic_store_n(&head->oldest, number, __ATOMIC_RELEASE);
         } else

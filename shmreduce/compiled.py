@@ -1,6 +1,6 @@
 """The parts of shmreduce that are written in C, and whether they can be used.
 
-Imports nothing of shmreduce. ``building`` compiles what is listed here.
+May import ``interpreter``. ``building`` compiles what is listed here.
 
 There are two kinds. The *allocator* is a plain C library, without which
 ``shared_allocations`` does not work. The others are extension modules, which do in one
@@ -14,6 +14,8 @@ import importlib
 import os
 from os.path import dirname, exists, join
 from typing import TYPE_CHECKING, NamedTuple
+
+from shmreduce.interpreter import is_free_threaded
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -106,6 +108,9 @@ def find_module(part: Part) -> tuple[ModuleType | None, str]:
     """
     if os.environ.get(_VARIABLE) == "0":
         return None, f"{_VARIABLE} is 0"
+    if is_free_threaded():
+        # Before the import: modules for other builds crash it, though it looks for their suffix.
+        return None, "this Python is a free-threaded build"
     if part.module is None or not exists(part.library):
         return None, "it was not built"
     try:

@@ -336,8 +336,17 @@ static int cover(const struct entry *entry, int flags)
     const struct range *range = &ranges[entry->range];
     void *address = (void *)(uintptr_t)entry->address;
     off_t offset = (off_t)(entry->address - range->address + range->offset);
-    return is_open(range) && mmap(address, entry->capacity, PROT_READ | PROT_WRITE,
-                                  MAP_FIXED | flags, range->fd, offset) == address;
+    if (!is_open(range))
+        return 0;
+    if (mmap(address, entry->capacity, PROT_READ | PROT_WRITE, MAP_FIXED | flags, range->fd,
+             offset) == address)
+        return 1;
+    /* Before Linux 6.12 the old pages are gone by now if the kernel refuses to charge for private
+     * ones (vm.overcommit_memory=2). It does not charge for shared ones. */
+    if (flags == MAP_PRIVATE)
+        mmap(address, entry->capacity, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_SHARED, range->fd,
+             offset);
+    return 0;
 }
 
 static uint32_t carve(uint64_t capacity)
@@ -712,8 +721,11 @@ EXPORT void shmreduce_free(void *context, void *pointer, size_t size)
     if (number) {
         struct entry *entry = &entries[number];
         if (entry->state == INHERITED) {
+            struct range *range = &ranges[entry->range];
             drop_private_pages(entry);
             drop_entry(number);
+            if (range->inherited && !range->used)
+                forget_range(range);
         } else if (entry->state == LIVE && !(entry->flags & (SENT | PRIVATE | EXPOSED)) &&
                    !status.forking && entry->birth == status.forks &&
                    !ranges[entry->range].retired) {

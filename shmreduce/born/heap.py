@@ -376,11 +376,17 @@ class BornHeap(Heap):
         segment.spare.extend(rest)
 
     def _number_of(self, segment: OwnedSegment) -> int | None:
-        """Return the allocator's range number of a segment; None if its table is full."""
+        """Return the allocator's range number of a segment; None if it cannot take the segment.
+
+        Its table may be full, or other code may have closed the segment's descriptor, whose
+        number may be another file's by now.
+        """
         number = self._numbers.get(segment.token)
         if number is None:
-            data = segment.data
-            number = self._library.add_range(data.address, data.size, segment.fd, data.offset)
+            if not segment.is_open:
+                return None
+            data, fd = segment.data, segment.fd
+            number = self._library.add_range(data.address, data.size, fd, data.offset)
             if number < 0:
                 return None
             # Kept alive here, since arrays do not keep the mapping, and may be freed after

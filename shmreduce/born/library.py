@@ -15,6 +15,9 @@ import ctypes
 import os
 import stat
 import threading
+from collections import deque
+from functools import partial
+from operator import call
 from typing import Any
 
 from shmreduce.compiled import ALLOCATOR
@@ -172,13 +175,18 @@ class Library:
         self.functions = AllocatorFunctions(
             0, *(_address(getattr(self, name)) for name in ("malloc", "calloc", "realloc", "free"))
         )
-        # The hooks of the memory package are registered already. So before a fork this one
-        # runs first, and after a fork it runs last.
-        os.register_at_fork(
-            before=self.before_fork,
-            after_in_parent=self.after_fork_in_parent,
-            after_in_child=self.after_fork_in_child,
-        )
+        if not _hooked:
+            # The hooks of the memory package are registered already. So before a fork this one
+            # runs first, and after a fork it runs last.
+            register = partial(
+                os.register_at_fork,
+                before=self.before_fork,
+                after_in_parent=self.after_fork_in_parent,
+                after_in_child=self.after_fork_in_child,
+            )
+            # Both calls in one step of the interpreter, after which Ctrl-C may come: hooks that
+            # are registered twice would count each fork twice, and none must be missing.
+            deque(map(call, (register, partial(_hooked.append, True))), maxlen=0)
         also_prepare(self.prepare_fork)
 
     def __getattr__(self, name: str) -> Any:
@@ -192,6 +200,8 @@ def _address(function: Any) -> int:
 
 
 _library: Library | None = None
+_hooked: list[bool] = []
+"""Whether the fork hooks are registered; another try to load the allocator has no other ones."""
 _loading = interrupt_safe(threading.Lock())
 
 

@@ -145,7 +145,8 @@ class Mapping:
         ------
         SegmentError
             If the range is not a part of this mapping: other memory would be replaced. The
-            offsets come from tables that other processes can damage.
+            offsets come from tables that other processes can damage. Or if the kernel refuses
+            private pages; the range shows the file by shared ones then.
         """
         if size <= 0 or not self.offset <= offset <= self.offset + self.size - size:
             raise SegmentError(
@@ -158,7 +159,12 @@ class Mapping:
         where = self.address + offset - self.offset
         flags = _MAP_FIXED | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         if _mmap(where, size, _READ_WRITE, flags, fd, offset) != where:
-            raise _refused("mmap", size, ctypes.get_errno())
+            number = ctypes.get_errno()
+            if private:
+                # Before Linux 6.12 the old pages are gone by now if the kernel refuses to charge
+                # for private ones (vm.overcommit_memory=2). It does not charge for shared ones.
+                _mmap(where, size, _READ_WRITE, _MAP_FIXED | mmap.MAP_SHARED, fd, offset)
+            raise _refused("mmap", size, number)
 
     def is_private(self, offset: int) -> bool:
         """Return whether the pages at an offset are private; True if that cannot be found out.

@@ -27,14 +27,13 @@ PLUGINS = {
 }
 
 LAYERS = [
-    {"fork_hooks", "stack"},
+    {"fork_hooks", "interpreter", "stack"},
     {
         "borrowed_socket",
         "compiled",
         "copy_trials",
         "descriptor",
         "importing",
-        "interpreter",
         "pickled_calls",
         "processors",
         "signals",

@@ -7,6 +7,8 @@ taken out, when it must fail.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 import signal
@@ -20,10 +22,12 @@ import numpy as np
 import pytest
 
 import shmreduce
+from shmreduce.born import library
 from shmreduce.born.heap import get_heap
+from shmreduce.born.library import load
 from shmreduce.memory.runtime import Runtime, current
 from shmreduce.process_registry import get_memory_handlers
-from tests.born.allocator import LARGE, address_of, counters, filled, is_born
+from tests.born.allocator import LARGE, address_of, counters, entry_of, filled, is_born
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -292,6 +296,53 @@ def files_with_the_numbers_of_closed_descriptors_are_apart() -> None:
         check(os.fstat(other).st_blocks == 0)
 
 
+def a_segment_that_others_have_closed_is_not_registered() -> None:
+    """The allocator takes no descriptor that may be another file's, and has its table's room."""
+    with shmreduce.shared_allocations():
+        heap = get_heap()
+        segment = next(each for each in heap.segments if each.token in heap._numbers)
+    other = os.memfd_create("other")
+    os.ftruncate(other, 1 << 30)
+    os.dup2(other, segment.fd)
+    heap._numbers.pop(segment.token)
+    check(heap._number_of(segment) is None)
+    check(segment.token not in heap._numbers)
+
+
+def a_child_that_frees_all_of_a_range_forgets_it() -> None:
+    """Its parent's ranges do not fill its table."""
+    with shmreduce.shared_allocations():
+        array = filled(1)
+        allocator, pages = load(), mmap.mmap(-1, 1 << 20)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        number = entry_of(array).range
+
+        def work() -> None:
+            nonlocal array
+            del array
+            check(allocator.add_range(address, len(pages), 0, 0) == number)
+
+        Child(work).finish()
+
+
+def another_try_to_load_the_allocator_registers_nothing_twice() -> None:
+    """The first was interrupted when its fork hooks were there."""
+    registered = library.also_prepare
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    library.also_prepare = interrupted  # type: ignore[assignment]
+    try:
+        load()
+    except KeyboardInterrupt:
+        library.also_prepare = registered
+    counters = load().counters
+    Child(lambda: None).finish()
+    check(counters.forks == 1)
+    check(counters.forking == 0)
+
+
 def threads_may_allocate_while_others_fork() -> None:
     """Arrays made and dropped at any instant of a fork are never the child's and the
     parent's at once.
@@ -551,6 +602,9 @@ SCENARIOS = {
         a_child_uses_nothing_of_its_parents,
         a_child_inside_the_block_gets_ordinary_memory_until_it_enters_one,
         files_with_the_numbers_of_closed_descriptors_are_apart,
+        a_segment_that_others_have_closed_is_not_registered,
+        a_child_that_frees_all_of_a_range_forgets_it,
+        another_try_to_load_the_allocator_registers_nothing_twice,
         threads_may_allocate_while_others_fork,
         the_first_array_at_the_end_of_a_forks_hooks_is_apart,
         the_first_array_at_the_beginning_of_a_forks_hooks_is_apart,

@@ -67,9 +67,14 @@ IN_C = {
         "    done = 1;\n",
         "a_block_waits_for_the_children_that_may_see_it",
     ),
+    "a child forgets the ranges in which it has no array any more": Guard(
+        "            if (range->inherited && !range->used)\n",
+        "            if (0)\n",
+        "a_child_that_frees_all_of_a_range_forgets_it",
+    ),
     "a number that is another file's is left alone": Guard(
-        "    return is_open(range) && mmap(",
-        "    return mmap(",
+        "    if (!is_open(range))\n        return 0;\n",
+        "",
         "files_with_the_numbers_of_closed_descriptors_are_apart",
     ),
     "what may have to be copied yet keeps its pages": Guard(
@@ -88,6 +93,16 @@ IN_PYTHON = {
         "BornHeap._seen_by_child",
         "lambda *_: False",
         "a_block_waits_for_the_children_that_may_see_it",
+    ),
+    "the allocator gets no number that is another file's": Guard(
+        "OwnedSegment.is_open",
+        "True",
+        "a_segment_that_others_have_closed_is_not_registered",
+    ),
+    "fork hooks are registered once": Guard(
+        "library._hooked",
+        'type("Empty", (list,), {"append": lambda *_: None})()',
+        "another_try_to_load_the_allocator_registers_nothing_twice",
     ),
     "nothing is born before it is known which forks the allocator knows": Guard(
         "BornHeap._enable",
@@ -130,6 +145,7 @@ WITHOUT = """
 from shmreduce.born import heap, library, moving
 from shmreduce.born.heap import BornHeap
 from shmreduce.born.library import LIVE
+from shmreduce.memory.owned_segment import OwnedSegment
 """
 
 
@@ -154,3 +170,35 @@ def test_the_heap_needs_each_of_its_guards(name: str) -> None:
     """Without the guard, what the scenario says does not hold."""
     guard = IN_PYTHON[name]
     assert fails(guard.scenario, f"{UNGUARDED}{ENABLED}{guard.found} = {guard.instead}")
+
+
+REFUSED = """
+import os
+import numpy as np
+import shmreduce
+from shmreduce.born import library
+library.LIBRARY = sys.argv[1]
+with shmreduce.shared_allocations():
+    array = np.ones(1 << 20, np.uint8)
+child = os.fork()
+if child == 0:
+    os._exit(0 if (array == 1).all() else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0
+assert (array == 1).all()
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_private_pages_that_are_refused_leave_the_shared_ones(
+    guarded: bool, tmp_path: Path
+) -> None:
+    """Also where the kernel has unmapped them by then, as before Linux 6.12."""
+    needs_compiler()
+    covered = "    if (mmap(address, entry->capacity, PROT_READ | PROT_WRITE, MAP_FIXED | flags,"
+    unmapped = "mprotect(address, entry->capacity, PROT_NONE) == 0"
+    older = covered, f"    if (flags == MAP_PRIVATE && {unmapped})\n        ;\n    else {covered}"
+    unguarded = "    if (flags == MAP_PRIVATE)\n        mmap(", "    if (0)\n        mmap("
+    library = changed_library(ALLOCATOR, tmp_path, older, *([] if guarded else [unguarded]))
+    done = in_fresh_interpreter(f"import sys\n{REFUSED}", str(library))
+    assert (done.returncode == 0) == guarded, done.stderr

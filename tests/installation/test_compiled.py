@@ -227,6 +227,15 @@ def test_a_module_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert "this is version 1000" in reason
 
 
+@pytest.mark.parametrize("part", MODULES, ids=lambda part: part.title)
+def test_no_module_is_loaded_without_the_interpreter_lock(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A free-threaded Python looks for files with their suffix, and crashes when it loads one."""
+    monkeypatch.setattr(sys, "abiflags", "t")
+    assert find_module(part)[0] is None
+
+
 def test_a_module_that_is_damaged_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

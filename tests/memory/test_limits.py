@@ -9,6 +9,7 @@ import fcntl
 import functools
 import importlib
 import io
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -35,7 +36,7 @@ from shmreduce.memory import mapping, runtime
 from shmreduce.memory.heap import Heap
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import BY_VALUE, LOCK_OWNER
-from shmreduce.memory.mapping import PAGE_SIZE
+from shmreduce.memory.mapping import PAGE_SIZE, Mapping
 from shmreduce.memory.segment_creation import create_segment
 from shmreduce.memory.sweep import sweep
 from shmreduce.strategies import find_strategy
@@ -94,6 +95,35 @@ def test_a_reader_without_descriptors_can_load_later() -> None:
         assert (first == 2).all()
         assert (second == 1).all()
         del first, second
+
+
+def test_private_pages_that_are_refused_leave_the_shared_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the kernel has unmapped them by then, as before Linux 6.12."""
+    fd = os.memfd_create("pages")
+    os.ftruncate(fd, PAGE_SIZE)
+    os.pwrite(fd, b"there", 0)
+    pages = Mapping(fd, 0, PAGE_SIZE)
+    map_pages = mapping._mmap
+
+    def older_kernel(where: int, size: int, access: int, flags: int, *file: int) -> Any:
+        if flags & mmap.MAP_PRIVATE:
+            # Not unmapped, but as good as: nothing can be read there.
+            map_pages(where, size, 0, flags | mmap.MAP_ANONYMOUS, -1, 0)
+            ctypes.set_errno(errno.ENOMEM)
+            return None
+        return map_pages(where, size, access, flags, *file)
+
+    monkeypatch.setattr(mapping, "_mmap", older_kernel)
+    with pytest.raises(shmreduce.SegmentError, match="Cannot allocate memory"):
+        pages.cover(fd, 0, PAGE_SIZE, private=True)
+    os.pwrite(fd, b"shown", 0)
+
+    # In a child, which else would end the tests with it.
+    child = in_forked_child(lambda: ctypes.string_at(pages.address, 5) == b"shown")
+    assert wait_for_exit(child) == 0
+    os.close(fd)
 
 
 def load_first_without_descriptors(kind: str, start: Any, news: Any) -> None:

@@ -13,13 +13,15 @@ import pytest
 
 import shmreduce
 from shmreduce.compiled import PACKETS
-from shmreduce.pool_task_ring import PublishedTasks, TaskRing
+from shmreduce.pool_task_ring import _ROOM, PublishedTasks, TaskRing
 from shmreduce.pool_worker_progress import ProgressTable
 from tests.channels.channels import eventually
-from tests.compiler import needs_module
+from tests.compiler import changed_module, needs_module
 from tests.conftest import PATIENCE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Children
 
 CLAIMERS = 3
@@ -140,6 +142,18 @@ def claim_in_circles() -> bytes | None:
 def test_the_search_for_a_task_ends(children: Children) -> None:
     """In a child, since nothing can interrupt it."""
     assert children.call(claim_in_circles) is None
+
+
+def test_a_claimer_that_was_taken_for_dead_blocks_no_place(tmp_path: Path) -> None:
+    """Its place has been freed, and used again, before it notes that it has copied its task."""
+    needs_module(PACKETS)
+    meanwhile = "            place->copied = number + ring.count;\n"
+    copy = "            memcpy(PyBytes_AsString(task), place->bytes, (size_t)size);\n"
+    module = changed_module(PACKETS, tmp_path, (copy, meanwhile + copy))
+    ring = TaskRing(memoryview(bytearray(TaskRing.size_for(1))))
+    assert ring.publish(1, b"first")
+    assert module.claim_task(ring._memory, _ROOM, 1) == b"first"
+    assert ring._words[ring._place(1) + 1] == 1 + ring.places
 
 
 def test_memory_that_is_no_ring_is_refused() -> None:
