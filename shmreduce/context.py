@@ -279,7 +279,8 @@ _contexts: dict[str, context.BaseContext] = {
 
 def _concrete(method: str) -> Any:
     try:
-        found = _contexts[method]
+        # Other packages may have added start methods of their own to the standard library's.
+        found = _contexts.get(method) or vars(context)["_concrete_contexts"][method]
     except KeyError:
         raise ValueError(f"cannot find context for {method!r}") from None
     found._check_available()

@@ -174,7 +174,7 @@ class ProcessPoolExecutor(Executor):
         self._mp_context = mp_context
         options = WorkerOptions(
             initializer,
-            tuple(initargs),
+            () if initializer is None else tuple(initargs),
             max_tasks_per_child,
             BaseException,
             os.getpid(),
@@ -294,10 +294,15 @@ class ProcessPoolExecutor(Executor):
             raise ValueError("buffersize must be None or > 0")
         end = None if timeout is None else time.monotonic() + timeout
         chunks = enumerate(chunks_of(zip(*iterables, strict=False), chunksize))
-        futures = (
-            self._submit((EACH_STARRED, fn, chunk, {}), place * chunksize)
-            for place, chunk in chunks
-        )
+        futures: Iterator[Future[list[Any]]]
+        if type(self).submit is ProcessPoolExecutor.submit:
+            futures = (
+                self._submit((EACH_STARRED, fn, chunk, {}), place * chunksize)
+                for place, chunk in chunks
+            )
+        else:
+            # A derived class counts calls there, or limits or changes them.
+            futures = (self.submit(_call_each, fn, chunk) for _, chunk in chunks)
         ready = collections.deque(itertools.islice(futures, buffersize))
         return _results(ready, futures, end)
 
@@ -415,6 +420,10 @@ class ProcessPoolExecutor(Executor):
         if is_shutting_down() or self._supervisor.closing:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
         self._supervisor.check_made_here()
+
+
+def _call_each(function: Callable[..., _T], chunk: Iterable[Iterable[Any]]) -> list[_T]:
+    return [function(*arguments) for arguments in chunk]
 
 
 def _make_process(context: Any, **arguments: Any) -> Any:

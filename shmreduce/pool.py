@@ -147,7 +147,7 @@ class Pool:
             processes,
             WorkerOptions(
                 initializer,
-                tuple(initargs),
+                () if initializer is None else tuple(initargs),
                 maxtasksperchild,
                 Exception,
                 self._pid,
@@ -254,7 +254,9 @@ class Pool:
         ...     pool.apply(int, ("ff",), {"base": 16})
         255
         """
-        return self.apply_async(func, args, kwds, retries=retries).get()
+        # Only what was asked for: in a derived class it may be that of the standard library.
+        more: dict[str, Any] = {} if retries is None else {"retries": retries}
+        return self.apply_async(func, args, {} if kwds is None else kwds, **more).get()
 
     def apply_async(
         self,

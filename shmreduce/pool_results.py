@@ -321,6 +321,11 @@ class IMapIterator(Generic[_T]):
         self._abandoned: BaseException | None = None
         self._broken_off = False
 
+    @property
+    def _index(self) -> int:
+        # Programs that show the progress use this name of the standard library.
+        return self._arrived
+
     def __iter__(self) -> Self:
         return self
 

@@ -62,6 +62,11 @@ class QueueLocks:
     _rlock: Any = _LockOnDemand()
     _wlock: Any = _LockOnDemand()
 
+    def __dir__(self) -> list[str]:
+        # Managers access all names of an object that they serve, in any process.
+        missing = {"_rlock", "_wlock"} - vars(self).keys()
+        return [name for name in super().__dir__() if name not in missing]
+
     def _promise_locks(self, ctx: Any, module: str) -> None:
         """Note that this process, and no other, may make the locks.
 

@@ -327,16 +327,13 @@ def a_child_that_frees_all_of_a_range_forgets_it() -> None:
 
 def another_try_to_load_the_allocator_registers_nothing_twice() -> None:
     """The first was interrupted when its fork hooks were there."""
-    registered = library.also_prepare
 
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    library.also_prepare = interrupted  # type: ignore[assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(library, "also_prepare", interrupted)
         load()
-    except KeyboardInterrupt:
-        library.also_prepare = registered
     counters = load().counters
     Child(lambda: None).finish()
     check(counters.forks == 1)

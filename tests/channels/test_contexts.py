@@ -376,3 +376,30 @@ def test_a_child_that_cannot_be_started_keeps_nothing(
     with pytest.raises(OSError, match="no process is free"):
         process.start()
     assert blocks_out() == before
+
+
+class OwnContext(multiprocessing.context.ForkContext):
+    """A start method that another package has added."""
+
+    _name = "own"
+
+
+def test_a_start_method_of_another_package_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both modules have one start method, so what the standard library takes is valid here."""
+    monkeypatch.setitem(vars(multiprocessing.context)["_concrete_contexts"], "own", OwnContext())
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("own", force=True)
+    try:
+        assert shmreduce.get_start_method() == "own"
+        queue = shmreduce.SimpleQueue()
+        process = shmreduce.Process(target=queue.put, args=(np.ones(3),))
+        process.start()
+        assert (within(queue.get) == 1).all()
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+        queue.close()
+        with shmreduce.Pool(1) as pool:
+            assert pool.apply(sum, ([1, 2],)) == 3
+        pool.join()
+    finally:
+        multiprocessing.set_start_method(before, force=True)

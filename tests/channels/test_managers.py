@@ -212,3 +212,22 @@ def test_nothing_is_left() -> None:
             tray.put(np.zeros(SIZE // 8))
             tray.get()
         del tray
+
+
+@pytest.mark.parametrize("module", [shmreduce, multiprocessing])
+@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "JoinableQueue"])
+def test_a_manager_can_serve_a_queue(kind: str, module: Any) -> None:
+    """Also in another process than the queue's maker, which cannot make the queue's locks."""
+    queue = getattr(shmreduce, kind)()
+
+    class Serving(module.managers.BaseManager):  # type: ignore[misc]
+        pass
+
+    Serving.register("queue", callable=lambda: queue)
+    with Serving(ctx=module.get_context("fork")) as manager:
+        manager.queue().put(7)
+        assert queue.get() == 7
+        assert "_rlock" not in dir(queue)
+        assert queue._rlock is queue._rlock
+        assert "_rlock" in dir(queue)
+    queue.close()

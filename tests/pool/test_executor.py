@@ -399,3 +399,20 @@ def test_a_forked_child_ends_no_workers_of_its_parent() -> None:
         child.join(PATIENCE)
         assert child.exitcode == 0
         assert executor.submit(own_pid).result(PATIENCE) == pid
+
+
+class CountingExecutor(ProcessPoolExecutor):
+    """Counts the calls that are submitted."""
+
+    count = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_map_submits_its_calls_as_a_derived_class_says() -> None:
+    """One for each chunk, as in the standard library."""
+    with CountingExecutor(1, FORK) as executor:
+        assert list(executor.map(square, range(5), chunksize=2)) == [0, 1, 4, 9, 16]
+        assert executor.count == 3

@@ -499,3 +499,45 @@ def test_a_dropped_pool_stays_for_its_results() -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         assert list(Pool(1, context=FORK).imap(square, range(5))) == [0, 1, 4, 9, 16]
         assert Pool(1, context=FORK).apply_async(square, (5,)).get(PATIENCE) == 25
+
+
+class NotingPool(Pool):
+    """Overrides a method with the parameters of the standard library."""
+
+    noted: Any = ()
+
+    def apply_async(  # type: ignore[override]
+        self,
+        func: Any,
+        args: Any = (),
+        kwds: Any = {},  # noqa: B006
+        callback: Any = None,
+        error_callback: Any = None,
+    ) -> Any:
+        self.noted = (func, args, dict(**kwds))
+        return super().apply_async(func, args, kwds, callback, error_callback)
+
+
+def test_apply_calls_what_a_derived_class_has_instead_of_apply_async() -> None:
+    """With the arguments that the standard library's passes."""
+    with NotingPool(1, context=FORK) as pool:
+        assert pool.apply(square, (3,)) == 9
+        assert pool.noted == (square, (3,), {})
+    pool.join()
+
+
+def test_arguments_of_no_initializer_are_not_looked_at() -> None:
+    """A caller may pass on None, which it got as its own default."""
+    nothing: Any = None
+    with Pool(1, None, nothing, context=FORK) as pool:
+        assert pool.apply(square, (3,)) == 9
+    pool.join()
+    with ProcessPoolExecutor(1, FORK, None, nothing) as executor:
+        assert executor.submit(square, 3).result(PATIENCE) == 9
+
+
+def test_an_iterator_tells_how_many_results_have_arrived(pool: Pool) -> None:
+    """As ``_index``, which programs that show the progress read."""
+    results: Any = pool.imap_unordered(square, range(5))
+    assert sorted(results) == [0, 1, 4, 9, 16]
+    assert results._index == results._length == 5
