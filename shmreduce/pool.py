@@ -256,7 +256,9 @@ class Pool:
         """
         # Only what was asked for: in a derived class it may be that of the standard library.
         more: dict[str, Any] = {} if retries is None else {"retries": retries}
-        return self.apply_async(func, args, {} if kwds is None else kwds, **more).get()
+        result: ApplyResult[_T]
+        result = self.apply_async(func, args, {} if kwds is None else kwds, **more)
+        return result.get()
 
     def apply_async(
         self,

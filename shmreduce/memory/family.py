@@ -1,6 +1,7 @@
 """Families: the processes that descend from one installation have one budget and one mailbox.
 
-May import errors, ``thread_locks``, ``anonymous``, ``locks``, ``mapping`` and ``mailbox``.
+May import errors, signals, ``thread_locks``, ``anonymous``, ``locks``, ``mapping`` and
+``mailbox``.
 
 A family shares one small file and one socket pair, which forked children inherit and spawned
 children are given. The file has an entry for each member: its pid and how many bytes of
@@ -22,11 +23,17 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
-from shmreduce.errors import BudgetExceededError, LeaseTimeoutError, OutOfLeasesError
+from shmreduce.errors import (
+    BudgetExceededError,
+    LeaseTimeoutError,
+    OutOfLeasesError,
+    SegmentError,
+)
 from shmreduce.memory import locks
 from shmreduce.memory.anonymous import anonymous_file
 from shmreduce.memory.mailbox import Mailbox
 from shmreduce.memory.mapping import PAGE_SIZE, Mapping
+from shmreduce.signals import is_from_system
 from shmreduce.thread_locks import interrupt_safe
 
 if TYPE_CHECKING:
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     _P = ParamSpec("_P")
     _R = TypeVar("_R")
 
-__all__ = ["Family"]
+__all__ = ["Family", "cannot_join"]
 
 # The family's file: a page with its identity and its budget, then the members' pids, then the
 # bytes that each member has reserved.
@@ -49,6 +56,13 @@ _LOCK_BUDGET = 1 << 41
 _LOCK_MAILBOX = 1 << 42
 _PATIENCE = 10.0
 """Seconds to wait for a lock of the family. It is usually held for a moment only."""
+
+
+_OF_ONE_FAMILY = (
+    *("fd", "mailbox", "identity", "budget"),
+    *("_identities", "_index", "_lock_fd", "_mapping", "_pids", "_reserved"),
+)
+"""The attributes of a membership that are not the same in another family."""
 
 
 class Reserving(Protocol):
@@ -121,6 +135,52 @@ class Family:
             mailbox.close()
             raise
 
+    def descriptors(self) -> tuple[int, int, int]:
+        """Return those of the file, and of the mailbox's receiver and sender, for a child.
+
+        Raises
+        ------
+        SegmentError
+            As :meth:`reserve`.
+        """
+        with self._threads_locked:
+            self._renew()
+        receiver, sender = self.mailbox
+        return self.fd, receiver.fileno(), sender.fileno()
+
+    def _renew(self) -> None:
+        """Found another family if this process has closed what it had of this one.
+
+        Daemons do so, and the numbers may be other files' by now, which must be neither locked
+        nor written to, nor be passed on to children.
+        """
+        is_locking = self._lock_fd == -1 or locks.identity_of(self._lock_fd) == self._identities[0]
+        if is_locking and self._what_is_open() == self._identities:
+            return
+        try:
+            made = Family.found(self.budget)
+        except OSError as error:
+            if not is_from_system(error):
+                raise
+            raise cannot_join(error) from error
+        made._reserved[made._index] = self._reserved[self._index]
+        self._give_up_descriptors()
+        # One call: Ctrl-C comes before or after it. The other threads wait for the same lock.
+        vars(self).update((name, vars(made)[name]) for name in _OF_ONE_FAMILY)
+
+    def _give_up_descriptors(self) -> None:
+        """Close what is still open of the family, and forget the rest."""
+        self.give_up_locks()
+        file, *ends = self._identities
+        if locks.identity_of(self.fd) == file:
+            locks.unlock(self.fd, _LOCK_MEMBER + self._index)
+            os.close(self.fd)
+        for end, identity in zip(self.mailbox, ends, strict=True):
+            if end.fileno() != -1 and locks.identity_of(end.fileno()) == identity:
+                end.close()
+            else:
+                end.detach()
+
     def _what_is_open(self) -> list[tuple[int, int] | None]:
         return [locks.identity_of(fd) for fd in (self.fd, *(end.fileno() for end in self.mailbox))]
 
@@ -174,6 +234,8 @@ class Family:
 
     def members(self) -> list[tuple[int, int]]:
         """Return pid and reserved bytes of every living member."""
+        with self._threads_locked:
+            self._renew()
         found = []
         # A member takes the first free place, so all entries after the last used one are 0.
         used = len(self._pids.tobytes().rstrip(b"\0"))
@@ -198,6 +260,8 @@ class Family:
             If the living members together would then have more than ``budget`` bytes.
         LeaseTimeoutError
             If another process holds the lock and is stopped.
+        SegmentError
+            If this process has closed its descriptors, and cannot found another family.
         """
         self._locked(_LOCK_BUDGET, self._add, nbytes, budget, segment)
 
@@ -262,6 +326,8 @@ class Family:
         # for callers: Ctrl-C could come between its taking of the lock and the block. With the
         # thread lock's own context manager it cannot.
         with self._threads_locked:
+            if not any(self._depth.values()):
+                self._renew()
             try:
                 self._depth[offset] += 1
                 waited = locks.keep_trying(
@@ -295,7 +361,8 @@ class Family:
         OSError
             ``EAGAIN`` or ``ETOOMANYREFS`` if the mailbox is full.
         """
-        self._locked(_LOCK_MAILBOX, self.mailbox.post, letter, fd, self.identity)
+        # Not self.mailbox.post: the mailbox may be another when the lock is taken.
+        self._locked(_LOCK_MAILBOX, lambda: self.mailbox.post(letter, fd, self.identity))
 
     def look_for(self, token: bytes) -> int | None:
         """Return a descriptor of the segment if it is in the mailbox; the caller owns it.
@@ -305,7 +372,7 @@ class Family:
         OSError
             ``EMFILE`` if the segment is there, but no descriptor is free.
         """
-        return self._locked(_LOCK_MAILBOX, self.mailbox.look_for, token)
+        return self._locked(_LOCK_MAILBOX, lambda: self.mailbox.look_for(token))
 
     def tidy(self, is_read: Callable[[Letter, int], bool]) -> None:
         """Remove the letters whose messages have all been read; see :meth:`Mailbox.tidy`."""
@@ -316,6 +383,17 @@ class Family:
             # Called by a signal handler or a destructor that interrupted another call.
             return
         self.mailbox.tidy(is_read, self.identity)
+
+
+def cannot_join(error: OSError) -> SegmentError:
+    """Return the error that says that the system refuses what membership takes."""
+    return SegmentError(
+        f"this process cannot join its family: {error}. Close files, or raise the limits "
+        "(ulimit -n, ulimit -f), and try again",
+        operation="open",
+        errno=error.errno,
+        segment=None,
+    )
 
 
 def _seal(fd: int) -> None:

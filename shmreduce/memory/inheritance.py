@@ -61,8 +61,5 @@ def inheritance() -> _Inheritance | None:
     if child is None or getattr(child, "_shmreduce_inherits", False):
         return None
     child._shmreduce_inherits = True
-    family = current().family
-    receiver, sender = family.mailbox
-    return _Inheritance(
-        tuple(reduction.DupFd(fd) for fd in (family.fd, receiver.fileno(), sender.fileno()))
-    )
+    descriptors = current().family.descriptors()
+    return _Inheritance(tuple(reduction.DupFd(fd) for fd in descriptors))

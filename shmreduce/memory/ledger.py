@@ -190,6 +190,9 @@ class ForkLedger:
         fork.ready = True
 
     def _make_token(self, fork: Fork) -> bool:
+        if not self._is_open:
+            # Not to be opened and closed again: the process would lose its locks of another file.
+            return False
         fd = locks.reopen(self._fd)
         try:
             locked = locks.try_lock(fd, _LOCK_FORK + fork.number)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shmreduce.errors import SegmentError, ShmreduceWarning
 from shmreduce.memory.attachments import Attachments
 from shmreduce.memory.blocks import LiveBlocks
-from shmreduce.memory.family import Family
+from shmreduce.memory.family import Family, cannot_join
 from shmreduce.memory.handover import Handover
 from shmreduce.memory.headroom import headroom
 from shmreduce.memory.heap import Heap, HeapBusyError
@@ -93,13 +93,7 @@ class Runtime:
             except OSError as error:
                 if not is_from_system(error):
                     raise
-                raise SegmentError(
-                    f"this process cannot join its family: {error}. Close files, or raise the "
-                    "limits (ulimit -n, ulimit -f), and try again",
-                    operation="open",
-                    errno=error.errno,
-                    segment=None,
-                ) from error
+                raise cannot_join(error) from error
             # There is no call between the two lines, so no other thread runs in between.
             if self._family is None:
                 self._family = made

@@ -175,10 +175,16 @@ class Segment(LeaseTransitions):
         ------
         OSError
             If no descriptor is free (``EMFILE``), or the segment is closed.
+        SegmentError
+            If other code has closed the segment's descriptors.
         """
         known = self._transfer.get("fd")
+        if known is not None and locks.identity_of(known) != self._identity:
+            # Other code has closed it, and the number may be another file's by now.
+            self._transfer.clear()
+            known = None
         if known is None:
-            made = locks.reopen(self.fd)
+            made = locks.reopen(self.fd if self.fd == -1 else self.checked_fd)
             self._transfer_is_seen = locks.try_share(made, LOCK_TRANSFER)
             # Another thread may have been first.
             known = self._transfer.setdefault("fd", made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
@@ -234,3 +235,90 @@ def test_messages_are_ended_or_left_without_an_error(tmp_path: Path) -> None:
 
     status = wait_for_exit(in_forked_child(child))
     assert (status, answer.read_text()) == (0, "True")
+
+
+def take_all_numbers_by_sockets() -> tuple[Any, list[int]]:
+    """Open a pair of sockets, one of them so often that it has every number that was closed."""
+    there, here = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there.setblocking(False)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    return there, [os.dup(here.fileno()) for _ in range(64)]
+
+
+def leave_with_unread_messages() -> None:
+    """Do what a process does at its end."""
+    data = ForkingPickler.dumps(shmreduce.ones(LENGTH))
+    runtime.current().leave()
+    assert data
+
+
+def look_for_messages_that_were_read() -> None:
+    """Do what a process does that needs memory."""
+    runtime.current().attachments.tidy_mailbox(at_once=True)
+
+
+def start_a_child() -> None:
+    """Start a child, which gets an array and sends one."""
+    with shmreduce.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(np.add, (np.ones(LENGTH), 1.0)).sum() == 2 * LENGTH
+    pool.join()
+
+
+@pytest.mark.parametrize(
+    "use", [leave_with_unread_messages, look_for_messages_that_were_read, start_a_child]
+)
+@pytest.mark.usefixtures("strategy")
+def test_sockets_that_have_the_numbers_of_closed_descriptors_are_left_alone(
+    use: Callable[[], None],
+) -> None:
+    """A process that closes its descriptors without a fork founds another family, which its
+    children join; nothing is written to the sockets that it opens then, and their sizes stay.
+    """
+
+    def child() -> bool:
+        shmreduce.install()
+        before = runtime.current().family.identity
+        close_all_but()
+        there, sockets = take_all_numbers_by_sockets()
+        use()
+        with pytest.raises(BlockingIOError):
+            there.recv(1)
+        with socket.socket(fileno=os.dup(sockets[0])) as one:
+            size = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        return runtime.current().family.identity != before and size == 1 << 15
+
+    assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.usefixtures("strategy")
+def test_what_a_process_has_reserved_counts_in_its_next_family() -> None:
+    """Its memory did not become less when it closed its descriptors."""
+
+    def child() -> bool:
+        with shmreduce.install():
+            kept = shmreduce.ones(LENGTH)
+            reserved = runtime.current().family.reserved
+            close_all_but()
+            members = runtime.current().family.members()
+        return kept.all() and reserved > 0 and members == [(os.getpid(), reserved)]
+
+    assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.filterwarnings("ignore::shmreduce.ShmreduceWarning")
+@pytest.mark.usefixtures("strategy")
+def test_a_warm_block_is_not_sent_with_another_file() -> None:
+    """Its segment's descriptor for messages may be another file's; the error says so."""
+
+    def child() -> bool:
+        shmreduce.install()
+        here, there = shmreduce.Pipe()
+        here.send(np.ones(LENGTH))
+        there.recv()
+        close_all_but(here.fileno(), there.fileno())
+        take_all_numbers_by_sockets()
+        with pytest.raises(shmreduce.SegmentError, match="closerange"):
+            here.send(np.ones(LENGTH))
+        return not there.poll(0)
+
+    assert wait_for_exit(in_forked_child(child)) == 0
