@@ -121,7 +121,7 @@ class FileDescriptorStrategy(SharingStrategy):
                 "The handle was damaged, or made by another strategy.",
                 reason=reason,
             )
-        fd = open_process_descriptor(int(match[1]), int(match[2]))
+        fd = open_process_descriptor(int(match[1]), int(match[2]), named="shmreduce-")
         return SegmentFile(fd=fd, name=None)
 
     def _probe(self) -> None:

@@ -258,7 +258,7 @@ def _open_path(path: str | None) -> int:
 
 
 def _open_of_process(pid: int, number: int) -> int:
-    fd = open_process_descriptor(pid, number)
+    fd = open_process_descriptor(pid, number, named="shmreduce-")
     try:
         _check_owner(fd, f"/proc/{pid}/fd/{number}")
     except PermissionError as error:

@@ -47,6 +47,8 @@ def anonymous_file(name: str) -> int:
     import tempfile
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
+        # Whatever the umask is: the file is opened again by way of /proc.
+        os.fchmod(file.fileno(), 0o600)
         return clear_of_streams(os.dup(file.fileno()))
 
 
@@ -65,17 +67,22 @@ def anonymous_zeros(name: str, size: int) -> int:
     OSError
         If no descriptor is free.
     SegmentError
-        If files may not be as large as that (``ulimit -f``).
+        If files may not be as large as that (``ulimit -f``), or the file system is full.
     """
     made = anonymous_file(name)
     try:
         os.ftruncate(made, size)
+        if os.fstatvfs(made).f_blocks:
+            # No memfd, but a file of a file system that may be full: to touch a page for which
+            # there is no room would kill the process.
+            os.posix_fallocate(made, 0, size)
     except BaseException as error:
         os.close(made)
         if isinstance(error, OSError) and is_from_system(error):
             raise SegmentError(
                 f"an anonymous file of {size} bytes ({name}) could not be made: {error}. If it "
-                "is too large, raise the limit of file sizes (ulimit -f)",
+                "is too large, raise the limit of file sizes (ulimit -f); if no space is left, "
+                "set TMPDIR to a directory with room",
                 operation="resize",
                 errno=error.errno,
                 segment=name,

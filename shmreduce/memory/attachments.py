@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -67,7 +68,7 @@ _NOT_THERE = (FileNotFoundError, PermissionError, InvalidHandleError)
 user's process."""
 
 
-def open_process_descriptor(pid: int, fd: int) -> int:
+def open_process_descriptor(pid: int, fd: int, *, named: str = "") -> int:
     """Open the file behind another process's descriptor, with a new open file description.
 
     Parameters
@@ -76,6 +77,9 @@ def open_process_descriptor(pid: int, fd: int) -> int:
         The process id of the other process, which must be of the same user.
     fd : int
         The number of its descriptor.
+    named : str
+        What the file's name contains. Another file is not opened: when this process closed it
+        again, it would lose all record locks that it has on that file (fcntl_locking(2)).
 
     Returns
     -------
@@ -86,7 +90,8 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     Raises
     ------
     FileNotFoundError
-        If the process or its descriptor is gone.
+        If the process or its descriptor is gone, or if the number means another file now: one
+        that is not named so, or no regular file.
     PermissionError
         If this process may not inspect that process (proc_pid_fd(5), ptrace(2)).
 
@@ -94,7 +99,7 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     --------
     >>> import os
     >>> mine = os.memfd_create("example")
-    >>> again = open_process_descriptor(os.getpid(), mine)
+    >>> again = open_process_descriptor(os.getpid(), mine, named="example")
     >>> os.fstat(again).st_ino == os.fstat(mine).st_ino
     True
     >>> os.close(mine), os.close(again)
@@ -104,6 +109,7 @@ def open_process_descriptor(pid: int, fd: int) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     path = f"/proc/{pid}/fd/{fd}"
     try:
+        _check_file(path, named)
         return os.open(path, flags)
     except OSError as error:
         # A socket cannot be opened this way (ENXIO): the number was reused. The /proc files of
@@ -113,6 +119,17 @@ def open_process_descriptor(pid: int, fd: int) -> int:
             gone = "the process or its descriptor is gone"
             raise FileNotFoundError(errno.ENOENT, gone) from error
         raise
+
+
+def _check_file(path: str, named: str) -> None:
+    """Raise FileNotFoundError if a descriptor is of no regular file, or of one with another name.
+
+    Not asked of an opened descriptor: to open a device may do something, and to close the file
+    again may release locks.
+    """
+    name = os.readlink(path).rpartition("/")[2]
+    if named not in name or not stat.S_ISREG(os.stat(path).st_mode):
+        raise FileNotFoundError(errno.ENOENT, "the number means another file now")
 
 
 def _is_another_file(path: str, error: OSError) -> bool:
@@ -245,9 +262,27 @@ class Attachments:
         while known is None:
             if not segment.is_open:
                 raise _closed_here(segment)
-            self._adopt(locks.reopen(segment.fd), segment.file.name, segment)
+            self._adopt(self._reopened(segment), segment.file.name, segment)
             known = self._pin(segment.token, mark)
         return known
+
+    def _reopened(self, segment: Segment) -> int:
+        try:
+            return locks.reopen(segment.fd)
+        except OSError as error:
+            if not is_from_system(error):
+                raise
+            if error.errno in EXHAUSTED and self.close_idle(0):
+                return self._reopened(segment)
+            raise SegmentError(
+                f"segment {segment.token.hex()}, which this process has inherited, cannot be "
+                f"opened here to send it on: {error}. If no descriptor is free, close files or "
+                "raise the limit (ulimit -n); if permission is denied, this process has another "
+                "user than its parent: send a copy of the array",
+                operation="open",
+                errno=error.errno,
+                segment=segment.token.hex(),
+            ) from error
 
     def _pin(self, token: bytes, mark: object) -> Segment | None:
         segment = self.directory.get(token)

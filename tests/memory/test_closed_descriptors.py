@@ -313,12 +313,14 @@ def test_a_warm_block_is_not_sent_with_another_file() -> None:
     def child() -> bool:
         shmreduce.install()
         here, there = shmreduce.Pipe()
-        here.send(np.ones(LENGTH))
+        here.send(np.ones(LENGTH, np.uint8))
         there.recv()
+        for heap in runtime.current().heaps:
+            heap.collect()
         close_all_but(here.fileno(), there.fileno())
         take_all_numbers_by_sockets()
         with pytest.raises(shmreduce.SegmentError, match="closerange"):
-            here.send(np.ones(LENGTH))
+            here.send(np.ones(LENGTH, np.uint8))
         return not there.poll(0)
 
     assert wait_for_exit(in_forked_child(child)) == 0

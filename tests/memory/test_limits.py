@@ -180,6 +180,20 @@ def test_the_first_array_may_lack_descriptors_for_imports(
             each.close()
 
 
+@pytest.mark.usefixtures("strategy")
+def test_a_child_without_descriptors_cannot_send_what_it_inherited() -> None:
+    """The error is a named one, so queues raise it and lose nothing; it works afterwards."""
+    array = shmreduce.ones(LENGTH, np.uint8)
+
+    def child() -> bool:
+        ForkingPickler.loads(ForkingPickler.dumps(np.ones(LENGTH, np.uint8)))
+        with no_descriptors_left(), pytest.raises(shmreduce.SegmentError, match="ulimit -n"):
+            ForkingPickler.dumps(array)
+        return bool(ForkingPickler.loads(ForkingPickler.dumps(array)).all())
+
+    assert wait_for_exit(in_forked_child(child)) == 0
+
+
 def grow_without_descriptors(left: int) -> list[str]:
     """Return the names of the errors of a sender that can open nothing but ``left`` files."""
     errors = []

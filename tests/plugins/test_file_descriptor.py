@@ -103,7 +103,7 @@ def test_the_mailbox_has_what_a_sender_left_whose_pid_is_another_users(
 ) -> None:
     """Whose descriptors this process may not look at."""
 
-    def refused(pid: int, fd: int) -> int:
+    def refused(pid: int, fd: int, **_: str) -> int:
         raise PermissionError(errno.EACCES, f"process {pid} is another user's, with its {fd}")
 
     fork = multiprocessing.get_context("fork")

@@ -96,3 +96,43 @@ def test_pool_in_a_container(tmp_path: Path, strategy: str, outcome: str, method
     )
     assert finished.stdout == outcome, finished.stderr[-2000:]
     assert finished.returncode == 0
+
+
+WITHOUT_ROOM = """
+import errno, os, sys
+
+def forbidden(*_):
+    raise OSError(errno.EPERM, "forbidden")
+
+os.memfd_create = forbidden
+import shmreduce
+
+if __name__ == "__main__":
+    shmreduce.set_sharing_strategy("file_system")
+    try:
+        shmreduce.get_context("fork").Pool(2)
+    except shmreduce.SegmentError as error:
+        assert "TMPDIR" in str(error)
+        print(errno.errorcode[error.errno])
+"""
+
+
+def test_a_full_directory_for_temporary_files_is_a_named_error(tmp_path: Path) -> None:
+    """Where there are no memfds: a page for which there is no room would kill the process."""
+    mount = f"mount -t tmpfs -o size=256k tmpfs {tmp_path}"
+    probe = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount], capture_output=True, timeout=60, check=False
+    )
+    if probe.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {probe.stderr!r}")
+    program = tmp_path.with_name("without_room.py")
+    program.write_text(WITHOUT_ROOM)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{mount} && {sys.executable} {program}"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ENOSPC\n"), done.stderr
