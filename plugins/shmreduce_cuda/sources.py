@@ -5,11 +5,16 @@ are read by one of two protocols: ``__cuda_array_interface__`` (version 3,
 https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html) or DLPack
 (https://dmlc.github.io/dlpack/latest/). A torch tensor is read by its methods, since its
 ``__cuda_array_interface__`` does not work for ``bfloat16`` and for tensors with a gradient.
+
+The array object need not keep its memory: ``tensor.data = other`` and ``array.delete()`` of
+JAX give it back while the object lives. So what is kept is a second tensor of the same
+memory, or a DLPack capsule.
 """
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from shmreduce_cuda.errors import CudaMemoryError
@@ -54,7 +59,7 @@ class Source(NamedTuple):
     extras : dict
         Further facts that the library needs to make the array at the receiver.
     owner : object
-        Keeps the memory alive.
+        Keeps the memory alive, whatever becomes of the array that was sent.
     """
 
     pointer: int
@@ -85,9 +90,8 @@ def read_array(obj: Any) -> Source:
     library = library_of(obj)
     if library == "torch":
         return _read_tensor(obj)
-    interface = getattr(obj, "__cuda_array_interface__", None)
-    if interface is not None:
-        return _read_interface(obj, interface, library)
+    if getattr(obj, "__cuda_array_interface__", None) is not None:
+        return _read_interface(obj, library)
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
         return _read_dlpack(obj, library)
     raise _refusal(
@@ -106,7 +110,10 @@ def _refusal(obj: Any, kind: str, remedy: str) -> CudaMemoryError:
     )
 
 
-def _read_interface(obj: Any, interface: dict[str, Any], library: str) -> Source:
+def _read_interface(obj: Any, library: str) -> Source:
+    # Held first, and then read.
+    owner = obj if library else (obj, _capsule_of(obj))
+    interface = obj.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise _refusal(obj, "a masked array", "send data and mask as two arrays")
     pointer, read_only = interface["data"]
@@ -121,7 +128,16 @@ def _read_interface(obj: Any, interface: dict[str, Any], library: str) -> Source
         descr,
         name,
     )
-    return Source(pointer or 0, layout, bool(read_only), library, {}, obj)
+    return Source(pointer or 0, layout, bool(read_only), library, {}, owner)
+
+
+def _capsule_of(obj: Any) -> Any:
+    """Return a DLPack capsule of an array, or None if it has none."""
+    if hasattr(obj, "__dlpack__"):
+        # DLPack has fewer types than the interface. What an array raises then is not defined.
+        with suppress(BufferError, TypeError, ValueError, RuntimeError):
+            return _export(obj)
+    return None
 
 
 def _read_void(obj: Any, interface: dict[str, Any]) -> tuple[list[tuple[str, ...]] | None, str]:
@@ -151,9 +167,10 @@ def _read_tensor(tensor: Any) -> Source:
         raise _refusal(tensor, "a lazy view", "send tensor.resolve_conj().resolve_neg()")
     if tensor.requires_grad and not tensor.is_leaf:
         raise _refusal(tensor, "a part of an autograd graph", "send tensor.detach()")
-    size = tensor.element_size()
-    name = str(tensor.dtype).removeprefix("torch.")
-    kind = "c" if tensor.dtype.is_complex else "f" if tensor.dtype.is_floating_point else "i"
+    alias = tensor.detach()
+    size = alias.element_size()
+    name = str(alias.dtype).removeprefix("torch.")
+    kind = "c" if alias.dtype.is_complex else "f" if alias.dtype.is_floating_point else "i"
     typestr = f"<{kind}{size}"
     if name.startswith("uint"):
         typestr = f"<u{size}"
@@ -162,12 +179,12 @@ def _read_tensor(tensor: Any) -> Source:
     elif name.startswith(("bfloat", "float8", "float4")):
         typestr = f"|V{size}"
     layout = Layout(
-        tuple(tensor.shape), tuple(step * size for step in tensor.stride()), typestr, None, name
+        tuple(alias.shape), tuple(step * size for step in alias.stride()), typestr, None, name
     )
     extras = {"requires_grad": bool(tensor.requires_grad)}
     if type(tensor).__name__ == "Parameter":
         extras["parameter"] = True
-    return Source(tensor.data_ptr(), layout, False, "torch", extras, tensor)
+    return Source(alias.data_ptr(), layout, False, "torch", extras, alias)
 
 
 class _Device(ctypes.Structure):
@@ -201,6 +218,16 @@ _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _get_pointer.restype = ctypes.c_void_p
 
 
+def _export(obj: Any) -> Any:
+    """Return a DLPack capsule, which holds the memory until it is dropped.
+
+    That is so because it is not marked as used. No stream is named: sending waits for the
+    whole device, but -1, which says that no stream need wait, is a stream like any other
+    for JAX.
+    """
+    return obj.__dlpack__()
+
+
 def _read_dlpack(obj: Any, library: str) -> Source:
     device_type = int(obj.__dlpack_device__()[0])
     if device_type == _DLPACK_MANAGED:
@@ -208,9 +235,7 @@ def _read_dlpack(obj: Any, library: str) -> Source:
     if device_type != _DLPACK_CUDA:
         where = "host memory" if device_type in _DLPACK_HOST else f"DLPack device {device_type}"
         raise _refusal(obj, where, "send it as a NumPy array")
-    # stream=-1: no stream need wait, since sending waits for the whole device. The capsule
-    # is not marked as used, so it frees the tensor when it is dropped.
-    capsule = obj.__dlpack__(stream=-1)
+    capsule = _export(obj)
     tensor = _Tensor.from_address(_get_pointer(capsule, b"dltensor"))
     bits, code = tensor.dtype.bits, tensor.dtype.code
     if tensor.dtype.lanes != 1 or bits % 8 or code not in {**_DLPACK_KINDS, **_DLPACK_NAMES}:

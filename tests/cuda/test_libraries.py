@@ -110,8 +110,8 @@ def look() -> tuple[str, tuple[int, ...]]:
     return f"{cls.__module__}.{cls.__qualname__}", tuple(act.arrays["x"].shape)
 
 
-def look_at_tensor() -> tuple[str, bool, str, Any]:
-    tensor = act.arrays["x"]
+def look_at_tensor(of: str = "x") -> tuple[str, bool, str, Any]:
+    tensor = act.arrays[of]
     host = np.empty(tensor.shape, {2: "u2", 4: "f4"}[tensor.element_size()])
     with current_context(0) as driver:
         driver.call("cuMemcpyDtoH_v2", host.ctypes.data, tensor.data_ptr(), host.nbytes)
@@ -255,6 +255,35 @@ def tell() -> str:
     return repr(act.arrays["x"])
 
 
+def swap_data() -> None:
+    """Give a tensor other memory, as ``model.cpu()`` does."""
+    torch: Any = importlib.import_module("torch")
+    act.arrays["x"].data = torch.Tensor((3,), (1,), torch.float32, 0, None, "cpu")
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_tensor_that_gets_other_memory_after_it_was_sent(
+    libraries: list[Actor], here: bool
+) -> None:
+    """The memory that was sent stays until the receiver has dropped it."""
+    sender, receiver, _ = libraries
+    sender.ask(make_of, "torch", BASE)
+    sender.ask(make_parameter)
+    sender.ask(send_tensors, True)
+    if here:
+        message = sender.ask(act.pickled, "x")
+        sender.ask(swap_data)
+        sender.ask(act.load, "y", message)
+        *_, found = sender.ask(look_at_tensor, "y")
+    else:
+        sender.ask(act.send, "x")
+        receiver.ask(act.receive, "x")
+        sender.ask(swap_data)
+        *_, found = receiver.ask(look_at_tensor)
+    assert np.array_equal(found, BASE)
+    sender.ask(send_tensors, False)
+
+
 def test_managed_arrays_of_numba_are_not_copied_by_numpy(libraries: list[Actor]) -> None:
     """They are arrays of NumPy, too: they are refused all the same."""
     sender = libraries[0]
@@ -300,8 +329,9 @@ class OnlyDlpack:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device, 0
 
-    def __dlpack__(self, *, stream: int) -> Any:
-        assert stream == -1
+    def __dlpack__(self, *, stream: int | None = None) -> Any:
+        # JAX takes -1 for a stream.
+        assert stream is None
         make: Any = ctypes.pythonapi.PyCapsule_New
         make.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
         make.restype = ctypes.py_object
@@ -322,6 +352,53 @@ def test_arrays_that_speak_dlpack_alone(pair: Pair, strided: bool) -> None:
     pair.receiver.ask(act.receive, "x")
     expected = BASE[1 :: 2 if strided else 1]
     assert np.array_equal(pair.receiver.ask(act.values, "x"), expected)
+
+
+class Deletable:
+    """An array that can give its memory back while it lives, as one of JAX can.
+
+    What holds the memory is a capsule, for which another array stands here.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.array.__cuda_array_interface__
+
+    def __dlpack__(self) -> Any:
+        if self.array.template.dtype.names:
+            raise BufferError("no fields in DLPack")
+        return self.array[:]
+
+
+def share_deletable() -> None:
+    act.arrays["x"] = Deletable(act.arrays["x"])
+    act.arrays["s"] = shmreduce_cuda.share(act.arrays["x"])
+
+
+def delete() -> None:
+    act.arrays["x"].array = None
+
+
+def test_an_array_that_is_deleted_after_it_was_sent(pair: Pair) -> None:
+    """Its memory is held by DLPack: its interface alone would not keep it."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(share_deletable)
+    pair.sender.ask(act.send, "s")
+    pair.sender.ask(delete)
+    pair.receiver.ask(act.receive, "x")
+    assert np.array_equal(pair.receiver.ask(act.values, "x"), BASE)
+
+
+def test_a_type_that_dlpack_does_not_have_is_read_by_the_interface(pair: Pair) -> None:
+    """That there is no capsule of an array does not keep it from being sent."""
+    pair.sender.ask(act.make, "x", np.ones(3, GAPS))
+    pair.sender.ask(share_deletable)
+    pair.sender.ask(act.send, "s")
+    pair.receiver.ask(act.receive, "x")
+    assert pair.receiver.ask(act.values, "x").dtype == GAPS
 
 
 @pytest.mark.parametrize(

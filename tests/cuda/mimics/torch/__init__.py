@@ -56,6 +56,19 @@ class Tensor:
         assert kind.size == self.dtype.size
         return Tensor(self.shape, self._steps, kind, self._pointer, self.owner, self.device.name)
 
+    def detach(self) -> Tensor:
+        return self.view(self.dtype)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        Tensor.__init__(
+            self, new.shape, new.stride(), new.dtype, new.data_ptr(), new.owner, new.device.name
+        )
+
     def requires_grad_(self, wanted: bool) -> Tensor:
         self.requires_grad = wanted
         return self
