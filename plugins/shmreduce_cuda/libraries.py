@@ -2,7 +2,7 @@
 
 May import ``layout`` and ``view`` of this plugin. A library is imported here when the
 first of its arrays is received, as pickle imports the modules of what it loads. If it is
-not installed, the result is the view. Nothing is copied.
+not installed, or has no such arrays, the result is the view. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def make_empty(library: str, layout: Layout, extras: dict[str, Any]) -> Any:
     if module is None:
         return CudaArrayView(0, layout, 0, None)
     if library == "torch":
-        empty = module.empty(layout.shape, dtype=getattr(module, layout.dtype_name), device="cuda")
+        wanted = _torch_dtype(module, layout)
+        if wanted is None:
+            return CudaArrayView(0, layout, 0, None)
+        empty = module.empty(layout.shape, dtype=wanted, device="cuda")
         return _finish_tensor(module, empty, extras)
     dtype = _dtype(layout)
     if library == "cupy":
@@ -102,22 +105,41 @@ def _make_torch(
     torch: Any, view: CudaArrayView, _base: int, _size: int, extras: dict[str, Any]
 ) -> Any:
     layout = view.layout
-    itemsize = itemsize_of(layout.typestr)
+    wanted = _torch_dtype(torch, layout)
+    if wanted is None:
+        return view
     # First as numbers of the same size, which every version of torch can read, and then
     # viewed as their own type.
     plain = CudaArrayView(
         view.__cuda_array_interface__["data"][0],
-        layout._replace(typestr=_TORCH_TYPESTRS[itemsize]),
+        layout._replace(typestr=_TORCH_TYPESTRS[itemsize_of(layout.typestr)]),
         view.device,
         view,
     )
     tensor = torch.as_tensor(plain, device=f"cuda:{view.device}")
-    wanted = getattr(torch, layout.dtype_name)
     return _finish_tensor(torch, tensor.view(wanted), extras)
 
 
 _TORCH_TYPESTRS = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 """A type that every version of torch can read, by the bytes of an element."""
+_TORCH_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
+"""The beginning of the name of a dtype of torch, by the kind in a typestr."""
+
+
+def _torch_dtype(torch: Any, layout: Layout) -> Any:
+    """Return the dtype of a layout, or None if this torch cannot have such a tensor.
+
+    A process without torch that sends an array on knows only the typestr, and may send any
+    part of the array, as any type.
+    """
+    size, kind = itemsize_of(layout.typestr), layout.typestr[1]
+    strides = layout.strides or ()
+    odd = any(step < 0 or step % size for step in strides if size)
+    if size not in _TORCH_TYPESTRS or odd or layout.typestr.startswith(">"):
+        return None
+    bits = "" if kind == "b" else str(8 * size)
+    found = getattr(torch, layout.dtype_name or f"{_TORCH_KINDS.get(kind, '')}{bits}", None)
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _finish_tensor(torch: Any, tensor: Any, extras: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ import shmreduce_cuda
 from shmreduce_cuda import CudaMemoryError, CudaSharingError, sources
 from shmreduce_cuda.devices import current_context
 from shmreduce_cuda.events import stream_handle
+from shmreduce_cuda.rebuild import rebuild_empty_cuda_array
 from shmreduce_cuda.verify.lab import DeviceArray, Memory
 from tests.cuda import actors as act
 from tests.cuda.actors import Actor, actors, connect, nothing_is_out
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tests.cuda.conftest import Pair
 
 BASE = np.arange(24, dtype="f4").reshape(4, 6)
+VIEW = "shmreduce_cuda.view.CudaArrayView"
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ def test_the_same_library_at_the_receiver(libraries: list[Actor], library: str, 
     sender.ask(make_of, library, BASE)
     exchange(libraries)
     assert receiver.ask(look) == (name, (4, 6))
-    assert poor.ask(look) == ("shmreduce_cuda.view.CudaArrayView", (4, 6))
+    assert poor.ask(look) == (VIEW, (4, 6))
     expected = BASE[::-1] if library == "cupy" else BASE
     for actor in libraries:
         assert np.array_equal(actor.ask(act.values, "x"), expected)
@@ -172,7 +174,7 @@ def test_the_same_library_at_the_receiver(libraries: list[Actor], library: str, 
     sender.ask(make_empty_of, library)
     exchange(libraries)
     assert receiver.ask(look) == (name, (0, 3))
-    assert poor.ask(look) == ("shmreduce_cuda.view.CudaArrayView", (0, 3))
+    assert poor.ask(look) == (VIEW, (0, 3))
 
 
 def dtype_of_x() -> Any:
@@ -282,6 +284,66 @@ def test_a_tensor_that_gets_other_memory_after_it_was_sent(
         *_, found = receiver.ask(look_at_tensor)
     assert np.array_equal(found, BASE)
     sender.ask(send_tensors, False)
+
+
+def test_an_empty_tensor_of_a_type_that_torch_lacks_here(libraries: list[Actor]) -> None:
+    """Such as a type of 8 bits that is newer than the receiver's torch: it is a view."""
+    layout = ((0, 3), None, "|V1", None, "float8_e4m3fn")
+    libraries[1].ask(load_empty, layout)
+    assert libraries[1].ask(look) == (VIEW, (0, 3))
+
+
+def load_empty(layout: tuple[Any, ...]) -> None:
+    act.arrays["x"] = rebuild_empty_cuda_array("torch", layout, {})
+
+
+class Recast:
+    """A received array with another interface."""
+
+    def __init__(self, array: Any, **changes: Any) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, **changes}
+
+
+def recast(changes: dict[str, Any]) -> None:
+    changes = {**changes, "data": (act.address("x") + changes.pop("start", 0), False)}
+    act.arrays["s"] = shmreduce_cuda.share(Recast(act.arrays["x"], **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "torch.Tensor"),
+        ({"typestr": "<i2", "shape": (3,)}, "torch.Tensor"),
+        ({"typestr": "<f8", "shape": (3,)}, VIEW),
+        ({"typestr": ">f4", "shape": (3,)}, VIEW),
+        ({"typestr": "|V5", "shape": (3,)}, VIEW),
+        ({"typestr": "|V4", "shape": (3,)}, VIEW),
+        ({"typestr": "<M8[ns]", "shape": (3,)}, VIEW),
+        ({"shape": (3,), "start": 8, "strides": (-4,)}, VIEW),
+        ({"shape": (3,), "strides": (6,)}, VIEW),
+    ],
+)
+def test_a_tensor_that_passes_through_a_process_without_torch(
+    libraries: list[Actor], changes: dict[str, Any], expected: str
+) -> None:
+    """It is a tensor again where there is torch; what torch lacks is a view there, too.
+
+    The imitation of torch has no float64.
+    """
+    sender, receiver, poor = libraries
+    sender.ask(make_of, "torch", BASE)
+    sender.ask(share_x)
+    sender.ask(act.send_to, "poor", "x")
+    poor.ask(act.receive_from, "poor", "x")
+    if changes:
+        poor.ask(recast, {"strides": None, **changes})
+    receiver.ask(act.load, "x", poor.ask(act.pickled, "s" if changes else "x"))
+    assert receiver.ask(look) == (expected, changes.get("shape", BASE.shape))
+    if not changes:
+        dtype, *_, found = receiver.ask(look_at_tensor)
+        assert dtype == "torch.float32"
+        assert np.array_equal(found, BASE)
 
 
 def test_managed_arrays_of_numba_are_not_copied_by_numpy(libraries: list[Actor]) -> None:
