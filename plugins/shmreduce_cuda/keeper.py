@@ -69,9 +69,13 @@ class Keeper:
         """The error of the last check, None if there was none."""
 
     def look_after(self) -> None:
-        """Start the thread if it does not run, and wake it if it rests."""
+        """Start the thread if it does not run, and wake it if it rests.
+
+        Where no thread can be started, as at the end of the interpreter (CPython 3.12 and
+        later), there is none: whoever sends, receives, drops, and ends, frees too.
+        """
         if not self.attend():
-            with self._starting:
+            with self._starting, contextlib.suppress(RuntimeError):
                 self._start()
 
     def attend(self) -> bool:

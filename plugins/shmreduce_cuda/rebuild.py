@@ -8,7 +8,6 @@ this plugin. Messages contain the functions' names and arguments, so these are a
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import ProducerDied, StaleHandleError, import_block
@@ -123,9 +122,7 @@ def _attach(runtime: Runtime, description: Description, lease: Block, ordinal: i
     # Checked even if the memory is open here already: it went away with the sender.
     if not _is_alive(runtime, description):
         raise _died(description)
-    # Without the thread, which closes memory that nobody uses, it is closed at once.
-    with suppress(RuntimeError):
-        runtime.keeper.look_after()
+    runtime.keeper.look_after()
     try:
         return runtime.imports.attach(description, lease, ordinal)
     except CudaDriverError as error:

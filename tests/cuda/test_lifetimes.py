@@ -18,7 +18,7 @@ from tests.cuda.actors import Actor, actors, connect, nothing_is_out
 from tests.memory.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.cuda.conftest import Pair, Standin
 
@@ -397,6 +397,37 @@ def test_without_a_thread_mappings_are_closed_at_once(patient: Pair) -> None:
     patient.receiver.ask(stop_thread)
     patient.receiver.ask(act.drop_only)
     assert patient.receiver.ask(act.stats).mappings == 0
+
+
+def without_threads(call: Callable[[], Any]) -> None:
+    """Call something while no thread can be started, and none of ours runs."""
+
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    runtime.current().keeper.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        call()
+
+
+def send_x_without_threads() -> None:
+    without_threads(lambda: act.send("x"))
+
+
+def receive_x_without_threads() -> None:
+    without_threads(lambda: act.receive("x"))
+
+
+def test_where_no_thread_can_be_started_arrays_travel(pair: Pair) -> None:
+    """As in the feeder of a queue at the end of the program, since CPython 3.12."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(send_x_without_threads)
+    pair.sender.ask(act.drop, "x")
+    pair.receiver.ask(receive_x_without_threads)
+    assert np.array_equal(pair.receiver.ask(act.values, "x"), BASE)
+    pair.receiver.ask(act.drop)
+    assert pair.sender.ask(act.collect) == 1
 
 
 def collect_while_another_has_the_lock() -> int:
