@@ -8,6 +8,7 @@ this plugin. Messages contain the functions' names and arguments, so these are a
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import ProducerDied, StaleHandleError, import_block
@@ -17,6 +18,7 @@ from shmreduce_cuda.errors import (
     CudaExpiredError,
     CudaMessageError,
     CudaProducerDied,
+    CudaSharingError,
 )
 from shmreduce_cuda.exports import lease_text
 from shmreduce_cuda.layout import Layout
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 _STAT_BYTES = 1024
 """More than the longest name of a process, after which its state stands."""
+_PATIENCE = 60.0
+"""Seconds to wait for a stream of a process of which nobody can say whether it is alive."""
 
 __all__ = ["rebuild_cuda_array", "rebuild_empty_cuda_array", "unwrap"]
 
@@ -128,10 +132,12 @@ def _attach(runtime: Runtime, description: Description, lease: Block, ordinal: i
     except CudaDriverError as error:
         if not _is_alive(runtime, description):
             raise _died(description) from error
+        here = description.namespace == runtime.namespace
         error.add_note(
-            f"The memory belongs to process {description.pid}, which is alive. Both processes "
-            "must run as the same user and in the same PID namespace (docker run --pid), and use "
-            "the same GPU instance if the device is partitioned (MIG)."
+            f"The memory belongs to process {description.pid}, which is "
+            + ("alive" if here else "in another PID namespace: share it (docker run --pid)")
+            + ". Both processes must run as the same user, and use the same GPU instance if the "
+            "device is partitioned (MIG)."
         )
         raise
 
@@ -143,10 +149,20 @@ def _await_event(runtime: Runtime, description: Description, ordinal: int) -> No
     if token == runtime.token:
         runtime.events.wait_here(ordinal, handle)
         return
+    deadline = time.monotonic() + _PATIENCE
+
+    def is_alive() -> bool:
+        if description.namespace != runtime.namespace and time.monotonic() > deadline:
+            raise CudaSharingError(
+                f"the stream on which the array was shared did not get so far within "
+                f"{_PATIENCE:.0f} s. Whether its process, {description.pid}, is alive cannot be "
+                "seen from here, since it is in another PID namespace: share it (docker run "
+                "--pid), or send the array without a stream"
+            )
+        return _is_alive(runtime, description)
+
     try:
-        happened = runtime.events.wait(
-            ordinal, token, handle, lambda: _is_alive(runtime, description)
-        )
+        happened = runtime.events.wait(ordinal, token, handle, is_alive)
     except CudaDriverError as error:
         if not _is_alive(runtime, description):
             raise _died(description) from error
@@ -166,19 +182,22 @@ def _died(description: Description) -> CudaProducerDied:
 
 
 def _is_alive(runtime: Runtime, description: Description) -> bool:
-    """Return False if the sender has ended, even if its parent has not collected it yet."""
+    """Return False if the sender is known to have ended, collected by its parent or not."""
     if description.namespace != runtime.namespace:
         # In another PID namespace its pid means nothing.
         return True
     try:
         # Not by pathlib: this is done with each message, and takes a quarter of the time.
         stat = os.open(f"/proc/{description.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:
+        # Nothing was learned about the sender: this process may have too many files open.
+        return True
     try:
         text = os.read(stat, _STAT_BYTES)
-    except OSError:
-        # It ended after the file was opened (ESRCH).
+    except ProcessLookupError:
+        # It ended after the file was opened.
         return False
     finally:
         os.close(stat)

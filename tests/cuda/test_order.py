@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from shmreduce_cuda import CudaProducerDied
+from shmreduce_cuda import CudaProducerDied, CudaSharingError, rebuild, runtime
 from tests.cuda import actors as act
 from tests.cuda.actors import actors, connect
 from tests.memory.waiting import eventually
@@ -134,3 +134,23 @@ def test_an_event_of_a_sender_that_is_killed(standin: Standin, waits: bool) -> N
             receiver.finish()
         assert caught.value.pid == sender.pid
         receiver.ask(act.drop)
+
+
+def be_in_another_namespace(patience: float) -> None:
+    runtime.current().namespace += 1
+    rebuild._PATIENCE = patience
+
+
+def test_an_event_of_another_pid_namespace_is_not_waited_for_for_ever(standin: Standin) -> None:
+    """Whether its process is alive cannot be seen: the error says so, and what to share."""
+    with actors(2) as (sender, receiver):
+        connect(sender, receiver)
+        receiver.ask(be_in_another_namespace, 0.2)
+        sender.ask(act.make, "x", ZEROS)
+        sender.ask(act.set_delays, 20_000)
+        sender.ask(act.share_after_fill, "s", "x", 5)
+        sender.ask(act.send, "s")
+        with pytest.raises(CudaSharingError, match="--pid"):
+            receiver.ask(act.receive, "a")
+        sender.kill()
+    assert standin.folder.exists()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from shmreduce_cuda import (
     CudaMessageError,
     CudaSharingError,
     CudaUnavailableError,
+    rebuild,
+    runtime,
 )
 from shmreduce_cuda.messages import Description, Legacy, read_description
 from tests.cuda import actors as act
@@ -214,6 +218,45 @@ def test_a_call_that_fails_at_the_receiver_leaves_nothing(pair: Pair, kind: str)
     pair.sender.ask(act.send, "x")
     pair.receiver.ask(act.receive, "x")
     assert np.array_equal(pair.receiver.ask(act.values, "x"), BASE)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_note_says_what_is_known_of_the_sender(pair: Pair, here: bool) -> None:
+    """In another PID namespace it may be dead, for all that is known: that is the remedy."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.receiver.ask(act.fail, "cuIpcOpenMemHandle_v2", 1)
+    pair.sender.ask(act.send, "x")
+    pair.receiver.ask(shift_namespace, 0 if here else 1)
+    try:
+        with pytest.raises(CudaDriverError) as caught:
+            pair.receiver.ask(act.receive, "x")
+    finally:
+        pair.receiver.ask(shift_namespace, 0 if here else -1)
+    [note] = caught.value.__notes__
+    assert ("is alive" in note) is here
+    assert ("--pid" in note) is not here
+
+
+def shift_namespace(by: int) -> None:
+    runtime.current().namespace += by
+
+
+def test_a_sender_is_alive_until_it_is_known_to_be_dead() -> None:
+    """A receiver without descriptors left cannot look, which says nothing of the sender."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    state: Any = SimpleNamespace(namespace=0)
+    sender = DESCRIPTION._replace(pid=process.pid)
+    myself = DESCRIPTION._replace(pid=os.getpid())
+    eventually(lambda: not rebuild._is_alive(state, sender), "a zombie is dead")
+    process.wait(30)
+    assert not rebuild._is_alive(state, sender)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+    try:
+        alive = rebuild._is_alive(state, myself)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert alive
 
 
 def test_a_device_that_fails_keeps_the_lease(standin: Standin) -> None:
