@@ -6,13 +6,15 @@ driver is loaded by ctypes when the first array is sent or received. Nothing els
 needed; sending imports no array library.
 
 From the bottom: ``errors``; ``driver`` calls the driver, and ``devices`` finds devices
-and makes their contexts current; ``layout`` and ``sources`` read arrays; ``kinds`` tells
-kinds of memory apart; ``offers`` and ``descriptors`` pass descriptors of pools and of
-virtual memory; ``exports`` holds arrays that were sent, and ``keeper`` is the thread that
-frees them; ``mappings`` and ``imports`` hold the memory of arrays that were received;
-``events`` orders streams; ``view`` and ``libraries`` make the arrays that receivers get;
-``messages`` describes an array in a message; ``reducer`` and ``sending`` are the sending
-side, ``rebuild`` is the receiving side, and ``sharing`` is the interface for users.
+and makes their contexts current; ``layout`` and ``sources`` read arrays; ``kinds``
+tells kinds of memory apart; ``locks`` may be held while the driver is called;
+``offers`` and ``descriptors`` pass descriptors of pools and of virtual memory;
+``exports`` holds arrays that were sent, and ``keeper`` is the thread that frees them;
+``mappings`` and ``imports`` hold the memory of arrays that were received; ``events``
+orders streams; ``view`` and ``libraries`` make the arrays that receivers get;
+``messages`` describes an array in a message; ``reducer`` and ``sending`` are the
+sending side, ``rebuild`` is the receiving side, and ``sharing`` is the interface for
+users.
 """
 
 from __future__ import annotations

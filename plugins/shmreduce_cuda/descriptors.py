@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fetch_descriptor", "open_listener", "serve"]
 
-_REQUEST = struct.Struct("<16sQI")
+_REQUEST = struct.Struct("<16sQ")
 _PEER = struct.Struct("iII")
 _PATIENCE = 5.0
 """Seconds that a receiver waits for the sender."""
@@ -79,8 +79,8 @@ def _answer(connection: socket.socket, token: bytes, offers: Offers) -> None:
     request = connection.recv(_REQUEST.size)
     if len(request) != _REQUEST.size:
         return
-    asked, number, index = _REQUEST.unpack(request)
-    descriptor = offers.duplicate(number, index) if asked == token else None
+    asked, number = _REQUEST.unpack(request)
+    descriptor = offers.duplicate(number) if asked == token else None
     if descriptor is None:
         connection.send(b"n")
         return
@@ -102,7 +102,7 @@ def _connect(connection: socket.socket, token: bytes) -> None:
             time.sleep(_PAUSE)
 
 
-def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
+def fetch_descriptor(token: bytes, pid: int, number: int) -> int:
     """Return a descriptor that another process offers; it is the caller's.
 
     Raises
@@ -120,7 +120,7 @@ def fetch_descriptor(token: bytes, pid: int, number: int, index: int) -> int:
                 raise CudaSharingError(
                     f"the socket of process {pid} belongs to another user; run both as one user"
                 )
-            connection.send(_REQUEST.pack(token, number, index))
+            connection.send(_REQUEST.pack(token, number))
             # Close-on-exec from the beginning: a program that another thread starts at this
             # moment would otherwise inherit it, and keep the memory.
             answer, descriptors, flags, _ = socket.recv_fds(

@@ -1,6 +1,6 @@
 """Events, by which a receiver waits for one stream of the sender instead of all.
 
-May import ``devices``, ``driver`` and ``errors`` of this plugin.
+May import ``devices``, ``driver``, ``errors`` and ``locks`` of this plugin.
 
 There is one event for each stream that was passed to ``share``. It is never destroyed,
 since a receiver may open it later. It is recorded again with each message, which moves
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce_cuda.devices import current_context
 from shmreduce_cuda.driver import Bytes64
 from shmreduce_cuda.errors import CudaMemoryError, CudaSharingError
+from shmreduce_cuda.locks import InterruptibleLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +85,7 @@ class Events:
     """The events that one process has made, and those of others that it has opened."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = InterruptibleLock("recording or opening an event")
         self._own: dict[tuple[int, int, int], tuple[c_void_p, bytes]] = {}
         self._foreign: dict[tuple[bytes, bytes], _Foreign] = {}
 
@@ -95,6 +96,11 @@ class Events:
         """Record the event of a stream; return its handle for other processes.
 
         If events cannot be shared here, waits for the stream and returns None.
+
+        Raises
+        ------
+        CudaSharingError
+            If a signal handler has interrupted this very call to make another one.
         """
         thread = threading.get_ident() if stream == _PER_THREAD else 0
         with current_context(ordinal) as driver, self._lock:
@@ -194,7 +200,7 @@ class _Waiting(threading.Thread):
     the sender may record the event again and again.
     """
 
-    def __init__(self, event: _Foreign, lock: threading.Lock) -> None:
+    def __init__(self, event: _Foreign, lock: InterruptibleLock) -> None:
         super().__init__(name="shmreduce-cuda-event", daemon=True)
         self._event = event
         self._waiters_lock = lock

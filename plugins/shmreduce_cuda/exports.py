@@ -13,18 +13,21 @@ array is dropped.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import resource
 import struct
 import threading
 from collections import deque
+from contextlib import ExitStack
 from ctypes import byref, c_int, c_uint64, c_void_p, cast
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import allocate
 from shmreduce_cuda.devices import current_context, primary_context, synchronise, uuid_of
 from shmreduce_cuda.driver import Bytes64, get_driver
-from shmreduce_cuda.errors import CudaDriverError
+from shmreduce_cuda.errors import CudaDriverError, CudaSharingError
 from shmreduce_cuda.kinds import (
     POSIX_FD,
     check_extent,
@@ -56,6 +59,8 @@ as out of memory, may be temporary.
 """
 _LOOKS = 2
 """How many exports are looked at with each send: more than one, so that they become fewer."""
+_SPARE = 4
+"""More descriptors than a driver needs at a time to make one."""
 _LEASE = struct.Struct("<16sQ")
 LEASE_BYTES = _LEASE.size
 
@@ -86,7 +91,7 @@ class Export:
         "context",
         "lease",
         "number",
-        "offer",
+        "offers",
         "ordinal",
         "place",
         "size",
@@ -104,7 +109,7 @@ class Export:
         self.size = memory.size
         self.context = memory.context
         self.place: Place
-        self.offer: Offer | None = None
+        self.offers: list[Offer] = []
         self.lease: Block
         self.wrapper: weakref.ref[Any] | None = None
         """The ``SharedArray``: while it lives, the export is kept even if nobody has the lease."""
@@ -173,7 +178,7 @@ class Exports:
                 export.lease = allocate(LEASE_BYTES)
                 export.lease.buffer[:] = lease_text(self._token, export.number)
             except BaseException as error:
-                self._drop_offer(export)
+                self._drop_offers(export)
                 if isinstance(error, CudaDriverError) and error.code in _REFUSALS:
                     raise _without_handle(memory, error) from error
                 raise
@@ -229,7 +234,7 @@ class Exports:
 
     def discard(self, export: Export) -> None:
         """Drop the array of an export that is not live."""
-        self._drop_offer(export)
+        self._drop_offers(export)
         # With a current context, since the array's library may free the memory now.
         try:
             with current_context(export.ordinal):
@@ -238,10 +243,9 @@ class Exports:
             # Even if the device has failed, so that the context cannot be made current.
             export.source = None
 
-    def _drop_offer(self, export: Export) -> None:
-        offer, export.offer = export.offer, None
-        if offer is not None:
-            self._offers.release(offer)
+    def _drop_offers(self, export: Export) -> None:
+        while export.offers:
+            self._offers.release(export.offers.pop())
 
     def _place(
         self, export: Export, driver: Driver, memory: Memory, pieces: list[tuple[int, int]]
@@ -254,16 +258,23 @@ class Exports:
         if memory.kind == "pool":
             # The pool first: a driver refuses to export the pointers of a pool that was never
             # exported itself (CUDA_ERROR_INVALID_VALUE, seen with driver 580).
-            export.offer = self._offers.take(
-                ("pool", memory.pool), lambda: [_descriptor_of_pool(driver, memory.pool)]
+            offer = self._offers.take(
+                ("pool", memory.pool), lambda: _descriptor_of_pool(driver, memory.pool)
             )
+            export.offers.append(offer)
             driver.call("cuMemPoolExportPointer", byref(handle), memory.base)
-            export.place = Pooled(export.offer.number, memory.base, bytes(handle))
+            export.place = Pooled(offer.number, memory.base, bytes(handle))
             return
-        export.offer = self._offers.take(
-            ("virtual", export.ordinal, tuple(pieces)), lambda: _descriptors_of(driver, pieces)
+        for base, size in pieces:
+            # Each for itself: arrays that have only some pieces in common share those.
+            export.offers.append(self._take_piece(driver, export.ordinal, base, size))
+        numbers = tuple(offer.number for offer in export.offers)
+        export.place = Virtual(numbers, tuple(size for _, size in pieces))
+
+    def _take_piece(self, driver: Driver, ordinal: int, base: int, size: int) -> Offer:
+        return self._offers.take(
+            ("piece", ordinal, base, size), lambda: _descriptor_of_piece(driver, base)
         )
-        export.place = Virtual(export.offer.number, tuple(size for _, size in pieces))
 
 
 def _without_handle(memory: Memory, error: CudaDriverError) -> CudaMemoryError:
@@ -299,38 +310,42 @@ def synchronise_export(export: Export) -> None:
 
 
 def _descriptor_of_pool(driver: Driver, pool: int) -> int:
-    descriptor = c_int(-1)
-    driver.call(
-        "cuMemPoolExportToShareableHandle", cast(byref(descriptor), c_void_p), pool, POSIX_FD, 0
-    )
-    return _own(descriptor.value)
+    return _make_descriptor(driver, "cuMemPoolExportToShareableHandle", pool)
 
 
-def _own(descriptor: int) -> int:
-    """Make a new descriptor close-on-exec: a program that inherited it would keep the memory."""
-    os.set_inheritable(descriptor, False)
-    return descriptor
-
-
-def _descriptors_of(driver: Driver, pieces: list[tuple[int, int]]) -> list[int]:
-    found: list[int] = []
+def _descriptor_of_piece(driver: Driver, base: int) -> int:
+    handle = c_uint64()
+    driver.call("cuMemRetainAllocationHandle", byref(handle), base)
     try:
-        for base, _ in pieces:
-            handle, descriptor = c_uint64(), c_int(-1)
-            driver.call("cuMemRetainAllocationHandle", byref(handle), base)
-            try:
-                driver.call(
-                    "cuMemExportToShareableHandle",
-                    cast(byref(descriptor), c_void_p),
-                    handle.value,
-                    POSIX_FD,
-                    0,
-                )
-            finally:
-                driver.call("cuMemRelease", handle.value)
-            found.append(_own(descriptor.value))
-    except BaseException:
-        for each in found:
-            os.close(each)
-        raise
-    return found
+        return _make_descriptor(driver, "cuMemExportToShareableHandle", handle.value)
+    finally:
+        driver.call("cuMemRelease", handle.value)
+
+
+def _make_descriptor(driver: Driver, function: str, handle: int) -> int:
+    descriptor = c_int(-1)
+    try:
+        driver.call(function, cast(byref(descriptor), c_void_p), handle, POSIX_FD, 0)
+    except CudaDriverError as error:
+        if not _lacks_descriptors():
+            raise
+        raise CudaSharingError(
+            f"process {os.getpid()} has no descriptor left for its device memory: it may have "
+            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files open (RLIMIT_NOFILE), and "
+            "each pool that it sends arrays of, and each piece of virtual memory, takes one (of "
+            "torch's expandable segments one for 20 MiB): raise the limit (ulimit -n), or "
+            "allocate by cudaMalloc (torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)"
+        ) from error
+    # Close-on-exec: a program that inherited it would keep the memory.
+    os.set_inheritable(descriptor.value, False)
+    return descriptor.value
+
+
+def _lacks_descriptors() -> bool:
+    with ExitStack() as spare:
+        try:
+            for _ in range(_SPARE):
+                spare.callback(os.close, os.open("/", os.O_PATH | os.O_CLOEXEC))
+        except OSError as error:
+            return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False

@@ -102,7 +102,7 @@ class Opener:
         pool, users = self._pools.get(key, (None, 0))
         if pool is None:
             pool = c_void_p()
-            descriptor = fetch_descriptor(description.token, description.pid, place.offer, 0)
+            descriptor = fetch_descriptor(description.token, description.pid, place.offer)
             try:
                 driver.call(
                     "cuMemPoolImportFromShareableHandle", byref(pool), descriptor, POSIX_FD, 0
@@ -138,9 +138,9 @@ def _open_virtual(driver: Driver, description: Description, place: Virtual, ordi
     total = sum(place.sizes)
     start, mapped = c_uint64(), 0
     try:
-        for index in range(len(place.sizes)):
+        for offer in place.offers:
             # One by one, so that those already imported are released if one fails.
-            handles += [_import_piece(driver, description, place, index)]
+            handles += [_import_piece(driver, description, offer)]
         driver.call("cuMemAddressReserve", byref(start), total, 0, 0, 0)
         for handle, size in zip(handles, place.sizes, strict=True):
             driver.call("cuMemMap", start.value + mapped, size, 0, handle, 0)
@@ -157,9 +157,9 @@ def _open_virtual(driver: Driver, description: Description, place: Virtual, ordi
     return start.value
 
 
-def _import_piece(driver: Driver, description: Description, place: Virtual, index: int) -> int:
+def _import_piece(driver: Driver, description: Description, offer: int) -> int:
     handle = c_uint64()
-    descriptor = fetch_descriptor(description.token, description.pid, place.offer, index)
+    descriptor = fetch_descriptor(description.token, description.pid, offer)
     try:
         driver.call("cuMemImportFromShareableHandle", byref(handle), descriptor, POSIX_FD)
     finally:

@@ -13,7 +13,7 @@ from shmreduce_cuda.layout import Layout
 
 __all__ = ["VERSION", "Description", "Legacy", "Place", "Pooled", "Virtual", "read_description"]
 
-VERSION = 1
+VERSION = 2
 """Of the descriptions. One of another version is refused."""
 
 
@@ -42,15 +42,15 @@ class Pooled(NamedTuple):
 
 
 class Virtual(NamedTuple):
-    """Virtual memory: the offer with the descriptors of its pieces, and their sizes."""
+    """Virtual memory: the offers with the descriptors of its pieces, and their sizes."""
 
-    offer: int
+    offers: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
         """A key that identifies it among the memory of the same process and device."""
-        return "virtual", self.offer
+        return "virtual", self.offers
 
 
 Place = Legacy | Pooled | Virtual

@@ -178,7 +178,7 @@ class Stats:
     opened, closed : int
         How many such allocations were opened and closed so far.
     offers : int
-        Pools and ranges of virtual memory whose descriptors are kept.
+        Pools and pieces of virtual memory whose descriptors are kept.
     events : int
         Events that were made or opened.
     stuck : int

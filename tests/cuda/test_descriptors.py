@@ -51,7 +51,7 @@ def fill_queue() -> list[socket.socket]:
 def test_more_receivers_than_may_wait(listener: socket.socket) -> None:
     """Who finds the queue of the sender full waits until there is room."""
     offers = Offers()
-    offer = offers.take("key", lambda: [os.memfd_create("offered")])
+    offer = offers.take("key", lambda: os.memfd_create("offered"))
     waiting = fill_queue()
     done = threading.Event()
 
@@ -60,7 +60,7 @@ def test_more_receivers_than_may_wait(listener: socket.socket) -> None:
             serve(listener, TOKEN, offers)
 
     with ThreadPoolExecutor(2) as pool:
-        fetched = pool.submit(fetch_descriptor, TOKEN, os.getpid(), offer.number, 0)
+        fetched = pool.submit(fetch_descriptor, TOKEN, os.getpid(), offer.number)
         for one in waiting:
             one.close()
         answering = pool.submit(answer)
@@ -93,12 +93,68 @@ def test_programs_that_are_started_inherit_no_memory(pair: Pair, kind: str) -> N
     pair.sender.ask(act.drop, "s")
 
 
+PIECES = 3
+
+
+def test_arrays_with_pieces_in_common_share_their_descriptors(pair: Pair) -> None:
+    """A piece takes one descriptor of the sender, whatever arrays it is a part of."""
+    values = np.arange(600_000.0)
+    pair.sender.ask(act.make, "x", values, "virtual", 0, PIECES)
+    before = pair.sender.ask(act.census)[0]
+    parts = {"low": slice(0, 400_000), "high": slice(200_000, None), "all": slice(None)}
+    for name, part in parts.items():
+        pair.sender.ask(act.cut, name, "x", part)
+        pair.sender.ask(act.send, name)
+    pair.receiver.ask(act.receive, *parts)
+    for name, part in parts.items():
+        assert np.array_equal(pair.receiver.ask(act.values, name), values[part])
+    assert pair.sender.ask(act.stats).offers == PIECES
+    # And the socket at which they are asked for.
+    assert pair.sender.ask(act.census)[0] - before <= PIECES + 1
+    pair.receiver.ask(act.drop, "all", "low")
+    pair.sender.ask(act.collect)
+    assert np.array_equal(pair.receiver.ask(act.values, "high"), values[parts["high"]])
+
+
+def send_with_descriptors_left(left: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(link.name) for link in Path("/proc/self/fd").iterdir())
+    filling = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                filling.append(os.dup(0))
+        for _ in range(left):
+            os.close(filling.pop())
+        act.send("x")
+    finally:
+        for each in filling:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("left", [0, PIECES])
+def test_a_sender_without_descriptors_left(pair: Pair, left: int) -> None:
+    """The error names the limit, and nothing is kept of the pieces that had one."""
+    pair.sender.ask(act.make, "warm", np.arange(10.0), "virtual")
+    pair.sender.ask(act.send, "warm")
+    pair.receiver.ask(act.receive, "warm")
+    pair.sender.ask(act.make, "x", np.arange(600_000.0), "virtual", 0, PIECES)
+    offers = pair.sender.ask(act.stats).offers
+    with pytest.raises(CudaSharingError, match="RLIMIT_NOFILE"):
+        pair.sender.ask(send_with_descriptors_left, left)
+    assert pair.sender.ask(act.stats).offers == offers
+    pair.sender.ask(act.send, "x")
+    pair.receiver.ask(act.receive, "x")
+
+
 def test_a_receiver_without_descriptors_left(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told so, and not that the sender had none."""
     offers = Offers()
-    offer = offers.take("key", lambda: [os.memfd_create("offered")])
+    offer = offers.take("key", lambda: os.memfd_create("offered"))
     listener.setblocking(True)
     sender = threading.Thread(target=serve, args=(listener, TOKEN, offers))
     receive = socket.recv_fds
@@ -115,7 +171,7 @@ def test_a_receiver_without_descriptors_left(
     monkeypatch.setattr(socket, "recv_fds", receive_with_none_left)
     sender.start()
     with pytest.raises(CudaSharingError, match="ulimit"):
-        fetch_descriptor(TOKEN, os.getpid(), offer.number, 0)
+        fetch_descriptor(TOKEN, os.getpid(), offer.number)
     offers.release(offer)
 
 
@@ -128,7 +184,7 @@ def test_a_sender_that_never_has_room(
     waiting = fill_queue()
     try:
         with pytest.raises(CudaSharingError, match="did not hand over"):
-            fetch_descriptor(TOKEN, os.getpid(), 1, 0)
+            fetch_descriptor(TOKEN, os.getpid(), 1)
     finally:
         for one in waiting:
             one.close()

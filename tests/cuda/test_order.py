@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from shmreduce_cuda import CudaProducerDied, CudaSharingError, rebuild, runtime
+from shmreduce_cuda import CudaProducerDied, CudaSharingError, events, rebuild, runtime
 from tests.cuda import actors as act
 from tests.cuda.actors import actors, connect
 from tests.memory.waiting import eventually
@@ -153,4 +153,32 @@ def test_an_event_of_another_pid_namespace_is_not_waited_for_for_ever(standin: S
         with pytest.raises(CudaSharingError, match="--pid"):
             receiver.ask(act.receive, "a")
         sender.kill()
+    assert standin.folder.exists()
+
+
+def share_while_sharing(name: str) -> None:
+    """Do what a signal handler does that shares while an event is being made."""
+    make = events._make
+
+    def interrupt(driver: Any) -> Any:
+        events._make = make
+        act.share("t", name, 0)
+        return make(driver)
+
+    events._make = interrupt
+    try:
+        act.share("s", name, 0)
+    finally:
+        events._make = make
+
+
+def test_a_stream_that_is_shared_on_while_it_is_shared_on(standin: Standin) -> None:
+    """The inner call, a signal handler's, is told so, and does not hang."""
+    with actors(1) as (sender,):
+        sender.ask(act.make, "x", ZEROS)
+        with pytest.raises(CudaSharingError, match="signal handler"):
+            sender.ask(share_while_sharing, "x")
+        assert sender.ask(act.stats).exports == 0
+        sender.ask(act.share, "s", "x", 0)
+        sender.ask(act.drop)
     assert standin.folder.exists()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from shmreduce_cuda import keeper, runtime
+import pytest
+
+from shmreduce_cuda import CudaSharingError, keeper, locks, runtime
 from shmreduce_cuda.descriptors import open_listener
 from shmreduce_cuda.offers import Offers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
 THREADS = 2
 
@@ -88,3 +89,58 @@ def test_what_comes_during_a_look_is_seen() -> None:
     finally:
         assert thread.stop()
         thread.forget()
+
+
+def make_descriptor() -> int:
+    return os.memfd_create("offered", os.MFD_CLOEXEC)
+
+
+def test_an_offer_that_is_taken_while_one_is_made_here() -> None:
+    """As by a signal handler that sends an array in the middle of sending: it is told so
+    instead of waiting for the code that it has interrupted.
+    """
+    offers = Offers()
+    with pytest.raises(CudaSharingError, match="signal handler"):
+        offers.take("a", lambda: offers.take("b", make_descriptor).descriptor)
+    assert not len(offers)
+    offers.release(offers.take("a", make_descriptor))
+    assert not len(offers)
+
+
+def test_an_offer_that_is_released_while_one_is_made_here() -> None:
+    """Whoever makes one closes what was released meanwhile."""
+    offers = Offers()
+    other = offers.take("b", make_descriptor)
+
+    def release_and_make() -> int:
+        offers.release(other)
+        return make_descriptor()
+
+    offer = offers.take("a", release_and_make)
+    assert len(offers) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(other.descriptor)
+    offers.release(offer)
+
+
+def test_another_thread_that_has_the_lock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not for ever."""
+    lock = locks.InterruptibleLock("testing")
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            inside.set()
+            leave.wait(30)
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(hold)
+        assert inside.wait(30)
+        monkeypatch.setattr(locks, "_PATIENCE", 0.05)
+        with pytest.raises(CudaSharingError, match="was testing already, for"), lock:
+            pass
+        leave.set()
+        monkeypatch.undo()
+        with lock:
+            pass
+        holding.result(30)
