@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from shmreduce_cuda.errors import CudaMemoryError
 from shmreduce_cuda.layout import Layout
 
-__all__ = ["Source", "library_of", "read_array"]
+__all__ = ["Source", "is_plain", "library_of", "read_array"]
 
 LIBRARIES = {"cupy": "cupy", "numba": "numba", "numba_cuda": "numba", "torch": "torch"}
 """From the package of a class to its library: those whose arrays a receiver can make."""
@@ -156,12 +156,18 @@ def _read_void(obj: Any, interface: dict[str, Any]) -> tuple[list[tuple[str, ...
     return None, "" if name.startswith("void") else name
 
 
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor of torch is one run of memory, and so not sparse or nested."""
+    return str(tensor.layout) == "torch.strided" and not tensor.is_nested
+
+
 def _read_tensor(tensor: Any) -> Source:
-    if tensor.device.type != "cuda" or str(tensor.layout) != "torch.strided":
+    if tensor.device.type != "cuda" or not is_plain(tensor):
+        nested = "nested, " if tensor.is_nested else ""
         raise _refusal(
             tensor,
-            f"a tensor of device {tensor.device.type!r}, layout {tensor.layout}",
-            "send tensors of the host by torch, and sparse ones by their parts",
+            f"a tensor of device {tensor.device.type!r}, {nested}layout {tensor.layout}",
+            "send tensors of the host by torch, and sparse and nested ones by their parts",
         )
     if tensor.is_conj() or tensor.is_neg():
         raise _refusal(tensor, "a lazy view", "send tensor.resolve_conj().resolve_neg()")

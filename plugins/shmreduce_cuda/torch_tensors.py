@@ -1,6 +1,6 @@
 """Sends tensors of torch by shmreduce, for programs that ask for it.
 
-May import ``errors``, ``rebuild`` and ``sharing`` of this plugin. It does not import
+May import ``errors``, ``rebuild``, ``sharing`` and ``sources`` of this plugin. It does not import
 torch: whoever has a tensor has done so.
 
 When torch is imported, it registers its own reducers with ``ForkingPickler``. So this
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shmreduce_cuda.errors import CudaSharingError
 from shmreduce_cuda.rebuild import unwrap
 from shmreduce_cuda.sharing import share
+from shmreduce_cuda.sources import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +25,13 @@ __all__ = ["send_torch_tensors"]
 
 
 class _TensorReducer:
-    """Sends CUDA tensors by shmreduce, and leaves others to torch."""
+    """Sends plain CUDA tensors by shmreduce, and leaves others to torch."""
 
     def __init__(self, others: Callable[[Any], Any]) -> None:
         self.others = others
 
     def __call__(self, tensor: Any) -> Any:
-        if tensor.device.type != "cuda":
+        if tensor.device.type != "cuda" or not is_plain(tensor):
             return self.others(tensor)
         return unwrap, (share(tensor),)
 
@@ -38,9 +39,9 @@ class _TensorReducer:
 def send_torch_tensors(*, enable: bool = True) -> None:
     """Let CUDA tensors travel by shmreduce instead of by torch, in this process.
 
-    Torch still sends tensors in host memory, and its other objects. Call this after
-    ``import torch`` in each process that sends; receivers need not call it. With
-    ``enable=False`` torch sends everything again.
+    Torch still sends sparse and nested tensors, those in host memory, and its other objects.
+    Call this after ``import torch`` in each process that sends; receivers need not call it.
+    With ``enable=False`` torch sends everything again.
 
     Parameters
     ----------

@@ -257,6 +257,27 @@ def tell() -> str:
     return repr(act.arrays["x"])
 
 
+def set_on_tensor(name: str, value: Any) -> None:
+    setattr(act.arrays["x"], name, value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("layout", "torch.sparse_coo"), ("is_nested", True)])
+def test_tensors_that_are_no_single_array_stay_torchs(
+    libraries: list[Actor], name: str, value: Any
+) -> None:
+    """Torch can send them, and they are left to it; ``share`` refuses them by name."""
+    sender, receiver, _ = libraries
+    sender.ask(make_of, "torch", BASE)
+    sender.ask(set_on_tensor, name, value)
+    with pytest.raises(CudaMemoryError, match="sparse and nested ones by their parts"):
+        sender.ask(share_x)
+    sender.ask(send_tensors, True)
+    sender.ask(act.send, "x")
+    receiver.ask(act.receive, "x")
+    assert receiver.ask(owner_of_x) == "rebuilt by torch"
+    sender.ask(send_tensors, False)
+
+
 def swap_data() -> None:
     """Give a tensor other memory, as ``model.cpu()`` does."""
     torch: Any = importlib.import_module("torch")

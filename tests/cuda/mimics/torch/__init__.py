@@ -34,7 +34,7 @@ class Tensor:
         self.shape, self._steps, self.dtype = tuple(shape), tuple(steps), kind
         self._pointer, self.owner = pointer, owner
         self.device = SimpleNamespace(type=device.partition(":")[0], name=device)
-        self.layout = "torch.strided"
+        self.layout, self.is_nested = "torch.strided", False
         self.requires_grad, self.is_leaf = False, True
 
     def data_ptr(self) -> int:
