@@ -1,6 +1,6 @@
 """The sending side of a message.
 
-May import public names of :mod:`shmreduce`, and ``devices``, ``errors``,
+May import public names of :mod:`shmreduce`, and ``devices``, ``driver``, ``errors``,
 ``exports``, ``imports``, ``messages``, ``runtime`` and ``sources`` of this
 plugin, and ``rebuild`` for the functions that messages name.
 """
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from shmreduce_cuda.devices import current_context, synchronise
+from shmreduce_cuda.driver import get_driver
 from shmreduce_cuda.errors import CudaMemoryError
 from shmreduce_cuda.exports import synchronise_export
 from shmreduce_cuda.messages import Description
@@ -51,7 +52,13 @@ class Outgoing(ABC):
 
     @abstractmethod
     def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
-        """Return how to rebuild the array, with a lease for the message."""
+        """Return how to rebuild the array, with a lease for the message.
+
+        Raises
+        ------
+        CudaForkError
+            If this process was forked from the one that prepared the array.
+        """
 
 
 class EmptyArray(Outgoing):
@@ -88,6 +95,8 @@ class OwnArray(Outgoing):
 
     def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
         """Return how to rebuild the array."""
+        # In a forked child the state is not the one that this export belongs to.
+        get_driver()
         source, export, runtime = self.source, self.export, current()
         description = Description(
             runtime.token,
@@ -129,6 +138,7 @@ class ReceivedArray(Outgoing):
 
     def reduce(self, message: Message, event: tuple[bytes, bytes] | None) -> tuple[Any, ...]:
         """Return how to rebuild the array."""
+        get_driver()
         source, attachment = self.source, self.attachment
         received = attachment.description
         description = received._replace(

@@ -379,6 +379,19 @@ def test_a_forked_child_is_told_to_be_spawned(pair: Pair) -> None:
     nothing_is_out(pair.sender)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_forked_child_cannot_send_what_was_shared_before(pair: Pair, own: bool) -> None:
+    """Also on a stream, for which sending calls no driver."""
+    pair.sender.ask(act.make, "x", BASE)
+    pair.sender.ask(act.send, "x")
+    pair.receiver.ask(act.receive, "x")
+    actor = pair.sender if own else pair.receiver
+    actor.ask(act.share, "s", "x", 0)
+    said = actor.ask(use_in_forked_child, "s")
+    assert len(said) == 2
+    assert all("spawn" in text for text in said)
+
+
 def test_without_a_driver_everything_else_works() -> None:
     """The plugin is loaded, says that there is no driver, and arrays of NumPy travel."""
     environment = {name: text for name, text in os.environ.items() if name != "LD_LIBRARY_PATH"}
