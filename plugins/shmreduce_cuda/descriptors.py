@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shmreduce_cuda.errors import CudaProducerDied, CudaSharingError
@@ -29,6 +30,8 @@ _PATIENCE = 5.0
 """Seconds that a receiver waits for the sender."""
 _SERVER_PATIENCE = 1.0
 """Seconds that the sender waits for a receiver's request."""
+_NONE_LEFT = b"f"
+"""The answer of a sender that has no descriptor left to duplicate one."""
 _PAUSE = 0.01
 """Seconds between two tries to connect."""
 
@@ -56,20 +59,26 @@ def open_listener(token: bytes) -> socket.socket:
     return listener
 
 
-def serve(listener: socket.socket, token: bytes, offers: Offers) -> None:
-    """Answer one request, if there is one."""
+def serve(listener: socket.socket, token: bytes, offers: Offers) -> bool:
+    """Answer one request, if there is one.
+
+    Returns False if there may be one that cannot be accepted now, such as for lack of
+    descriptors. Trying again at once would be in vain.
+    """
     try:
         connection, _ = listener.accept()
-    except OSError:
+    except (BlockingIOError, ConnectionAbortedError):
         # Nobody is waiting any more.
-        return
+        return True
+    except OSError:
+        return False
     with connection:
         connection.settimeout(_SERVER_PATIENCE)
-        try:
+        # The receiver has ended or sends no request; or a driver's call keeps the offers, which
+        # is longer than a receiver waits. It will notice that it got nothing.
+        with suppress(OSError, CudaSharingError):
             _answer(connection, token, offers)
-        except OSError:
-            # The receiver has ended or sends no request. It will notice that it got nothing.
-            return
+    return True
 
 
 def _answer(connection: socket.socket, token: bytes, offers: Offers) -> None:
@@ -80,7 +89,11 @@ def _answer(connection: socket.socket, token: bytes, offers: Offers) -> None:
     if len(request) != _REQUEST.size:
         return
     asked, number = _REQUEST.unpack(request)
-    descriptor = offers.duplicate(number) if asked == token else None
+    try:
+        descriptor = offers.duplicate(number) if asked == token else None
+    except OSError:
+        connection.send(_NONE_LEFT)
+        return
     if descriptor is None:
         connection.send(b"n")
         return
@@ -143,6 +156,11 @@ def fetch_descriptor(token: bytes, pid: int, number: int) -> int:
         raise CudaSharingError(
             f"process {os.getpid()} has no descriptor left for the memory of process {pid}: it "
             "has as many files open as it may: close some, or raise the limit (ulimit -n)"
+        )
+    if answer == _NONE_LEFT:
+        raise CudaSharingError(
+            f"process {pid}, which sent the array, has as many files open as it may and so cannot "
+            "hand over its memory: close some there, or raise its limit (ulimit -n)"
         )
     if answer != b"y" or not descriptors:
         raise CudaSharingError(

@@ -37,6 +37,8 @@ _SHARE = 4
 """A pause is at least this many times as long as the check before, up to the longest pause."""
 _LONGEST_PAUSE = 0.5
 """Seconds."""
+_DEAF = 0.05
+"""Seconds for which requests are not listened to when one could not be accepted."""
 _PATIENCE = 0.5
 """Seconds to wait for the thread to end."""
 
@@ -167,16 +169,27 @@ class Keeper:
     def _wait(self, pause: float | None) -> None:
         """Wait until there is something to do; answer requests for descriptors meanwhile."""
         deadline = None if pause is None else time.monotonic() + pause
+        deaf_until = 0.0
         while True:
             poll = select.poll()
             poll.register(self._bell, select.POLLIN)
             listener = self.listener
-            if listener is not None:
+            now = time.monotonic()
+            moments = [] if deadline is None else [deadline]
+            if listener is not None and now < deaf_until:
+                moments.append(deaf_until)
+            elif listener is not None:
                 poll.register(listener, select.POLLIN)
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = poll.poll(None if left is None else 1000 * left)
-            if listener is not None and (listener.fileno(), select.POLLIN) in ready:
-                serve(listener, self._token, self._offers)
+            # Rounded up, so that the moment has come when the wait is over.
+            left = 1000 * max(0.0, min(moments) - now) + 1 if moments else None
+            ready = poll.poll(left)
+            if (
+                listener is not None
+                and (listener.fileno(), select.POLLIN) in ready
+                and not serve(listener, self._token, self._offers)
+            ):
+                # Who waits there goes on waiting, and would be reported again at once.
+                deaf_until = time.monotonic() + _DEAF
             if (self._bell, select.POLLIN) in ready:
                 # The thread before this one may have read it: stop() waits only so long.
                 with contextlib.suppress(BlockingIOError):

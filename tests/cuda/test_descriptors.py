@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import secrets
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from shmreduce_cuda import CudaSharingError, descriptors
+from shmreduce_cuda import CudaSharingError, descriptors, keeper
 from shmreduce_cuda.descriptors import fetch_descriptor, open_listener, serve
 from shmreduce_cuda.offers import Offers
 from tests.cuda import actors as act
@@ -161,17 +163,76 @@ def test_a_receiver_without_descriptors_left(
 
     def receive_with_none_left(*arguments: Any) -> Any:
         sender.join(30)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
-        try:
+        with no_descriptors():
             return receive(*arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     monkeypatch.setattr(socket, "recv_fds", receive_with_none_left)
     sender.start()
     with pytest.raises(CudaSharingError, match="ulimit"):
         fetch_descriptor(TOKEN, os.getpid(), offer.number)
+    offers.release(offer)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process open nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Not less, since poll(2) takes no more entries than there may be files.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_sender_that_cannot_accept_a_request_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not try again at once, for as long as it lacks descriptors, and then answers."""
+    served: list[bool] = []
+
+    def count(*arguments: Any) -> bool:
+        served.append(serve(*arguments))
+        return served[-1]
+
+    monkeypatch.setattr(keeper, "serve", count)
+    offers = Offers()
+    offer = offers.take("key", lambda: os.memfd_create("offered"))
+    thread = keeper.Keeper(TOKEN, offers, lambda: False)
+    thread.look_after()
+    thread.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(30)
+        with no_descriptors():
+            client.connect(descriptors._name(TOKEN))
+            time.sleep(0.5)
+            tries = len(served)
+        assert 1 <= tries <= 0.5 / keeper._DEAF + 2
+        assert not any(served)
+        client.send(descriptors._REQUEST.pack(TOKEN, offer.number))
+        answer, found, *_ = socket.recv_fds(client, 1, 1)
+        assert answer == b"y"
+        os.close(found[0])
+    assert thread.stop()
+    thread.forget()
+    offers.release(offer)
+
+
+def test_a_sender_that_cannot_duplicate_a_descriptor(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver is told so, and not that the memory is not offered any more."""
+    offers = Offers()
+    offer = offers.take("key", lambda: os.memfd_create("offered"))
+
+    def fail(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    listener.setblocking(True)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(os, "dup", fail)
+        serving = pool.submit(serve, listener, TOKEN, offers)
+        with pytest.raises(CudaSharingError, match="its limit"):
+            fetch_descriptor(TOKEN, os.getpid(), offer.number)
+        assert serving.result(30)
     offers.release(offer)
 
 
