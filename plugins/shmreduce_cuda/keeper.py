@@ -1,7 +1,7 @@
 """The thread that frees memory while the program does something else.
 
-May import public names of :mod:`shmreduce`, and ``descriptors`` and ``offers`` of this
-plugin.
+May import public names of :mod:`shmreduce`, and ``descriptors``, ``locks`` and ``offers`` of
+this plugin.
 
 A process that waits for its next message cannot notice that its receivers have dropped
 an array, or were killed; nor that it should close what it has received and dropped. So
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from shmreduce import ShmreduceError
 from shmreduce_cuda.descriptors import open_listener, serve
+from shmreduce_cuda.locks import InterruptibleLock
 
 if TYPE_CHECKING:
     import socket
@@ -62,7 +63,7 @@ class Keeper:
         self._check = check
         self._thread: threading.Thread | None = None
         self._resting = False
-        self._starting = threading.Lock()
+        self._starting = InterruptibleLock("starting to hand over device memory")
         self._bell = -1
         self._ending = False
         self._stopped_for_fork = False
@@ -76,9 +77,18 @@ class Keeper:
         Where no thread can be started, as at the end of the interpreter (CPython 3.12 and
         later), there is none: whoever sends, receives, drops, and ends, frees too.
         """
-        if not self.attend():
-            with self._starting, contextlib.suppress(RuntimeError):
+        # Twice: a fork in another thread may end the thread that was found to run, and go by.
+        for _ in range(2):
+            # Whoever has the lock calls this function afterwards, or looks again here. It may
+            # be the code that this call, in a signal handler that forks, has interrupted.
+            if self.attend() or not self._starting.attempt():
+                return
+            try:
                 self._start()
+            except RuntimeError:
+                return
+            finally:
+                self._starting.release()
 
     def attend(self) -> bool:
         """Wake the thread if it rests; return whether it runs. For destructors, too."""
@@ -90,7 +100,10 @@ class Keeper:
         return True
 
     def listen(self) -> None:
-        """Open the socket at which receivers ask for descriptors, if it is not open."""
+        """Open the socket at which receivers ask for descriptors, if it is not open.
+
+        The caller calls :meth:`look_after` then.
+        """
         # Locked: several threads may be the first to send, but the name can be bound only once.
         with self._starting:
             if self.listener is None:

@@ -91,6 +91,37 @@ def test_what_comes_during_a_look_is_seen() -> None:
         thread.forget()
 
 
+def test_a_fork_while_the_thread_is_being_started() -> None:
+    """A signal handler may fork at that moment: the code that it has interrupted starts the
+    thread, and what comes after a fork does not wait for it.
+    """
+    thread = keeper.Keeper(bytes(16), Offers(), lambda: False)
+    thread.look_after()
+    thread.before_fork()
+    with ThreadPoolExecutor(1) as pool:
+        with thread._starting:
+            # In a thread, so that the test ends if it does wait.
+            pool.submit(thread.after_fork_in_parent).result(10)
+            assert not thread.attend()
+        thread.look_after()
+    assert thread.stop()
+    thread.forget()
+
+
+def test_a_socket_that_is_opened_while_it_is_being_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by a signal handler that sends an array of a pool: it is told so."""
+    thread = keeper.Keeper(bytes(16), Offers(), lambda: False)
+
+    def interrupt(_: bytes) -> Any:
+        thread.listen()
+
+    monkeypatch.setattr(keeper, "open_listener", interrupt)
+    with pytest.raises(CudaSharingError, match="signal handler"):
+        thread.listen()
+
+
 def make_descriptor() -> int:
     return os.memfd_create("offered", os.MFD_CLOEXEC)
 
