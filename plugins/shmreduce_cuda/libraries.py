@@ -7,6 +7,7 @@ not installed, or has no such arrays, the result is the view. Nothing is copied.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import import_late
@@ -50,21 +51,27 @@ def make_array(
     return view if make is None or module is None else make(module, view, base, size, extras)
 
 
-def make_empty(library: str, layout: Layout, extras: dict[str, Any]) -> Any:
-    """Return an array without elements, on the current device."""
+def make_empty(library: str, layout: Layout, extras: dict[str, Any], ordinal: int | None) -> Any:
+    """Return an array without elements, on the current device if ``ordinal`` is None."""
     module = _import(library) if library else None
+    view = CudaArrayView(0, layout, ordinal or 0, None)
     if module is None:
-        return CudaArrayView(0, layout, 0, None)
+        return view
     if library == "torch":
         wanted = _torch_dtype(module, layout)
         if wanted is None:
-            return CudaArrayView(0, layout, 0, None)
-        empty = module.empty(layout.shape, dtype=wanted, device="cuda")
-        return _finish_tensor(module, empty, extras)
+            return view
+        device = "cuda" if ordinal is None else f"cuda:{ordinal}"
+        return _finish_tensor(
+            module, module.empty(layout.shape, dtype=wanted, device=device), extras
+        )
     dtype = _dtype(layout)
     if library == "cupy":
-        return module.empty(layout.shape, dtype)
-    return import_late("numba.cuda").device_array(layout.shape, dtype)
+        with nullcontext() if ordinal is None else module.cuda.Device(ordinal):
+            return module.empty(layout.shape, dtype)
+    cuda = import_late("numba.cuda")
+    with nullcontext() if ordinal is None else cuda.gpus[ordinal]:
+        return cuda.device_array(layout.shape, dtype)
 
 
 def _dtype(layout: Layout) -> Any:

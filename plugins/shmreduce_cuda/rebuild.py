@@ -63,9 +63,18 @@ def rebuild_cuda_array(fields: tuple[Any, ...], handle: bytes) -> Any:
     return _make(description, mapping.base, mapping.size, ordinal, attachment)
 
 
-def rebuild_empty_cuda_array(library: str, layout: tuple[Any, ...], extras: dict[str, Any]) -> Any:
-    """Return an array without elements."""
-    return make_empty(library, Layout(*layout), extras)
+def rebuild_empty_cuda_array(
+    library: str, layout: tuple[Any, ...], extras: dict[str, Any], uuid: bytes | None
+) -> Any:
+    """Return an array without elements, on its device if that is known.
+
+    Raises
+    ------
+    CudaDeviceError
+        If this process does not see the device.
+    """
+    ordinal = None if uuid is None else ordinal_of(uuid)
+    return make_empty(library, Layout(*layout), extras, ordinal)
 
 
 def unwrap(array: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from shmreduce_cuda.devices import current_context, synchronise
+from shmreduce_cuda.devices import current_context, synchronise, uuid_of
 from shmreduce_cuda.driver import get_driver
 from shmreduce_cuda.errors import CudaMemoryError
 from shmreduce_cuda.exports import synchronise_export
@@ -73,7 +73,9 @@ class EmptyArray(Outgoing):
     def reduce(self, message: Message, event: Any) -> tuple[Any, ...]:  # noqa: ARG002 - as above
         """Return how to rebuild the array."""
         source = self.source
-        return rebuild_empty_cuda_array, (source.library, tuple(source.layout), source.extras)
+        uuid = None if source.device is None else uuid_of(source.device)
+        layout = tuple(source.layout)
+        return rebuild_empty_cuda_array, (source.library, layout, source.extras, uuid)
 
 
 class OwnArray(Outgoing):

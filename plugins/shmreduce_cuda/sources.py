@@ -60,6 +60,9 @@ class Source(NamedTuple):
         Further facts that the library needs to make the array at the receiver.
     owner : object
         Keeps the memory alive, whatever becomes of the array that was sent.
+    device : int or None
+        The ordinal of the device of an array without elements, if the array says it. That of
+        others is found by the pointer.
     """
 
     pointer: int
@@ -68,6 +71,7 @@ class Source(NamedTuple):
     library: str
     extras: dict[str, Any]
     owner: Any
+    device: int | None = None
 
 
 def library_of(obj: Any) -> str:
@@ -87,7 +91,18 @@ def read_array(obj: Any) -> Source:
     CudaMemoryError
         If it has neither protocol, or is not plain memory of a device.
     """
-    library = library_of(obj)
+    source = _read(obj, library_of(obj))
+    return source if source.layout.nbytes else source._replace(device=_device_of(obj))
+
+
+def _device_of(obj: Any) -> int | None:
+    if hasattr(obj, "__dlpack_device__"):
+        return int(obj.__dlpack_device__()[1])
+    device = getattr(obj, "device", None)
+    return device if isinstance(device, int) else None
+
+
+def _read(obj: Any, library: str) -> Source:
     if library == "torch":
         return _read_tensor(obj)
     if getattr(obj, "__cuda_array_interface__", None) is not None:

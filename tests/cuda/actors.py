@@ -141,12 +141,18 @@ def receive_from(frm: str, *names: str) -> None:
     receive(*names, frm=frm)
 
 
+def _device_of(name: str) -> int:
+    device = getattr(arrays[name], "device", 0)
+    ordinal: int = getattr(device, "id", device)
+    return ordinal
+
+
 def values(name: str) -> Any:
-    return read(arrays[name], getattr(arrays[name], "device", 0))
+    return read(arrays[name], _device_of(name))
 
 
 def set_values(name: str, new: Any) -> None:
-    write(arrays[name], new, getattr(arrays[name], "device", 0))
+    write(arrays[name], new, _device_of(name))
 
 
 def describe(name: str) -> tuple[str, Any]:

@@ -18,7 +18,7 @@ import pytest
 import shmreduce
 import shmreduce_cuda
 from shmreduce_cuda import CudaMemoryError, CudaSharingError, sources
-from shmreduce_cuda.devices import current_context
+from shmreduce_cuda.devices import current_context, uuid_of
 from shmreduce_cuda.events import stream_handle
 from shmreduce_cuda.rebuild import rebuild_empty_cuda_array
 from shmreduce_cuda.verify.lab import DeviceArray, Memory
@@ -307,6 +307,34 @@ def test_a_tensor_that_gets_other_memory_after_it_was_sent(
     sender.ask(send_tensors, False)
 
 
+def make_empty_on_second_device(library: str) -> None:
+    module: Any = importlib.import_module(library)
+    if library == "torch":
+        act.arrays["x"] = module.empty((0, 3), module.float32, "cuda:1")
+    else:
+        with module.cuda.Device(1):
+            act.arrays["x"] = module.empty((0, 3), "f4")
+
+
+def device_of_x() -> int:
+    device = act.arrays["x"].device
+    found: int = getattr(device, "index", getattr(device, "id", device))
+    return found
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_an_empty_array_stays_on_its_device(libraries: list[Actor], library: str) -> None:
+    """Though it has no memory by which the device could be found; the view, too."""
+    sender, receiver, poor = libraries
+    sender.ask(make_empty_on_second_device, library)
+    sender.ask(share_x)
+    exchange(libraries)
+    assert poor.ask(look) == (VIEW, (0, 3))
+    assert [actor.ask(device_of_x) for actor in (receiver, poor)] == [1, 1]
+    receiver.ask(act.load, "x", poor.ask(act.pickled, "x"))
+    assert (receiver.ask(look)[0], receiver.ask(device_of_x)) == (VIEW, 1)
+
+
 def test_an_empty_tensor_of_a_type_that_torch_lacks_here(libraries: list[Actor]) -> None:
     """Such as a type of 8 bits that is newer than the receiver's torch: it is a view."""
     layout = ((0, 3), None, "|V1", None, "float8_e4m3fn")
@@ -314,8 +342,21 @@ def test_an_empty_tensor_of_a_type_that_torch_lacks_here(libraries: list[Actor])
     assert libraries[1].ask(look) == (VIEW, (0, 3))
 
 
+def load_empty_of_numba() -> list[int]:
+    """Return which devices were made current for it."""
+    rebuild_empty_cuda_array("numba", ((0, 3), None, "<f4"), {}, uuid_of(1))
+    cuda: Any = importlib.import_module("numba.cuda")
+    entered: list[int] = cuda.entered
+    return entered
+
+
+def test_an_empty_array_of_numba_on_a_device(libraries: list[Actor]) -> None:
+    """Of a numba whose arrays say where they are."""
+    assert libraries[1].ask(load_empty_of_numba)[-1] == 1
+
+
 def load_empty(layout: tuple[Any, ...]) -> None:
-    act.arrays["x"] = rebuild_empty_cuda_array("torch", layout, {})
+    act.arrays["x"] = rebuild_empty_cuda_array("torch", layout, {}, None)
 
 
 class Recast:

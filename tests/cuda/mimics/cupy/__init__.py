@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,7 +18,21 @@ class MemoryPointer:
         self.mem, self.ptr = mem, mem.ptr + offset
 
 
-cuda = SimpleNamespace(UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer)
+class Device:
+    current = 0
+
+    def __init__(self, device: int) -> None:
+        self.id = device
+
+    def __enter__(self) -> Self:
+        self.before, Device.current = Device.current, self.id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Device.current = self.before
+
+
+cuda = SimpleNamespace(UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer, Device=Device)
 
 
 class _ndarray_base:
@@ -32,6 +46,10 @@ class _ndarray_base:
     ) -> None:
         self.shape, self.dtype, self.data = tuple(shape), np.dtype(dtype), memptr
         self.strides = strides
+        self.device = Device(Device.current if memptr is None else memptr.mem.device_id)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device.id
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -33,9 +33,13 @@ class Tensor:
     ) -> None:
         self.shape, self._steps, self.dtype = tuple(shape), tuple(steps), kind
         self._pointer, self.owner = pointer, owner
-        self.device = SimpleNamespace(type=device.partition(":")[0], name=device)
+        kind_of_device, _, index = device.partition(":")
+        self.device = SimpleNamespace(type=kind_of_device, index=int(index or 0), name=device)
         self.layout, self.is_nested = "torch.strided", False
         self.requires_grad, self.is_leaf = False, True
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device.index
 
     def data_ptr(self) -> int:
         return self._pointer
@@ -101,7 +105,7 @@ def as_tensor(data: Any, device: str) -> Tensor:
 
 
 def empty(shape: Any, dtype: dtype, device: str) -> Tensor:
-    return Tensor(shape, [1] * len(shape), dtype, 0, None, f"{device}:0")
+    return Tensor(shape, [1] * len(shape), dtype, 0, None, device)
 
 
 def rebuild_tensor(*state: Any) -> Tensor:
