@@ -25,6 +25,7 @@ __all__ = ["CASES", "torch_with_device"]
 
 _TORCH_KINDS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool")
 _GRAPHS = 10
+_MANY = 1 << 20
 
 
 def torch_with_device() -> Any:
@@ -158,6 +159,13 @@ def _tensors(_: Scale) -> dict[str, Any]:
                 f"{name}: the values are others",
             )
         mappings = other.ask(far.own_stats).mappings
+        parameter = torch.nn.Parameter(torch.ones(_MANY, device="cuda"))
+        other.ask(far.keep, "swapped", parameter)
+        parameter.data = torch.zeros(1)
+        # This would get the memory if torch had it back.
+        following = torch.full((_MANY,), 7.0, device="cuda")
+        expect(bool((other.ask(_values_of, "swapped") == 1).all()), "the memory was used again")
+        del following
         other.ask(far.drop)
     return {"kinds": list(sent), "mappings": mappings}
 
@@ -191,8 +199,13 @@ def _jax(_: Scale) -> dict[str, Any]:
         raise SkippedCaseError("jax has no device")
     array = jax.numpy.arange(1000.0).block_until_ready()
     with installed(), partner() as other:
+        values = np.array(array)
         told = other.ask(far.keep, "x", shmreduce_cuda.share(array))
-        expect(np.array_equal(other.ask(_values_of, "x"), np.asarray(array)), "other values")
+        expect(np.array_equal(other.ask(_values_of, "x"), values), "other values")
+        array.delete()
+        following = jax.numpy.full(1000, 7.0).block_until_ready()
+        expect(np.array_equal(other.ask(_values_of, "x"), values), "the memory was used again")
+        del following
         other.ask(far.drop)
     return {"version": str(jax.__version__), "class": told}
 
