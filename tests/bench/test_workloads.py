@@ -6,14 +6,18 @@ import json
 import os
 from dataclasses import dataclass
 from multiprocessing import current_process
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pytest
 
 from shmreduce import ConfigurationError
 from shmreduce.bench import suite, turns
 from shmreduce.bench.measurements import Measurement, Report
 from shmreduce.bench.plan import Effort, Plan
+from shmreduce.bench.systems import by_hand
 from shmreduce.bench.systems.by_hand import ByHand
 from shmreduce.bench.systems.catalog import SYSTEMS
 from shmreduce.bench.systems.one_copy import OneCopy
@@ -30,9 +34,6 @@ from shmreduce.fresh_process import RunFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
-
-    import numpy as np
 
     from shmreduce.bench.systems.base import System
     from shmreduce.bench.workloads.base import Workload
@@ -154,6 +155,39 @@ def test_shared_arrays_are_echoed() -> None:
     workload = Echo("shared", "Echo", "shared")
     report = measure(workload, [Shmreduce(), Installed(), ByHand(), Pipe()])
     assert len(report.systems("shared")) == 4
+
+
+def test_segments_made_by_hand_are_unlinked_after_their_round_trip() -> None:
+    """A message of kind ``born`` is one segment, which is the one that comes back."""
+    session = ByHand().open("echo", 1)
+    names = []
+
+    def message(payload: Any, kind: Any) -> Any:
+        made = ByHand().message(payload, kind)
+        names.append(made.memory.name)
+        return made
+
+    session.message = message  # type: ignore[method-assign]
+    action = Echo("born", "", "born").begin(session, Row("1 KiB", 1 << 10))
+    try:
+        for _ in range(3):
+            action.once()
+        assert len(set(names)) == 3
+        assert [name for name in names if Path("/dev/shm", name).exists()] == []
+    finally:
+        action.close()
+        session.close()
+
+
+def test_a_segment_made_by_hand_is_forwarded_by_its_name() -> None:
+    """Whoever forwards copies nothing: the worker's queue gets the name that it got."""
+    put: list[Any] = []
+    queue = SimpleNamespace(put=put.append)
+    held = by_hand._copy(np.arange(3.0), kept=False)
+    label, memory = held.label, held.memory
+    ByHand().send_on(by_hand._HandQueue(queue), [held])
+    assert put == [label]
+    memory.unlink()
 
 
 def test_arrays_born_shared_are_echoed_and_collected() -> None:

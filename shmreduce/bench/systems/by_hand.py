@@ -20,7 +20,11 @@ __all__ = ["ByHand"]
 
 
 class _Held:
-    """An array in a named segment, and the segment."""
+    """An array in a named segment, and the segment.
+
+    One that is ``kept`` is sent repeatedly, and its maker unlinks it. Others are unlinked by
+    their last receiver.
+    """
 
     def __init__(
         self, memory: SharedMemory, shape: Any, dtype: Any, *, kept: bool, ours: bool = False
@@ -33,12 +37,17 @@ class _Held:
         self.memory = memory
         self.kept = kept
         self.ours = ours
+        self.label = (memory.name, shape, np.dtype(dtype).str, kept)
 
     def close(self) -> None:
+        _OPEN.pop(self.memory.name, None)
         self.array = None
         self.memory.close()
-        if self.kept and self.ours:
-            self.memory.unlink()
+
+
+_OPEN: dict[str, _Held] = {}
+"""Segments of this process that it will get by name: those that it made and sent, until they
+come back, and the one that it gets repeatedly. They are opened only once."""
 
 
 class _HandQueue:
@@ -46,8 +55,6 @@ class _HandQueue:
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
-        # Segments that are sent repeatedly are opened only once.
-        self._known: dict[str, _Held] = {}
 
     def __reduce__(self) -> Any:
         return _HandQueue, (self._queue,)
@@ -55,13 +62,14 @@ class _HandQueue:
     def put(self, message: Any) -> None:
         import numpy as np
 
-        array = message.array if isinstance(message, _Held) and not message.kept else message
-        if isinstance(array, np.ndarray):
-            held = _copy(array, kept=False)
-            self._queue.put((held.memory.name, array.shape, array.dtype.str, False))
+        if isinstance(message, np.ndarray):
+            held = _copy(message, kept=False)
+            self._queue.put(held.label)
             held.close()
-        elif isinstance(array, _Held) and array.array is not None:
-            self._queue.put((array.memory.name, array.array.shape, array.array.dtype.str, True))
+        elif isinstance(message, _Held):
+            self._queue.put(message.label)
+            if message.ours and not message.kept:
+                _OPEN[message.memory.name] = message
         else:
             self._queue.put(message)
 
@@ -71,16 +79,13 @@ class _HandQueue:
         if not isinstance(message, tuple) or len(message) != 4:
             return message
         name, shape, dtype, kept = message
-        if kept and name in self._known:
-            return self._known[name]
+        if name in _OPEN:
+            return _OPEN[name]
         held = _Held(SharedMemory(name=name), shape, dtype, kept=kept)
         if kept:
-            for other in self._known.values():
+            for other in [each for each in _OPEN.values() if each.kept]:
                 other.close()
-            self._known = {name: held}
-        else:
-            # This process is its only user. The memory is kept until it is closed.
-            held.memory.unlink()
+            _OPEN[name] = held
         return held
 
 
@@ -99,8 +104,8 @@ class ByHand(ChannelSystem):
         return _HandQueue(self.context().SimpleQueue())
 
     def message(self, payload: Any, kind: Kind) -> Any:
-        """Return the array, or a segment that has it."""
-        return payload if kind == "fresh" else self.shared(payload)
+        """Return the array, or a segment that has it: one for ever, or one for this message."""
+        return payload if kind == "fresh" else _copy(payload, kept=kind == "shared")
 
     def shared(self, array: Any) -> Any:
         """Return a segment that is sent repeatedly."""
@@ -114,10 +119,18 @@ class ByHand(ChannelSystem):
         """Return the array."""
         return message.array
 
+    def send_on(self, queue: Any, box: list[Any]) -> None:
+        """Pass the name on, and close the segment, which the last receiver unlinks."""
+        message = box.pop()
+        queue.put(message)
+        if not message.kept:
+            message.close()
+
     def release(self, message: Any) -> None:
-        """Close a received segment, unless it is sent repeatedly: its maker unlinks such a one."""
+        """Close and unlink a segment, unless another process sends it repeatedly."""
         if isinstance(message, _Held) and (message.ours or not message.kept):
             message.close()
+            message.memory.unlink()
 
 
 def _copy(array: Any, *, kept: bool) -> _Held:
