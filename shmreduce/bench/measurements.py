@@ -28,11 +28,14 @@ class Measurement:
     unit : {"s", "bytes", "count"}
         The unit of the samples.
     samples : list of float
-        The samples in the order in which they were taken.
+        The samples in the order in which they were taken. Where systems take turns, each turn
+        gives one: the median of its messages.
     metric : str
         What was measured: the time, or another resource.
     nbytes : int
         Bytes of arrays in one message; 0 if that does not apply.
+    planned : int
+        How many turns the system was to get. A slow one gets fewer. 0 if that does not apply.
 
     Examples
     --------
@@ -47,6 +50,7 @@ class Measurement:
     samples: list[float] = field(default_factory=list)
     metric: str = TIME
     nbytes: int = 0
+    planned: int = 0
 
     @property
     def median(self) -> float:

@@ -25,7 +25,8 @@ class Effort:
     warm_up : int
         Messages before each turn that do not count; fewer if they are slow.
     longest : float
-        Seconds after which a system gets no further turns at a row.
+        Seconds of turns after which a system gets no further turns at a row. Starting and
+        stopping it does not count.
     watched : bool
         Whether to spend one more turn on measuring memory and descriptors.
     """

@@ -1,8 +1,8 @@
 """Measures the resources that a process and its descendants use.
 
 May import the standard library only. Everything is read from outside, from ``/proc``
-(proc(5)). So it works for all systems that are compared, and takes no time of the
-measured processes.
+(proc(5)) and from the clocks of processes. So it works for all systems that are compared,
+and takes no time of the measured processes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,27 @@ class Usage:
 
     Parameters
     ----------
-    cpu : float
-        Seconds on a processor, of all threads that are alive.
-    switches : int
-        Context switches, voluntary and forced.
+    cpu : dict
+        From a process id to its seconds on processors. Threads that have ended count, too.
+    switches : dict
+        From a thread id to its context switches, voluntary and forced. The kernel tells those
+        of threads that are alive only.
     """
 
-    cpu: float = 0.0
-    switches: int = 0
+    cpu: dict[int, float]
+    switches: dict[int, int]
+
+    def since(self, before: Usage) -> tuple[float, int]:
+        """Return the seconds and the switches that were added after an earlier look.
+
+        Processes and threads that have begun since then count from their beginning. What has
+        ended since then is missing: processes, and the switches of threads.
+        """
+        seconds = sum(value - before.cpu.get(pid, 0.0) for pid, value in self.cpu.items())
+        switches = sum(
+            value - before.switches.get(thread, 0) for thread, value in self.switches.items()
+        )
+        return seconds, switches
 
 
 @dataclass(frozen=True)
@@ -89,15 +102,23 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(pids: list[int]) -> Usage:
-    """Add up what processes have used so far."""
-    nanoseconds = switches = 0
+    """Look at what processes have used so far."""
+    seconds: dict[int, float] = {}
+    switches: dict[int, int] = {}
     for pid in pids:
+        # EINVAL if there is no such process any more.
+        with suppress(OSError):
+            seconds[pid] = time.clock_gettime(_processor_clock(pid))
         with suppress(*_GONE):
             for thread in (_PROC / str(pid) / "task").iterdir():
                 with suppress(*_GONE):
-                    nanoseconds += int((thread / "schedstat").read_text().split()[0])
-                    switches += _switches_of(thread)
-    return Usage(nanoseconds / 1e9, switches)
+                    switches[int(thread.name)] = _switches_of(thread)
+    return Usage(seconds, switches)
+
+
+def _processor_clock(pid: int) -> int:
+    """Return what ``clock_getcpuclockid`` does for a process, see clock_getcpuclockid(3)."""
+    return (~pid << 3) | 2
 
 
 def _switches_of(thread: Path) -> int:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING
 
 from shmreduce.bench.measurements import TIME, Measurement, Trace
@@ -64,15 +65,31 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Done:
-    """An answer: seconds and messages of each action, the first ``warm_up`` of them included."""
+    """An answer: what was done in a turn.
+
+    Parameters
+    ----------
+    actions : list of (float, int)
+        Seconds and messages of each action, the first ``warm_up`` of them included.
+    warm_up : int
+        How many actions do not count.
+    spent : float
+        Seconds from the first to the last action, with what is not timed in them.
+    """
 
     actions: list[tuple[float, int]]
     warm_up: int
+    spent: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for a message: the median, so that a turn is one sample, fast or slow."""
+        return median(seconds / count for seconds, count in self.actions[self.warm_up :])
 
 
 @dataclass
 class _Samples:
-    """One system's samples of one row."""
+    """One system's samples of one row, one for each turn."""
 
     seconds: list[float] = field(default_factory=list)
     others: dict[str, list[float]] = field(default_factory=dict)
@@ -172,7 +189,7 @@ def take_turns(
                 [
                     each
                     for name, found in samples.items()
-                    for each in _measurements(workload, row, name, found)
+                    for each in _measurements(workload, row, name, found, effort.rounds)
                 ],
                 [found.trace for found in samples.values() if found.trace is not None],
             )
@@ -210,6 +227,8 @@ def _measure_row(
             notice(f"{workload.name}: {row.name}: {error}")
             runners.remove(runner)
             runner.stop()
+            # Its earlier turns may have been wrong as well.
+            del samples[runner.system.name]
             return False
         return True
 
@@ -229,12 +248,9 @@ def _measure_row(
             # Wait for all before the first turn, which would get no processor otherwise.
             due = [runner for runner in due if attempt(runner, partial(runner.ready, row))]
         for runner in due:
-            found = samples[runner.system.name]
-            started = time.perf_counter()
-            act = partial(turn, workload, row, runner, effort, found)
+            act = partial(turn, workload, row, runner, effort, samples[runner.system.name])
             if attempt(runner, act) and not together:
                 runner.stop()
-            found.spent += time.perf_counter() - started
         if workload.cold:
             _stop(runners)
     return samples
@@ -253,11 +269,14 @@ def _time(workload: Workload, row: Row, runner: _Runner, effort: Effort, found: 
     pids = runner.pids(row)
     before = usage(pids)
     done = runner.turn(row, *_length(workload, effort))
-    after = usage(pids)
+    # Also what has begun during the turn, or ended.
+    after = usage(list({*pids, *runner.pids(row)}))
+    seconds, switches = after.since(before)
     messages = sum(count for _, count in done.actions)
-    found.add("CPU time", (after.cpu - before.cpu) / messages)
-    found.add("context switches", (after.switches - before.switches) / messages)
-    found.seconds += [seconds / count for seconds, count in done.actions[done.warm_up :]]
+    found.add("CPU time", seconds / messages)
+    found.add("context switches", switches / messages)
+    found.seconds.append(done.seconds)
+    found.spent += done.spent
 
 
 def _length(workload: Workload, effort: Effort) -> tuple[float, int]:
@@ -284,11 +303,13 @@ def _watch(workload: Workload, row: Row, runner: _Runner, effort: Effort, found:
 
 
 def _measurements(
-    workload: Workload, row: Row, system: str, found: _Samples
+    workload: Workload, row: Row, system: str, found: _Samples, rounds: int
 ) -> Iterator[Measurement]:
     if not found.seconds:
         return
-    yield Measurement(workload.name, system, row.name, "s", found.seconds, TIME, row.nbytes)
+    yield Measurement(
+        workload.name, system, row.name, "s", found.seconds, TIME, row.nbytes, planned=rounds
+    )
     for metric, unit in METRICS.items():
         if metric in found.others:
             values = found.others[metric]
@@ -387,4 +408,4 @@ def _act(action: Action, turn: _Turn) -> _Done:
     done.append(action.once())
     while time.perf_counter() < deadline:
         done.append(action.once())
-    return _Done(done, warm_up)
+    return _Done(done, warm_up, time.perf_counter() - started)

@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from shmreduce.bench.plan import Plan
     from shmreduce.bench.targets import Verdict
 
-__all__ = ["add_command", "medians", "ratios", "resources", "value_text"]
+__all__ = ["ABOUT_CELLS", "add_command", "medians", "ratios", "resources", "value_text"]
+
+ABOUT_CELLS = """\
+A cell is the median of the turns of a system, and its spread: half the distance between the
+quartiles, as a share of the median. A turn counts as one sample, the median of its messages.
+`(2 of 5)` stands where a system was so slow that it got 2 of 5 turns."""
+"""Stands above the tables."""
 
 _PICTURES = (".png", ".svg")
 
@@ -200,6 +206,7 @@ def _tell(text: str) -> None:
 
 def _print(report: Report, verdicts: Sequence[Verdict], *, with_resources: bool) -> None:
     print(", ".join(f"{name} {value}" for name, value in report.machine.items()))
+    print(ABOUT_CELLS)
     for workload in report.workloads():
         tables = [medians(report, workload), ratios(report, workload)]
         if with_resources:
@@ -270,12 +277,13 @@ def resources(report: Report, workload: str, row: str) -> Table:
 
 
 def value_text(measurement: Measurement) -> str:
-    """Return a median, and its spread if it is a time."""
+    """Return a median, and if it is a time its spread, and how few turns it had."""
     value = measurement.median
     if measurement.unit == "bytes":
         return size_text(value)
     if measurement.unit == "count":
         return f"{value:.3g}" if value < 100 else f"{value:.0f}"
-    if len(measurement.samples) < 2:
-        return time_text(value)
-    return f"{time_text(value)} ±{measurement.spread * 100:.0f}%"
+    count = len(measurement.samples)
+    spread = f" ±{measurement.spread * 100:.0f}%" if count > 1 else ""
+    turns = f" ({count} of {measurement.planned})" if count < measurement.planned else ""
+    return f"{time_text(value)}{spread}{turns}"

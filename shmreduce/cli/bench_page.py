@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from shmreduce.cli.bench import medians, ratios, resources
+from shmreduce.cli.bench import ABOUT_CELLS, medians, ratios, resources
 from shmreduce.cli.text import size_text
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ Written by `shmreduce bench --report docs/benchmarks.md`; do not edit it by hand
 [The command line](reference/command-line.md#bench) says what each workload does,
 [performance](explanation/performance.md) what the figures mean.
 
-Systems took turns in one run. A cell is a median and its spread: half the distance
-between the quartiles, as a share of the median. Compare ratios between machines, not times.
+Systems took turns in one run. Compare ratios between machines, not times.
 """
 
 
@@ -50,7 +49,7 @@ def page(report: Report, verdicts: Sequence[Verdict], image: str | None = None) 
 
 
 def _parts(report: Report, verdicts: Sequence[Verdict]) -> Iterator[str]:
-    yield _HEAD
+    yield f"{_HEAD}{ABOUT_CELLS}\n"
     if not report.measurements:
         yield "No run is recorded yet.\n"
         return

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import current_process
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 from shmreduce import ConfigurationError
-from shmreduce.bench import suite, turns
+from shmreduce.bench import resources, suite, turns
 from shmreduce.bench.measurements import Measurement, Report
 from shmreduce.bench.plan import Effort, Plan
 from shmreduce.bench.systems import by_hand
@@ -23,13 +26,14 @@ from shmreduce.bench.systems.catalog import SYSTEMS
 from shmreduce.bench.systems.one_copy import OneCopy
 from shmreduce.bench.systems.ours import BornShared, Installed, Shmreduce
 from shmreduce.bench.systems.queues import Pipe, Stock, Torch
-from shmreduce.bench.systems.tasks import Executor
+from shmreduce.bench.systems.tasks import Executor, Joblib, Loky, OurExecutor
 from shmreduce.bench.turns import METRICS, take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages, start
 from shmreduce.bench.workloads.base import Row
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
 from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
 from shmreduce.cli import main
+from shmreduce.cli.bench import value_text
 from shmreduce.fresh_process import RunFailedError
 
 if TYPE_CHECKING:
@@ -101,6 +105,33 @@ class Wrong(Stock):
 
     def fresh(self, array: np.ndarray[Any, Any]) -> Any:
         return array + 1
+
+
+@dataclass(frozen=True)
+class WrongLater(Stock):
+    """A system that delivers other values from its fourth message on."""
+
+    name: str = "wrong later"
+
+    def fresh(self, array: np.ndarray[Any, Any]) -> Any:
+        return array + (next(_MESSAGES) >= 3)
+
+
+_MESSAGES = count()
+
+
+@dataclass(frozen=True)
+class SlowStart(Stock):
+    """A system that takes long to start, and not for its messages."""
+
+    name: str = "slow start"
+
+    def prepare(self) -> None:
+        if not current_process().daemon:
+            time.sleep(_LONG_START)
+
+
+_LONG_START = 1.0
 
 
 @dataclass(frozen=True)
@@ -307,6 +338,92 @@ def test_a_system_that_fails_is_told_and_the_others_go_on(system: System, reason
     (turn,) = take_turns(FRESH, [system, Stock()], rows, ONCE, notice=told.append, progress=quiet)
     assert {each.system for each in turn[1]} == {"multiprocessing"}
     assert any(reason in text for text in told)
+
+
+def test_a_system_that_fails_in_a_later_turn_has_no_samples() -> None:
+    """What it delivered in its first turn may have been wrong as well."""
+    told: list[str] = []
+    rows = [Row("1 KiB", 1 << 10)]
+    (turn,) = take_turns(
+        FRESH, [WrongLater(), Stock()], rows, ONCE, notice=told.append, progress=quiet
+    )
+    assert {each.system for each in turn[1]} == {"multiprocessing"}
+    assert len(told) == 1
+
+
+def test_each_turn_is_one_sample_however_many_messages_it_had() -> None:
+    """The median of the messages after the warm-up."""
+    done = turns._Done([(9.0, 1), (1.0, 1), (4.0, 2), (6.0, 2)], warm_up=1, spent=20.0)
+    assert done.seconds == 2.0
+    effort = Effort(rounds=3, seconds=0.05, warm_up=1, watched=False)
+    report = measure(FRESH, [Stock()], [Row("1 KiB", 1 << 10)], effort)
+    found = report.find("fresh", "multiprocessing", "1 KiB")
+    assert found is not None
+    assert len(found.samples) == found.planned == 3
+
+
+def test_a_slow_system_gets_fewer_turns_and_the_table_says_so() -> None:
+    """Only the time of its turns counts, not that of its start."""
+    row = [Row("1 KiB", 1 << 10)]
+    effort = Effort(rounds=3, seconds=0.05, warm_up=0, longest=0.04, watched=False)
+    slow = measure(FRESH, [Stock()], row, effort).measurements[0]
+    assert len(slow.samples) == 1
+    assert value_text(slow).endswith(" (1 of 3)")
+    effort = Effort(rounds=3, seconds=0.0, warm_up=0, longest=_LONG_START, watched=False)
+    quick = measure(EchoApart("fresh", ""), [SlowStart()], row, effort).measurements[0]
+    assert len(quick.samples) == 3
+    assert " of " not in value_text(quick)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [Executor(), OurExecutor(), Loky(), Joblib()],
+    ids=lambda system: system.name,
+)
+def test_all_workers_have_started_before_the_first_turn(system: Any) -> None:
+    """Otherwise their start would be timed, and their processor time would be missed."""
+    reason = system.unusable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    session = system.open("fan_out", 3)
+    try:
+        before = set(resources.descendants(os.getpid()))
+        assert len(set(session.collect(worker_pid, range(3))) - before) == 0
+        session.fan_out(np.arange(3))
+        assert set(resources.descendants(os.getpid())) <= before
+        assert len(before) > 3
+    finally:
+        session.close()
+
+
+def worker_pid(_item: int) -> int:
+    """Return the process in which this is called."""
+    return os.getpid()
+
+
+def test_processor_time_of_threads_that_have_ended_counts() -> None:
+    """Copies are made by threads that end."""
+    pid = os.getpid()
+    before = resources.usage([pid])
+    started = time.thread_time()
+
+    def work() -> None:
+        while time.thread_time() < 0.1:
+            pass
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    seconds, switches = resources.usage([pid]).since(before)
+    assert seconds >= 0.1 + (time.thread_time() - started) * 0.5
+    assert switches > 0
+
+
+def test_a_process_that_began_during_a_turn_counts_from_its_beginning() -> None:
+    """One that has ended meanwhile, or a thread, does not make the sum smaller."""
+    before = resources.Usage({1: 5.0, 2: 7.0}, {1: 50, 2: 70, 20: 900})
+    after = resources.Usage({2: 7.5, 3: 0.25}, {2: 71, 3: 4})
+    assert after.since(before) == (0.75, 5)
 
 
 def test_many_live_arrays_are_counted_on_both_sides() -> None:

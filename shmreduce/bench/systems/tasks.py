@@ -1,7 +1,8 @@
 """Systems that call functions in workers: executors, joblib, pools, Ray, Dask.
 
-May import ``base`` and ``payloads``. The packages themselves, shmreduce and its
-``executor`` among them, are imported in the processes that are measured.
+May import ``base``, ``payloads`` and :mod:`shmreduce.fresh_process`. The packages
+themselves, shmreduce and its ``executor`` among them, are imported in the processes that
+are measured.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from abc import abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shmreduce.bench.payloads import marks
 from shmreduce.bench.systems.base import Ability, Kind, Session, System, missing
+from shmreduce.fresh_process import RunFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +41,15 @@ class _TaskSession(Session):
     @abstractmethod
     def results(self, calls: list[Any]) -> list[Any]:
         """Wait for calls, and return their results."""
+
+    def meet(self) -> None:
+        """Wait until all workers have started: each call waits for as many as there are workers.
+
+        Executors start workers when calls come, and this time must not be measured.
+        """
+        with tempfile.TemporaryDirectory(prefix="bench-meeting-") as folder:
+            meeting = _Meeting(folder, self._workers)
+            self.results([self.start(meeting, number) for number in range(self._workers)])
 
     def spread(self, payload: Any) -> Any:
         """Return an argument that is sent to several workers."""
@@ -80,12 +93,14 @@ class _TaskSystem(System):
     workers_for: ClassVar[dict[Ability, int]] = {"echo": 1, "stream": 1, "relay": 2}
 
     @abstractmethod
-    def session(self, workers: int) -> Session:
-        """Start workers."""
+    def session(self, workers: int) -> _TaskSession:
+        """Start workers, perhaps later."""
 
     def open(self, ability: Ability, workers: int) -> Session:
-        """Start as many workers as systems with queues do."""
-        return self.session(self.workers_for.get(ability, workers))
+        """Start as many workers as systems with queues do, and wait until all are there."""
+        session = self.session(self.workers_for.get(ability, workers))
+        session.meet()
+        return session
 
 
 class _ExecutorSession(_TaskSession):
@@ -111,7 +126,7 @@ class Executor(_TaskSystem):
 
     name: str = "ProcessPoolExecutor"
 
-    def session(self, workers: int) -> Session:
+    def session(self, workers: int) -> _TaskSession:
         """Start an executor."""
         from concurrent.futures import ProcessPoolExecutor
 
@@ -130,7 +145,7 @@ class OurExecutor(_TaskSystem):
         """True."""
         return True
 
-    def session(self, workers: int) -> Session:
+    def session(self, workers: int) -> _TaskSession:
         """Start an executor."""
         import shmreduce
         from shmreduce.executor import ProcessPoolExecutor
@@ -149,7 +164,7 @@ class Loky(_TaskSystem):
         """Return that it is missing, or None."""
         return missing("loky", "loky")
 
-    def session(self, workers: int) -> Session:
+    def session(self, workers: int) -> _TaskSession:
         """Start an executor."""
         executor = import_module("loky").get_reusable_executor(max_workers=workers, timeout=600)
         return _ExecutorSession(executor, workers)
@@ -159,10 +174,10 @@ class _JoblibSession(_TaskSession):
     """``with Parallel() as parallel``: workers are kept, large arguments become memory maps."""
 
     def __init__(self, workers: int) -> None:
-        super().__init__(workers)
+        super().__init__(max(2, workers))
         joblib = import_module("joblib")
         self._delayed = joblib.delayed
-        self._parallel = joblib.Parallel(n_jobs=max(2, workers), backend="loky")
+        self._parallel = joblib.Parallel(n_jobs=self._workers, backend="loky")
         self._parallel.__enter__()
 
     def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
@@ -190,7 +205,7 @@ class Joblib(_TaskSystem):
         """Return that it is missing, or None."""
         return missing("joblib", "joblib")
 
-    def session(self, workers: int) -> Session:
+    def session(self, workers: int) -> _TaskSession:
         """Start the workers."""
         return _JoblibSession(workers)
 
@@ -218,7 +233,6 @@ class _RaySession(_TaskSession):
         )
         self._actors = [ray.remote(_Actor).remote() for _ in range(workers)]
         self._next = 0
-        ray.get([actor.call.remote(_nothing, None) for actor in self._actors])
 
     def message(self, payload: Any, kind: Kind) -> Any:
         return payload if kind == "fresh" else _Stored(self._ray.put(payload))
@@ -280,7 +294,7 @@ class Ray(_TaskSystem):
         """Return that it is missing, or None."""
         return missing("ray", "ray")
 
-    def session(self, workers: int) -> Session:
+    def session(self, workers: int) -> _TaskSession:
         """Start a cluster on this machine."""
         return _RaySession(workers)
 
@@ -340,9 +354,43 @@ class Dask(_TaskSystem):
         """Return that it is missing, or None."""
         return missing("distributed", "distributed")
 
-    def session(self, workers: int) -> Session:
+    def session(self, workers: int) -> _TaskSession:
         """Start a cluster on this machine."""
         return _DaskSession(workers)
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """A function that returns when it was called in as many workers as there are.
+
+    Parameters
+    ----------
+    folder : str
+        Each call puts a file there.
+    calls : int
+        How many calls there will be.
+    """
+
+    folder: str
+    calls: int
+
+    def __call__(self, number: int) -> None:
+        Path(self.folder, str(number)).touch()
+        deadline = time.monotonic() + _PATIENCE
+        while len(list(Path(self.folder).iterdir())) < self.calls:
+            if time.monotonic() > deadline:
+                raise RunFailedError(
+                    f"fewer than {self.calls} workers started within {_PATIENCE:g} s",
+                    process="workers",
+                    reason="workers did not start",
+                )
+            time.sleep(_PAUSE)
+
+
+_PATIENCE = 60.0
+"""Seconds in which all workers must start."""
+_PAUSE = 0.002
+"""Seconds between two looks for other workers."""
 
 
 def _same(argument: Any) -> Any:
