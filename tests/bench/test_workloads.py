@@ -21,6 +21,7 @@ from shmreduce.bench import resources, suite, turns
 from shmreduce.bench.measurements import Measurement, Report
 from shmreduce.bench.plan import Effort, Plan
 from shmreduce.bench.systems import by_hand
+from shmreduce.bench.systems.base import Session
 from shmreduce.bench.systems.by_hand import ByHand
 from shmreduce.bench.systems.catalog import SYSTEMS
 from shmreduce.bench.systems.one_copy import OneCopy
@@ -349,6 +350,66 @@ def test_a_system_that_fails_in_a_later_turn_has_no_samples() -> None:
     )
     assert {each.system for each in turn[1]} == {"multiprocessing"}
     assert len(told) == 1
+
+
+@dataclass(frozen=True)
+class Stale(Stock):
+    """A system that delivers what it sent first, again and again."""
+
+    name: str = "stale"
+
+    def fresh(self, array: np.ndarray[Any, Any]) -> Any:
+        return _FIRST.setdefault(array.shape, array.copy())
+
+
+_FIRST: dict[Any, Any] = {}
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        FRESH,
+        EchoSmallArrays("small-arrays", ""),
+        Stream("stream", ""),
+        FanOut("fan-out", ""),
+        Pipeline("pipeline", ""),
+        Exchange("exchange", ""),
+    ],
+    ids=lambda workload: workload.name,
+)
+def test_a_system_that_delivers_an_earlier_message_is_told(workload: Workload) -> None:
+    """Each message has values of its own, so it cannot be taken for another one."""
+    told: list[str] = []
+    rows = workload.rows(TINY)[-1:]
+    (turn,) = take_turns(workload, [Stale()], rows, ONCE, notice=told.append, progress=quiet)
+    assert turn[1] == []
+    assert "other values" in told[0]
+
+
+def test_each_message_is_a_new_array_over_the_same_memory() -> None:
+    """Joblib sends an array that it knows by reference, and new memory would be cold."""
+    sent = []
+    shared = np.arange(128.0)
+
+    class Noting(Session):
+        def message(self, payload: Any, kind: str) -> Any:
+            return shared if kind == "shared" else payload
+
+        def echo(self, box: list[Any]) -> Any:
+            sent.append(box[0])
+            return box.pop().copy()
+
+    action = FRESH.begin(Noting(), Row("1 KiB", 1 << 10))
+    for _ in range(3):
+        action.once()
+    assert len({id(array) for array in sent}) == 3
+    assert len({array.ctypes.data for array in sent}) == 1
+    sent.clear()
+    action = Echo("shared", "", "shared").begin(Noting(), Row("1 KiB", 1 << 10))
+    for number in range(1, 4):
+        action.once()
+        assert [shared[0], shared[64], shared[-1]] == [number] * 3
+    assert all(array is shared for array in sent)
 
 
 def test_each_turn_is_one_sample_however_many_messages_it_had() -> None:

@@ -52,8 +52,8 @@ class Session:
         """
         raise NotImplementedError
 
-    def stream(self, payload: Any, count: int) -> None:
-        """Send ``count`` messages one way, and return when the last one was received."""
+    def stream(self, payload: Any, count: int) -> Any:
+        """Send ``count`` messages one way, and return the marks of the last one received."""
         raise NotImplementedError
 
     def fan_out(self, payload: Any) -> list[Any]:
@@ -68,8 +68,16 @@ class Session:
         """Call ``function`` in workers for each item and return the results."""
         raise NotImplementedError
 
-    def exchange(self, payload: Any, laps: int) -> int:
-        """Let messages go round among all workers, and return how many were sent in total."""
+    def exchange(self, payload: Any, laps: int) -> tuple[int, list[Any]]:
+        """Let messages go round among all workers.
+
+        Returns
+        -------
+        int
+            How many were sent in total.
+        list
+            The marks of each message where it ended.
+        """
         raise NotImplementedError
 
     def processes(self) -> list[Any]:

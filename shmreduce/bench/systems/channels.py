@@ -180,13 +180,13 @@ class ChannelSession(Session):
         self._inboxes[0].put(box.pop())
         return self._back.get()
 
-    def stream(self, payload: Any, count: int) -> None:
+    def stream(self, payload: Any, count: int) -> Any:
         """Put messages, and get one answer."""
         put, fresh = self._inboxes[0].put, self._system.fresh
         put(count)
         for _ in range(count):
             put(fresh(payload))
-        self._back.get()
+        return self._back.get()
 
     def fan_out(self, payload: Any) -> list[Any]:
         """Put one array into every worker's queue."""
@@ -202,7 +202,7 @@ class ChannelSession(Session):
         self._inboxes[0].put(self._system.fresh(payload))
         return self._back.get()
 
-    def exchange(self, payload: Any, laps: int) -> int:
+    def exchange(self, payload: Any, laps: int) -> tuple[int, list[Any]]:
         """Let half as many messages as there are workers go round.
 
         More could block for ever: if a worker waits for room in the pipe of the next one,
@@ -215,9 +215,8 @@ class ChannelSession(Session):
             inbox.put((laps * tokens, number % 2 == 1))
         for inbox in self._inboxes[::2]:
             inbox.put(self._system.fresh(payload))
-        for _ in self._inboxes:
-            self._back.get()
-        return laps * tokens * workers
+        answers = [self._back.get() for _ in self._inboxes]
+        return laps * tokens * workers, [told for told in answers if told is not None]
 
     def processes(self) -> list[Any]:
         """Return the workers."""
@@ -300,22 +299,27 @@ def _swallow(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None
         count = inbox.get()
         if count is None:
             break
-        for _ in range(count):
+        for _ in range(count - 1):
             message = inbox.get()
             system.release(message)
             del message
-        outbox.put(count)
+        outbox.put(_marks_of(system, [inbox.get()]))
 
 
 def _tell(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
     while True:
-        message = inbox.get()
-        if message is None:
+        box = [inbox.get()]
+        if box[0] is None:
             break
-        told = marks(system.payload(message))
-        system.release(message)
-        del message
-        outbox.put(told)
+        outbox.put(_marks_of(system, box))
+
+
+def _marks_of(system: ChannelSystem, box: list[Any]) -> list[Any]:
+    """Return the marks of the message in a box, and release it."""
+    message = box.pop()
+    told = marks(system.payload(message))
+    system.release(message)
+    return told
 
 
 def _pass_round(system: ChannelSystem, inbox: Any, outbox: Any, home: Any) -> None:
@@ -329,10 +333,11 @@ def _pass_round(system: ChannelSystem, inbox: Any, outbox: Any, home: Any) -> No
             early.append(order)
             continue
         count, ends_here = order
+        told = None
         for number in range(count):
             box = [early.pop(0) if early else inbox.get()]
             if not ends_here or number < count - 1:
                 system.send_on(outbox, box)
             else:
-                system.release(box.pop())
-        home.put("done")
+                told = _marks_of(system, box)
+        home.put(told)

@@ -63,9 +63,10 @@ class _TaskSession(Session):
         """Call a function that returns its argument."""
         return self.results([self.start(_same, box.pop())])[0]
 
-    def stream(self, payload: Any, count: int) -> None:
-        """Call a function that does nothing, many times."""
-        self.results([self.start(_nothing, payload) for _ in range(count)])
+    def stream(self, payload: Any, count: int) -> Any:
+        """Call a function that does nothing, many times, and last one that returns marks."""
+        calls = [self.start(_nothing, payload) for _ in range(count - 1)]
+        return self.results([*calls, self.start(marks, payload)])[-1]
 
     def fan_out(self, payload: Any) -> list[Any]:
         """Make a call for each worker with the same argument."""

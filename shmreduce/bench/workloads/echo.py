@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shmreduce.bench.payloads import make_payload, marks, size_name
+from shmreduce.bench.payloads import make_payload, marks, renewed, size_name, stamp
 from shmreduce.bench.workloads.base import Action, Row, Workload
 from shmreduce.fresh_process import RunFailedError
 
@@ -29,22 +29,19 @@ class _EchoAction(Action):
         self._session = session
         self._kind = kind
         self._source = make_payload(row.form, row.nbytes // row.count, row.count)
-        self._marks = marks(self._source)
+        self._number = 0
         session.prepare(row.nbytes)
         self._shared: Any = session.message(self._source, kind) if kind == "shared" else None
 
     def once(self) -> tuple[float, int]:
         """Send and receive, and check that the same values come back."""
         session = self._session
-        if self._kind == "shared":
-            box = [self._shared]
-        else:
-            box = [session.message(self._source, self._kind)]
+        box, expected = self._next()
         started = time.perf_counter()
         received = session.echo(box)
         seconds = time.perf_counter() - started
         found = session.payload(received)
-        wrong = found is not None and marks(found) != self._marks
+        wrong = found is not None and marks(found) != expected
         del found
         session.release(received)
         if wrong:
@@ -52,6 +49,18 @@ class _EchoAction(Action):
                 "other values came back than were sent", process="echo", reason="wrong values"
             )
         return seconds, 1
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        """Return a box with a message whose values were not sent before, and their marks."""
+        self._number += 1
+        session = self._session
+        if self._kind == "shared":
+            values = session.payload(self._shared)
+            stamp(values, self._number)
+            return [self._shared], marks(values)
+        stamp(self._source, self._number)
+        message = session.message(renewed(self._source), self._kind)
+        return [message], marks(self._source)
 
     def close(self) -> None:
         """Give the shared message back."""

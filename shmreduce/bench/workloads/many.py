@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shmreduce.bench.payloads import make_payload, marks, size_name
+from shmreduce.bench.payloads import make_payload, marks, renewed, size_name, stamp
 from shmreduce.bench.workloads.base import Action, Row, Workload
 from shmreduce.fresh_process import RunFailedError
 
@@ -29,7 +29,14 @@ class _ArrayAction(Action):
         self._session = session
         self._source = make_payload("array", row.nbytes)
         self._workers = row.workers
+        self._number = 0
         session.prepare(row.nbytes)
+
+    def _next(self) -> Any:
+        """Return an array with values that were not sent before."""
+        self._number += 1
+        stamp(self._source, self._number)
+        return renewed(self._source)
 
     def _expect(self, told: Any) -> None:
         if told != marks(self._source):
@@ -48,11 +55,13 @@ class _StreamAction(_ArrayAction):
         self._count = self._least
 
     def once(self) -> tuple[float, int]:
-        """Send them."""
+        """Send them, and check the last one."""
         count = self._count
+        array = self._next()
         started = time.perf_counter()
-        self._session.stream(self._source, count)
+        told = self._session.stream(array, count)
         seconds = time.perf_counter() - started
+        self._expect(told)
         fitting = int(self._seconds * count / seconds)
         self._count = min(max(fitting, self._least), 10 * count, self._most)
         return seconds, count
@@ -77,8 +86,9 @@ class Stream(Workload):
 class _FanOutAction(_ArrayAction):
     def once(self) -> tuple[float, int]:
         """Send to all workers, and wait for all answers."""
+        array = self._next()
         started = time.perf_counter()
-        told = self._session.fan_out(self._source)
+        told = self._session.fan_out(array)
         seconds = time.perf_counter() - started
         for each in told:
             self._expect(each)
@@ -107,8 +117,9 @@ class FanOut(Workload):
 class _PipelineAction(_ArrayAction):
     def once(self) -> tuple[float, int]:
         """Send to the first worker, and wait for the answer of the last."""
+        array = self._next()
         started = time.perf_counter()
-        told = self._session.relay(self._source)
+        told = self._session.relay(array)
         seconds = time.perf_counter() - started
         self._expect(told)
         return seconds, 1
@@ -213,10 +224,13 @@ class _ExchangeAction(_ArrayAction):
         self._laps = 2
 
     def once(self) -> tuple[float, int]:
-        """Let the messages go round."""
+        """Let the messages go round, and check each where it ends."""
+        array = self._next()
         started = time.perf_counter()
-        sent = self._session.exchange(self._source, self._laps)
+        sent, told = self._session.exchange(array, self._laps)
         seconds = time.perf_counter() - started
+        for each in told:
+            self._expect(each)
         self._laps = min(max(2, int(self._seconds * self._laps / seconds)), 10 * self._laps)
         return seconds, sent
 
