@@ -25,12 +25,12 @@ REASONS: dict[str, str] = {
         "threads copy, but the reader that waits for the message uses one of two processors, too. "
         "Needed: all of that work in C."
     ),
-    "born *: shmreduce born shared / ten bytes": (
+    "born *: shmreduce born shared / ten bytes*": (
         "Ten bytes are sent in a tight loop, but this array by an interpreter whose caches were "
         "emptied when the array was made. Over a queue of shmreduce, after a copy of 64 MiB, an "
         "array that was shared already takes 7 times as long, and ten bytes 13 times. Also, ten "
-        "bytes take half as long or less if both processes of the pipe run on one processor: see "
-        "the spread. Needed: all the work of a message compiled, so that it touches less memory."
+        "bytes take half as long or less if both of their processes run on one processor: see the "
+        "spread. Needed: all the work of a message compiled, so that it touches less memory."
     ),
     "fresh 1 MiB: *torch*": (
         "One copy and the round trip of a shared array already take an eighth of torch's time. "
@@ -100,9 +100,9 @@ REASONS: dict[str, str] = {
         "No step depends on the size. If the other systems of that row took longer as well, the "
         "machine was slower at that time."
     ),
-    "shared *: shmreduce / ten bytes": (
-        "If both processes of the bare pipe run on one processor, waking one up takes a third of "
-        "the time or less: the spread shows whether they did."
+    "shared *: shmreduce / ten bytes*": (
+        "If both processes that send ten bytes run on one processor, waking one up takes a third "
+        "of the time or less: the spread shows whether they did."
     ),
     "results 64 MiB: shared memory / arrays alive": (
         "This is the peak of many calls. The memory of a dropped result is lent to the worker "

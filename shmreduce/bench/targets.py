@@ -15,7 +15,7 @@ from shmreduce.bench.reasons import reason_for
 from shmreduce.bench.systems.catalog import SYSTEMS
 from shmreduce.bench.systems.one_copy import OneCopy
 from shmreduce.bench.systems.ours import OURS, BornShared, Installed
-from shmreduce.bench.systems.queues import Pipe, Stock, Torch
+from shmreduce.bench.systems.queues import Stock, TenBytes, TenBytesByPipe, Torch
 from shmreduce.bench.workloads import burst, import_time, killed
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ _TORCH = Torch().name
 _TORCH_NAMED = "torch file_system"
 _TORCHES = (_TORCH, _TORCH_NAMED)
 _COPY = OneCopy().name
-_PIPE = Pipe().name
+_QUEUE = TenBytes().name
+_PIPE = TenBytesByPipe().name
 
 
 @dataclass(frozen=True)
@@ -144,20 +145,16 @@ def _against_one_copy() -> Iterator[Target]:
 
 
 def _against_ten_bytes() -> Iterator[Target]:
-    """Against ten bytes over a bare pipe, and shared arrays also over the standard queue."""
-    for workload, system in (("shared", OURS), ("born", _BORN)):
+    """Against ten bytes over a stock pipe, and shared arrays also over the stock queue."""
+    for workload, system, references in (
+        ("shared", OURS, (_PIPE, _QUEUE)),
+        ("born", _BORN, (_PIPE,)),
+    ):
         for row in map(size_name, (128, 64 * _KIB, _MIB, 64 * _MIB, _GIB)):
-            yield Target(
-                f"{workload} {row}: {system} / ten bytes",
-                _ratio(workload, row, system, _PIPE),
-                at_most=1.3,
-            )
-            if workload == "shared":
+            for reference in references:
                 yield Target(
-                    f"shared {row}: {system} / {_STOCK} 10 B",
-                    _ratio(
-                        workload, row, system, _STOCK, workload_below="fresh", row_below="10 B"
-                    ),
+                    f"{workload} {row}: {system} / {reference}",
+                    _ratio(workload, row, system, reference),
                     at_most=1.3,
                 )
     for system in (OURS, _INSTALLED):

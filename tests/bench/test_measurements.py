@@ -114,6 +114,23 @@ def test_a_ratio_is_judged_by_its_limit(ours: float, met: bool) -> None:
     assert place.met
 
 
+def test_shared_arrays_are_compared_with_ten_bytes_over_pipe_and_queue() -> None:
+    """Each has a target of its own; moved arrays are compared with the pipe."""
+    report = Report(
+        measurements=[
+            Measurement(workload, system, "1 MiB", "s", [seconds])
+            for workload, ours in (("shared", OURS), ("born", "shmreduce born shared"))
+            for system, seconds in ((ours, 12.0), ("ten bytes", 10.0), ("ten bytes by Pipe", 6.0))
+        ]
+    )
+    found = {each.title: (each.found, each.met) for each in targets.judge(report)}
+    assert {title: value for title, value in found.items() if "ten bytes" in title} == {
+        f"shared 1 MiB: {OURS} / ten bytes": (1.2, True),
+        f"shared 1 MiB: {OURS} / ten bytes by Pipe": (2.0, False),
+        "born 1 MiB: shmreduce born shared / ten bytes by Pipe": (2.0, False),
+    }
+
+
 def test_figures_are_judged_only_where_they_were_measured() -> None:
     """An empty report has no verdicts, and a full one has all: no title names a missing row."""
     assert targets.judge(Report()) == []
@@ -140,7 +157,7 @@ def test_a_row_that_a_peer_wins_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_shmreduce_is_compared_with_is_never_ours() -> None:
     """One copy and ten bytes are neither ours nor peers; everything else is one of both."""
     neither = {system.name for system in SYSTEMS if not system.ours and not system.is_peer}
-    assert neither == {"one copy", "ten bytes"}
+    assert neither == {"one copy", "ten bytes", "ten bytes by Pipe"}
     assert len({system.name for system in SYSTEMS}) == len(SYSTEMS)
 
 

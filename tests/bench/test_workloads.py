@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import current_process
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from shmreduce.bench.systems.by_hand import ByHand
 from shmreduce.bench.systems.catalog import SYSTEMS
 from shmreduce.bench.systems.one_copy import OneCopy
 from shmreduce.bench.systems.ours import BornShared, Installed, Shmreduce
-from shmreduce.bench.systems.queues import Pipe, Stock, Torch
+from shmreduce.bench.systems.queues import Stock, TenBytes, TenBytesByPipe, Torch
 from shmreduce.bench.systems.tasks import Executor, Joblib, Loky, OurExecutor
 from shmreduce.bench.turns import METRICS, take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages, start
@@ -185,8 +186,18 @@ def test_fresh_arrays_are_echoed() -> None:
 def test_shared_arrays_are_echoed() -> None:
     """A shared array, and ten bytes for comparison, are sent again and again."""
     workload = Echo("shared", "Echo", "shared")
-    report = measure(workload, [Shmreduce(), Installed(), ByHand(), Pipe()])
-    assert len(report.systems("shared")) == 4
+    systems = [Shmreduce(), Installed(), ByHand(), TenBytes(), TenBytesByPipe()]
+    report = measure(workload, systems)
+    assert len(report.systems("shared")) == 5
+
+
+def test_ten_bytes_go_by_a_pipe_or_a_queue_of_the_standard_library() -> None:
+    """Each name says which."""
+    assert TenBytes().queue(0).__class__.__name__ == "SimpleQueue"
+    ends = TenBytesByPipe().queue(0)
+    assert ends.put.__self__.__class__ is ends.get.__self__.__class__ is Connection
+    ends.put(b"0123456789")
+    assert ends.get() == b"0123456789"
 
 
 def test_segments_made_by_hand_are_unlinked_after_their_round_trip() -> None:

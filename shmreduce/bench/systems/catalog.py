@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from shmreduce.bench.systems.by_hand import ByHand
 from shmreduce.bench.systems.one_copy import OneCopy
 from shmreduce.bench.systems.ours import BornShared, Installed, Shmreduce
-from shmreduce.bench.systems.queues import FasterFifo, Pipe, Stock, Torch, ZeroMQ
+from shmreduce.bench.systems.queues import (
+    FasterFifo,
+    Stock,
+    TenBytes,
+    TenBytesByPipe,
+    Torch,
+    ZeroMQ,
+)
 from shmreduce.bench.systems.tasks import Dask, Executor, Joblib, Loky, OurExecutor, Ray
 
 if TYPE_CHECKING:
@@ -25,7 +32,8 @@ SYSTEMS: tuple[System, ...] = (
     BornShared(),
     OurExecutor(),
     OneCopy(),
-    Pipe(),
+    TenBytes(),
+    TenBytesByPipe(),
     Stock(),
     Torch(),
     Torch("torch file_system", "file_system"),
