@@ -51,17 +51,20 @@ class _Failure:
     text: str
 
 
-def fail(connection: Connection, reason: str) -> None:
+def fail(connection: Connection, reason: str | Exception) -> None:
     """Tell the starter of this process that the run cannot go on.
 
-    May be called from any thread as long as no other one is sending.
+    May be called from any thread as long as no other one is sending. The starter may be gone.
     """
-    _send_failure(connection, None, reason)
-
-
-def _send_failure(connection: Connection, error: ShmreduceError | None, text: str) -> None:
-    # By pickle.dumps(): the patched send() may be what failed.
-    connection.send_bytes(pickle.dumps(_Failure(error, text)))
+    if isinstance(reason, ShmreduceError):
+        failure = _Failure(reason, str(reason))
+    elif isinstance(reason, Exception):
+        failure = _Failure(None, formatted(reason, reason.__traceback__))
+    else:
+        failure = _Failure(None, reason)
+    with contextlib.suppress(ConnectionError):
+        # By pickle.dumps(): the patched send() may be what failed.
+        connection.send_bytes(pickle.dumps(failure))
 
 
 class FreshProcess:
@@ -239,11 +242,7 @@ def _run(
         # The starter is gone, so nobody would read a report.
         return
     except Exception as error:
-        ours = error if isinstance(error, ShmreduceError) else None
-        text = formatted(error, error.__traceback__) if ours is None else str(error)
-        # The starter may be gone.
-        with contextlib.suppress(ConnectionError):
-            _send_failure(connection, ours, text)
+        fail(connection, error)
 
 
 def _count_group(group: int) -> int:

@@ -1,6 +1,6 @@
 """Measures the resources that a process and its descendants use.
 
-May import the standard library only. Everything is read from outside, from ``/proc``
+May import :mod:`shmreduce.memory.headroom`. Everything is read from outside, from ``/proc``
 (proc(5)) and from the clocks of processes. So it works for all systems that are compared,
 and takes no time of the measured processes.
 """
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from shmreduce.memory.headroom import headroom
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -24,12 +26,13 @@ __all__ = [
     "Watch",
     "counts",
     "descendants",
+    "fits",
     "memory",
-    "memory_available",
     "usage",
 ]
 
 _PROC = Path("/proc")
+_SHARED = "/dev/shm"  # noqa: S108 - its size is asked, nothing is written
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 _PAUSE = 0.02
 """Seconds between two looks at the memory."""
@@ -151,13 +154,19 @@ def counts(pids: list[int]) -> tuple[int, int]:
     return descriptors, mappings
 
 
-def memory_available() -> int | None:
-    """Return the bytes of memory that programs can still get; None if it is not known."""
-    with suppress(FileNotFoundError):
-        for line in (_PROC / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return None
+def fits(nbytes: int) -> bool:
+    """Return whether processes can get memory, half of which is in ``/dev/shm``.
+
+    Programs that write more into ``/dev/shm`` than fits are killed by SIGBUS.
+    """
+    available = headroom()
+    if available is not None and nbytes >= available:
+        return False
+    try:
+        folder = os.statvfs(_SHARED)
+    except FileNotFoundError:
+        return True
+    return nbytes < 2 * folder.f_bavail * folder.f_frsize
 
 
 @dataclass

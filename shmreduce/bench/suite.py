@@ -10,14 +10,16 @@ import json
 import os
 import platform
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shmreduce.bench.measurements import Report
-from shmreduce.bench.resources import memory_available
-from shmreduce.bench.systems.base import System
+from shmreduce.bench.resources import fits
+from shmreduce.bench.survivors import Survivors
+from shmreduce.bench.systems.base import System, why_unusable
 from shmreduce.bench.systems.catalog import OURS_BOTH_STRATEGIES, SYSTEMS
 from shmreduce.bench.turns import take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages, start
@@ -28,10 +30,11 @@ from shmreduce.errors import ConfigurationError, ShmreduceError
 from shmreduce.processors import usable_processors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shmreduce.bench.measurements import Measurement, Trace
     from shmreduce.bench.plan import Plan
+    from shmreduce.bench.systems.channels import ChannelSystem
     from shmreduce.bench.workloads.base import Workload
 
 _AnySystem = TypeVar("_AnySystem", bound=System)
@@ -65,12 +68,12 @@ _TURNS: dict[str, Workload] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
     """The results of a workload in which systems do not take turns."""
 
-    measurements: list[Measurement]
-    traces: list[Trace] | tuple[()] = ()
+    measurements: list[Measurement] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
 
 
 def _stages(plan: Plan, _notice: Callable[[str], None]) -> Found:
@@ -82,29 +85,64 @@ def _fork(plan: Plan, _notice: Callable[[str], None]) -> Found:
 
 
 def _live(plan: Plan, notice: Callable[[str], None]) -> Found:
-    systems = _usable(OURS_BOTH_STRATEGIES, plan, notice)
-    return Found(live_arrays.measure_live_arrays("live", systems, plan.live_arrays))
+    def measure(system: ChannelSystem) -> tuple[list[Measurement], list[Trace]]:
+        return live_arrays.measure_live_arrays("live", system, plan.live_arrays), []
+
+    return _each_of_ours("live", plan, notice, measure)
 
 
 def _burst(plan: Plan, notice: Callable[[str], None]) -> Found:
-    systems = _usable(OURS_BOTH_STRATEGIES, plan, notice)
-    available = memory_available()
-    if available is not None and plan.burst_arrays * plan.burst_array_bytes * 1.5 > available:
+    if not fits(int(plan.burst_arrays * plan.burst_array_bytes * 1.5)):
         notice("burst skipped: it takes more memory than there is")
-        return Found([])
-    return Found(*burst.measure_burst("burst", systems, plan.burst_array_bytes, plan.burst_arrays))
+        return Found()
+
+    def measure(system: ChannelSystem) -> tuple[list[Measurement], list[Trace]]:
+        return burst.measure_burst("burst", system, plan.burst_array_bytes, plan.burst_arrays)
+
+    return _each_of_ours("burst", plan, notice, measure)
 
 
-def _killed(plan: Plan, _notice: Callable[[str], None]) -> Found:
-    return Found(killed.measure_killed_workers("killed", plan.effort.rounds))
+def _each_of_ours(
+    workload: str,
+    plan: Plan,
+    notice: Callable[[str], None],
+    measure: Callable[[ChannelSystem], tuple[list[Measurement], list[Trace]]],
+) -> Found:
+    found = Found()
+    systems = _usable(OURS_BOTH_STRATEGIES, plan, notice)
+    survivors = Survivors(workload, [system.name for system in systems], notice)
+
+    def add(system: ChannelSystem) -> None:
+        measurements, traces = measure(system)
+        found.measurements += measurements
+        found.traces += traces
+
+    for system in systems:
+        survivors.attempt(system.name, partial(add, system))
+    return found
 
 
-def _start(plan: Plan, _notice: Callable[[str], None]) -> Found:
-    return Found(start.measure_starts("start", plan.effort.rounds))
+def _killed(plan: Plan, notice: Callable[[str], None]) -> Found:
+    survivors = Survivors("killed", _chosen(killed.SYSTEMS, plan), notice)
+    return Found(killed.measure_killed_workers(survivors, plan.effort.rounds))
 
 
-def _import(plan: Plan, _notice: Callable[[str], None]) -> Found:
-    return Found(import_time.measure_import_time("import", plan.import_rounds))
+def _start(plan: Plan, notice: Callable[[str], None]) -> Found:
+    survivors = Survivors("start", _chosen(start.installed_systems(), plan), notice)
+    return Found(start.measure_starts(survivors, plan.effort.rounds))
+
+
+def _import(plan: Plan, notice: Callable[[str], None]) -> Found:
+    names = _chosen(import_time.installed_packages(), plan, always=import_time.REFERENCES)
+    survivors = Survivors("import", names, notice)
+    return Found(import_time.measure_import_time(survivors, plan.import_rounds))
+
+
+def _chosen(names: Iterable[str], plan: Plan, always: Sequence[str] = ()) -> list[str]:
+    """List the names that the plan has, and those that are always measured."""
+    return [
+        name for name in names if plan.systems is None or name in plan.systems or name in always
+    ]
 
 
 _OTHERS: dict[str, Callable[[Plan, Callable[[str], None]], Found]] = {
@@ -250,12 +288,7 @@ def _take_turns(
     rows = list(workload.rows(plan))
     done = report.rows(workload.name)
     rows = [row for row in rows if (wanted is None or row.name in wanted) and row.name not in done]
-    available = memory_available()
-    fitting = [
-        row
-        for row in rows
-        if available is None or row.nbytes * min(workload.copies, 8) < available
-    ]
+    fitting = [row for row in rows if fits(int(row.nbytes * min(workload.copies, 8)))]
     for row in rows:
         if row not in fitting:
             notice(f"{workload.name}: {row.name} skipped: it takes more memory than there is")
@@ -275,7 +308,7 @@ def _usable(
     for system in systems:
         if plan.systems is not None and system.name not in plan.systems:
             continue
-        reason = system.unusable_reason()
+        reason = why_unusable(system)
         if reason is None:
             usable.append(system)
         else:

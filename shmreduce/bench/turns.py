@@ -16,14 +16,13 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 from shmreduce.bench.measurements import TIME, Measurement, Trace
-from shmreduce.bench.resources import Watch, descendants, memory_available, usage
+from shmreduce.bench.resources import Watch, descendants, fits, usage
 from shmreduce.errors import ShmreduceError
 from shmreduce.fresh_process import FreshProcess, fail
 
@@ -132,12 +131,12 @@ class _Runner:
             self._prepared, self._answered = row, False
         return process
 
-    def stop(self) -> None:
-        """End the measuring process and its workers."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the measuring process and its workers, which get little time for it if at once."""
         process, self._process = self._process, None
         self._prepared = None
         if process is not None:
-            process.__exit__(None, None, None)
+            process.__exit__(KeyboardInterrupt if at_once else None, None, None)
 
     def ready(self, row: Row) -> FreshProcess:
         """Wait until the measuring process has prepared a row, and return the process."""
@@ -193,19 +192,21 @@ def take_turns(
                 ],
                 [found.trace for found in samples.values() if found.trace is not None],
             )
-    finally:
-        _stop(runners)
+    except BaseException:
+        # Interrupted, or nobody asks for more rows.
+        _stop(runners, at_once=True)
+        raise
+    _stop(runners)
 
 
 def _fit(workload: Workload, row: Row, systems: int) -> bool:
-    available = memory_available()
-    return available is None or row.nbytes * workload.copies * systems < available
+    return fits(int(row.nbytes * workload.copies * systems))
 
 
-def _stop(runners: list[_Runner]) -> None:
+def _stop(runners: list[_Runner], *, at_once: bool = False) -> None:
     # All at the same time, since several systems take seconds to stop.
     with ThreadPoolExecutor(max(1, len(runners))) as executor:
-        list(executor.map(_Runner.stop, runners))
+        list(executor.map(partial(_Runner.stop, at_once=at_once), runners))
 
 
 def _measure_row(
@@ -323,13 +324,18 @@ def _serve(connection: Connection, system: System, workload: Workload) -> None:
     if workload.processors is not None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: workload.processors])
     place = _Place(connection, system, workload)
-    for request in _requests(connection):
-        if isinstance(request, _Turn):
-            connection.send(_act(place.action(request.row), request))
-        else:
-            place.action(request)
-            connection.send("ready")
-    place.leave()
+    try:
+        for request in _requests(connection):
+            if isinstance(request, _Turn):
+                connection.send(_act(place.action(request.row), request))
+            else:
+                place.action(request)
+                connection.send("ready")
+    except Exception as error:
+        # Before leaving, which may take long if workers are no longer as they should be.
+        fail(connection, error)
+    finally:
+        place.leave()
 
 
 class _Place:
@@ -381,9 +387,7 @@ def _report_death(session: Session, left: threading.Event, connection: Connectio
     while not left.wait(0.5):
         for process in session.processes():
             if process.exitcode not in (None, 0) and not left.is_set():
-                # The coordinator may be gone.
-                with suppress(BrokenPipeError):
-                    fail(connection, f"a worker of it ended with exit code {process.exitcode}")
+                fail(connection, f"a worker of it ended with exit code {process.exitcode}")
                 return
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,8 +81,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(options: argparse.Namespace) -> int:
     from shmreduce.bench.measurements import Report
     from shmreduce.bench.plan import Plan, quick_plan
-    from shmreduce.bench.suite import load_report, machine, run, save_report, selection
-    from shmreduce.bench.targets import judge
+    from shmreduce.bench.suite import load_report, machine, run, selection
 
     plan = quick_plan() if options.quick else Plan()
     if options.systems is not None:
@@ -98,27 +99,52 @@ def _run(options: argparse.Namespace) -> int:
         "load average before": Path("/proc/loadavg").read_text().split()[0],
         **report.run,
     }
-    run(
-        chosen,
-        plan,
-        _tell,
-        report,
-        save=None if path is None else lambda kept: save_report(kept, path),
-    )
+    save = None if path is None else partial(_save, path)
+    interrupted = False
+    try:
+        run(chosen, plan, _tell, report, save)
+    except KeyboardInterrupt:
+        interrupted = True
+        report.tell("interrupted: what follows was not measured")
+    written = _write(options, report)
+    if interrupted:
+        return 128 + signal.SIGINT
+    return 0 if written and report.measurements else 1
+
+
+def _save(path: Path, report: Report) -> None:
+    from shmreduce.bench.suite import save_report
+
+    save_report(report, path)
+
+
+def _write(options: argparse.Namespace, report: Report) -> bool:
+    """Print and write everything that was asked for; return False if the plot failed."""
+    from shmreduce.bench.targets import judge
+
     verdicts = judge(report)
-    if options.plot is not None:
-        from shmreduce.bench.plots import plot
-
-        plot(report, options.plot)
-    if options.report is not None:
-        from shmreduce.cli.bench_page import write_page
-
-        write_page(report, verdicts, options.report, options.plot)
     if options.json:
         print_json({**report.as_json(), "figures": [asdict(verdict) for verdict in verdicts]})
     else:
         _print(report, verdicts, with_resources=options.resources)
-    return 0 if report.measurements else 1
+    drawn = options.plot is not None and _draw(report, options.plot)
+    if options.report is not None:
+        from shmreduce.cli.bench_page import write_page
+
+        write_page(report, verdicts, options.report, options.plot if drawn else None)
+    return drawn or options.plot is None
+
+
+def _draw(report: Report, path: Path) -> bool:
+    """Draw, or tell why that is not possible: hours of measuring must not be lost."""
+    from shmreduce.bench.plots import plot
+
+    try:
+        plot(report, path)
+    except Exception as error:
+        _tell(f"cannot draw {path}: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -168,6 +194,7 @@ def _known_systems(text: str) -> tuple[str, ...]:
 
 def _list(chosen: Mapping[str, set[str] | None], plan: Plan, *, as_json: bool) -> None:
     from shmreduce.bench.suite import TITLES, rows_of
+    from shmreduce.bench.systems.base import why_unusable
     from shmreduce.bench.systems.catalog import SYSTEMS
 
     rows = {
@@ -183,8 +210,7 @@ def _list(chosen: Mapping[str, set[str] | None], plan: Plan, *, as_json: bool) -
                     for name, found in rows.items()
                 ],
                 "systems": [
-                    {"name": system.name, "unusable": system.unusable_reason()}
-                    for system in listed
+                    {"name": system.name, "unusable": why_unusable(system)} for system in listed
                 ],
             }
         )
@@ -196,7 +222,7 @@ def _list(chosen: Mapping[str, set[str] | None], plan: Plan, *, as_json: bool) -
     print()
     systems = Table("Systems", ("name", "here"))
     for system in listed:
-        systems.add(system.name, system.unusable_reason() or "usable")
+        systems.add(system.name, why_unusable(system) or "usable")
     systems.print()
 
 

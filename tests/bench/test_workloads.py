@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from multiprocessing import current_process
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -21,6 +23,7 @@ from shmreduce import ConfigurationError
 from shmreduce.bench import resources, suite, turns
 from shmreduce.bench.measurements import Measurement, Report
 from shmreduce.bench.plan import Effort, Plan
+from shmreduce.bench.survivors import Survivors
 from shmreduce.bench.systems import by_hand
 from shmreduce.bench.systems.base import Session
 from shmreduce.bench.systems.by_hand import ByHand
@@ -41,7 +44,7 @@ from shmreduce.fresh_process import RunFailedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shmreduce.bench.systems.base import System
+    from shmreduce.bench.systems.base import Ability, System
     from shmreduce.bench.workloads.base import Workload
 
 ONCE = Effort(rounds=2, seconds=0.0, warm_up=1, watched=False)
@@ -137,6 +140,47 @@ _LONG_START = 1.0
 
 
 @dataclass(frozen=True)
+class Tidy(Wrong):
+    """A system that delivers other values, and leaves a file when it is closed."""
+
+    name: str = "tidy"
+    path: str = ""
+
+    def open(self, ability: Ability, workers: int) -> Session:
+        session = super().open(ability, workers)
+        close = session.close
+
+        def close_and_note() -> None:
+            close()
+            Path(self.path).touch()
+
+        session.close = close_and_note  # type: ignore[method-assign]
+        return session
+
+
+@dataclass(frozen=True)
+class Lingering(Stock):
+    """A system that takes a minute to end."""
+
+    name: str = "lingering"
+
+    def open(self, ability: Ability, workers: int) -> Session:
+        session = super().open(ability, workers)
+        session.close = partial(time.sleep, 60)  # type: ignore[method-assign]
+        return session
+
+
+@dataclass(frozen=True)
+class Broken(Stock):
+    """A system whose package cannot be imported."""
+
+    name: str = "broken"
+
+    def unusable_reason(self) -> str:
+        raise OSError("libabacus.so: cannot open shared object file")
+
+
+@dataclass(frozen=True)
 class Absent(Stock):
     """A system that is not installed."""
 
@@ -148,6 +192,11 @@ class Absent(Stock):
 
 def quiet(_text: str) -> None:
     """Hear nothing."""
+
+
+def unexpected(text: str) -> None:
+    """Fail: no notice should come."""
+    pytest.fail(text)
 
 
 def measure(
@@ -503,7 +552,7 @@ def test_many_live_arrays_are_counted_on_both_sides() -> None:
     system = Installed()
     found = {
         each.row: each.median
-        for each in live_arrays.measure_live_arrays("live", [system], count=2000)
+        for each in live_arrays.measure_live_arrays("live", system, count=2000)
     }
     for side in ("sender", "receiver"):
         assert 0 < found[f"descriptors, {side}"] <= 32
@@ -515,9 +564,7 @@ def test_a_burst_is_followed_until_its_memory_is_back(monkeypatch: pytest.Monkey
     """The peak is what was sent; afterwards the memory is watched."""
     monkeypatch.setattr(burst, "_LONGEST", 1.0)
     monkeypatch.setattr(burst, "_PAUSE", 0.05)
-    measurements, traces = burst.measure_burst(
-        "burst", [Installed()], array_bytes=4 << 20, count=8
-    )
+    measurements, traces = burst.measure_burst("burst", Installed(), array_bytes=4 << 20, count=8)
     found = {each.row: each for each in measurements}
     assert found["sent, not yet read"].unit == "bytes"
     assert found["sent, not yet read"].median >= 8 * (4 << 20)
@@ -546,14 +593,18 @@ def test_forks_are_timed_with_and_without_arrays() -> None:
 
 def test_the_error_of_a_killed_worker_is_timed() -> None:
     """Each system tells its caller, after the kill."""
-    found = killed.measure_killed_workers("killed", rounds=1)
+    found = killed.measure_killed_workers(
+        Survivors("killed", killed.SYSTEMS, unexpected), rounds=1
+    )
     assert {each.system for each in found} >= {"shmreduce", "shmreduce executor"}
     assert all(each.samples[0] > 0 for each in found)
 
 
 def test_starts_of_children_are_timed() -> None:
     """By each start method, and of a pool; what is not installed is left out."""
-    found = start.measure_starts("start", rounds=1)
+    found = start.measure_starts(
+        Survivors("start", start.installed_systems(), unexpected), rounds=1
+    )
     times = {(each.system, each.row): each.samples for each in found}
     assert {row for _, row in times} == {"fork", "forkserver", "spawn", "fork, Pool(2)"}
     assert {"shmreduce", "multiprocessing"} <= {system for system, _ in times}
@@ -571,7 +622,12 @@ def test_records_are_echoed() -> None:
 
 def test_import_times_are_taken_in_turn() -> None:
     """Bare Python and shmreduce have one sample for each round."""
-    found = {each.system: each for each in import_time.measure_import_time("import", rounds=1)}
+    found = {
+        each.system: each
+        for each in import_time.measure_import_time(
+            Survivors("import", import_time.installed_packages(), unexpected), rounds=1
+        )
+    }
     assert len(found[import_time.BARE].samples) == 1
     assert len(found["shmreduce"].samples) == 1
 
@@ -588,6 +644,136 @@ def test_what_is_not_installed_is_told() -> None:
     plan = Plan(systems=("multiprocessing", "absent"))
     assert suite._usable([Stock(), Absent(), Torch()], plan, told.append) == [Stock()]
     assert told == ["absent skipped: it was never written"]
+
+
+def test_a_package_that_cannot_be_imported_is_told() -> None:
+    """Whatever it raises is the reason for leaving its system out."""
+    told: list[str] = []
+    assert suite._usable([Broken(), Stock()], Plan(), told.append) == [Stock()]
+    assert told == ["broken skipped: OSError: libabacus.so: cannot open shared object file"]
+
+
+def test_one_that_fails_does_not_spoil_starts_kills_and_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is told once, and the others have their samples."""
+    monkeypatch.setitem(import_time._STATEMENTS, "absent", "import absent")
+    told: list[str] = []
+    for workload, measured, measure_all in (
+        ("start", "multiprocessing", start.measure_starts),
+        ("killed", "ProcessPoolExecutor", killed.measure_killed_workers),
+        ("import", import_time.BARE, import_time.measure_import_time),
+    ):
+        survivors = Survivors(workload, ["absent", measured], told.append)
+        found = measure_all(survivors, 2)
+        assert {(each.workload, each.system) for each in found} == {(workload, measured)}
+        assert len(told) == 1
+        assert told.pop().startswith(f"{workload}: absent: ")
+
+
+def test_one_that_fails_does_not_spoil_live_arrays_and_bursts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is told, and the others have their rows."""
+    monkeypatch.setattr(suite, "OURS_BOTH_STRATEGIES", (Refusing(), Installed()))
+    monkeypatch.setattr(burst, "_LONGEST", 0.2)
+    plan = Plan(live_arrays=1000, burst_arrays=2, burst_array_bytes=1 << 20)
+    for workload, find in (("live", suite._live), ("burst", suite._burst)):
+        told: list[str] = []
+        found = find(plan, told.append)
+        assert {each.system for each in found.measurements} == {"shmreduce install"}
+        assert told == [f"{workload}: refusing: not today"]
+
+
+def test_systems_are_chosen_for_every_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ``--systems`` does not name are not measured; references always are."""
+    seen: list[list[str]] = []
+
+    def note(survivors: Survivors, _rounds: int) -> list[Measurement]:
+        seen.append(survivors.names)
+        return []
+
+    monkeypatch.setattr(start, "measure_starts", note)
+    monkeypatch.setattr(killed, "measure_killed_workers", note)
+    monkeypatch.setattr(import_time, "measure_import_time", note)
+    plan = Plan(systems=("multiprocessing", "ProcessPoolExecutor"))
+    for each in (suite._start, suite._killed, suite._import):
+        each(plan, unexpected)
+    assert seen == [
+        ["multiprocessing"],
+        ["ProcessPoolExecutor"],
+        [import_time.BARE, "multiprocessing", "numpy"],
+    ]
+
+
+def test_systems_change_their_order_from_round_to_round() -> None:
+    """Otherwise one would always find the caches of the same other."""
+    survivors = Survivors("start", ["a", "b", "c"], unexpected)
+    assert survivors.in_turn(0) == ["a", "b", "c"]
+    assert survivors.in_turn(1) == ["c", "b", "a"]
+
+
+def test_the_end_of_the_pool_is_not_timed_with_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that at which the caller gets the error."""
+    closed: list[float] = []
+
+    class Closing(ProcessPoolExecutor):
+        def __exit__(self, *arguments: object) -> None:
+            closed.append(time.monotonic())
+            super().__exit__(None, None, None)
+
+    monkeypatch.setattr(killed, "ProcessPoolExecutor", Closing)
+    reader, writer = get_context("spawn").Pipe(duplex=False)
+    told = killed._in_executor(writer)
+    assert reader.recv() < told <= closed[0]
+
+
+def test_a_task_that_survives_is_an_error() -> None:
+    """Nothing was measured then."""
+    with pytest.raises(RunFailedError, match="gave a result"):
+        killed._when_told(int)
+
+
+def test_a_session_is_closed_after_a_failure(tmp_path: Path) -> None:
+    """What a system has outside of its processes, such as folders, would stay otherwise."""
+    told: list[str] = []
+    system = Tidy(path=str(tmp_path / "closed"))
+    rows = [Row("1 KiB", 1 << 10)]
+    list(take_turns(FRESH, [system], rows, ONCE, notice=told.append, progress=quiet))
+    assert "other values" in told[0]
+    assert Path(system.path).exists()
+
+
+def test_an_interrupt_does_not_wait_for_systems_that_take_long_to_end() -> None:
+    """They have two seconds, and are killed then."""
+    interrupted: list[float] = []
+
+    def interrupt(text: str) -> None:
+        if text.startswith("fresh: 2 KiB"):
+            interrupted.append(time.monotonic())
+            raise KeyboardInterrupt
+
+    rows = [Row("1 KiB", 1 << 10), Row("2 KiB", 2 << 10)]
+    turns_taken = take_turns(
+        FRESH, [Lingering()], rows, ONCE, notice=unexpected, progress=interrupt
+    )
+    with pytest.raises(KeyboardInterrupt):
+        list(turns_taken)
+    assert time.monotonic() - interrupted[0] < 15
+
+
+@pytest.mark.parametrize(
+    ("headroom", "free", "fits"),
+    [(None, 100, True), (1000, 100, True), (100, 100, False), (1000, 49, False)],
+)
+def test_memory_is_limited_by_cgroups_and_by_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, headroom: int | None, free: int, fits: bool
+) -> None:
+    """Half of what is needed is taken to be in ``/dev/shm``."""
+    monkeypatch.setattr(resources, "headroom", lambda: headroom)
+    folder = SimpleNamespace(f_bavail=free, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _path: folder)
+    assert resources.fits(100) is fits
 
 
 def test_a_workload_that_fails_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,6 +825,42 @@ def test_the_command_prints_tables_ratios_and_figures(capsys: pytest.CaptureFixt
     assert "Times the time of shmreduce" in told.out
     assert "context switches" in told.out
     assert "fresh 10 B: shmreduce / multiprocessing" in told.out
+
+
+@pytest.mark.usefixtures("tiny_plan")
+def test_an_interrupted_run_prints_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After Ctrl-C the exit status is that of an interrupted program."""
+
+    def run(_chosen: object, _plan: Plan, _tell: object, report: Report, _save: object) -> None:
+        report.measurements.append(Measurement("fresh", "multiprocessing", "10 B", "s", [1.5]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "run", run)
+    assert main(QUICK) == 130
+    assert "multiprocessing  1.5 s" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("tiny_plan")
+def test_a_plot_that_fails_does_not_lose_the_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They are printed and written, without the picture."""
+
+    def fail(_report: Report, _path: Path) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("shmreduce.cli.bench.import_extra", lambda *_, **__: None)
+    monkeypatch.setattr("shmreduce.bench.plots.plot", fail)
+    page = tmp_path / "page.md"
+    arguments = ["bench", "--quick", "--only=import", f"--report={page}"]
+    assert main([*arguments, f"--plot={tmp_path / 'figures.png'}"]) == 1
+    told = capsys.readouterr()
+    assert "bare Python" in told.out
+    assert "no fonts" in told.err
+    assert "bare Python" in page.read_text()
+    assert "figures.png" not in page.read_text()
 
 
 @pytest.mark.usefixtures("tiny_plan")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Ability", "Kind", "Session", "System", "missing"]
+__all__ = ["Ability", "Kind", "Session", "System", "missing", "why_unusable"]
 
 Ability = Literal["echo", "stream", "fan_out", "relay", "collect", "exchange"]
 """What a session can do; these are names of its methods."""
@@ -128,6 +128,17 @@ class System:
     def open(self, ability: Ability, workers: int) -> Session:
         """Start workers and return the session. Called in the measuring process."""
         raise NotImplementedError
+
+
+def why_unusable(system: System) -> str | None:
+    """Return why a system cannot be measured here, or None.
+
+    That may be anything that its package raises while it is imported.
+    """
+    try:
+        return system.unusable_reason()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def missing(module: str, distribution: str) -> str | None:

@@ -20,7 +20,6 @@ from shmreduce.fresh_process import FreshProcess
 from shmreduce.memory.inspection import list_segments
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from multiprocessing.connection import Connection
 
     from shmreduce.bench.systems.channels import ChannelSystem
@@ -37,48 +36,48 @@ _PAUSE = 0.1
 
 
 def measure_burst(
-    workload: str, systems: Sequence[ChannelSystem], array_bytes: int, count: int
+    workload: str, system: ChannelSystem, array_bytes: int, count: int
 ) -> tuple[list[Measurement], list[Trace]]:
-    """Send ``count`` arrays before the first is read, read all, and watch for 30 s at most."""
-    measurements = []
-    traces = []
-    for system in systems:
-        with FreshProcess(system.name, _serve, system, array_bytes, count) as process:
-            pids: list[int] = process.receive()
-            process.send("burst")
-            process.receive()
-            at_peak = _shared_memory(pids)
-            process.send("read")
-            process.receive()
-            history = _watch(pids)
-        rows = {
-            "sent, not yet read": at_peak,
-            "read and dropped": history[0][1],
-            **{
-                f"{second} s later": _at(history, second)
-                for second in (2, 5, 10, 20, 30)
-                if second <= history[-1][0]
-            },
-        }
-        measurements += [
-            Measurement(workload, system.name, row, "bytes", [value])
-            for row, value in rows.items()
-        ]
-        traces.append(
-            Trace(
-                workload,
-                system.name,
-                f"after {count} arrays",
-                [0.0, *(when for when, _ in history)],
-                [float(at_peak), *(float(value) for _, value in history)],
-            )
+    """Send ``count`` arrays before the first is read, read all, and watch for 30 s at most.
+
+    Raises
+    ------
+    RunFailedError
+        If the system fails.
+    """
+    with FreshProcess(system.name, _serve, system, array_bytes, count) as process:
+        pids: list[int] = process.receive()
+        process.send("burst")
+        process.receive()
+        at_peak = _shared_memory(pids)
+        process.send("read")
+        process.receive()
+        history = _watch(pids)
+    rows = {
+        "sent, not yet read": at_peak,
+        "read and dropped": history[0][1],
+        **{
+            f"{second} s later": _at(history, second)
+            for second in (2, 5, 10, 20, 30)
+            if second <= history[-1][0]
+        },
+    }
+    measurements = [
+        Measurement(workload, system.name, row, "bytes", [value]) for row, value in rows.items()
+    ]
+    back = [when for when, value in history if value < BACK_UNDER]
+    if back:
+        measurements.append(
+            Measurement(workload, system.name, "back under 300 MiB", "s", [back[0]])
         )
-        back = [when for when, value in history if value < BACK_UNDER]
-        if back:
-            measurements.append(
-                Measurement(workload, system.name, "back under 300 MiB", "s", [back[0]])
-            )
-    return measurements, traces
+    trace = Trace(
+        workload,
+        system.name,
+        f"after {count} arrays",
+        [0.0, *(when for when, _ in history)],
+        [float(at_peak), *(float(value) for _, value in history)],
+    )
+    return measurements, [trace]
 
 
 def _watch(pids: list[int]) -> list[tuple[float, int]]:

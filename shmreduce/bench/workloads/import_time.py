@@ -1,6 +1,6 @@
 """Measures how long an interpreter takes that imports a package.
 
-May import ``measurements`` and :mod:`shmreduce.fresh_process`.
+May import ``measurements``, ``survivors`` and :mod:`shmreduce.fresh_process`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from shmreduce.bench.measurements import Measurement
 from shmreduce.fresh_process import RunFailedError
 
-__all__ = ["BARE", "ROW", "measure_import_time"]
+if TYPE_CHECKING:
+    from shmreduce.bench.survivors import Survivors
+
+__all__ = ["BARE", "REFERENCES", "ROW", "installed_packages", "measure_import_time"]
 
 BARE = "bare Python"
 ROW = "start to end"
@@ -23,33 +28,35 @@ _STATEMENTS = {
     "shmreduce": "import shmreduce",
     "multiprocessing": "import multiprocessing.connection",
     "numpy": "import numpy",
+    "torch": "import torch.multiprocessing",
 }
+REFERENCES = (BARE, "numpy")
+"""What is measured for comparison, and is none of the systems."""
 _PATIENCE = 60.0
 
 
-def measure_import_time(workload: str, rounds: int) -> list[Measurement]:
-    """Time interpreters from start to end, in turn.
+def measure_import_time(survivors: Survivors, rounds: int) -> list[Measurement]:
+    """Time interpreters from start to end, in turn."""
+    rows = {name: Measurement(survivors.workload, name, ROW, "s") for name in survivors.names}
 
-    Raises
-    ------
-    RunFailedError
-        If one fails or takes more than a minute.
-    """
-    statements = dict(_STATEMENTS)
-    if find_spec("torch") is not None:
-        statements["torch"] = "import torch.multiprocessing"
-    rows = {name: Measurement(workload, name, ROW, "s") for name in statements}
+    def time_one(name: str, *, counts: bool) -> None:
+        seconds = _run(_STATEMENTS[name])
+        if counts:
+            rows[name].samples.append(seconds)
+
     for number in range(rounds + 1):
-        # The order is reversed every other time: after a large package caches are cold.
-        for name, statement in list(statements.items())[:: 1 if number % 2 else -1]:
+        for name in survivors.in_turn(number):
             # Importing it is so slow that three samples are enough.
             if name == "torch" and number > 3:
                 continue
-            seconds = _run(statement)
             # The first time is not counted: it reads files that are not in memory yet.
-            if number > 0:
-                rows[name].samples.append(seconds)
-    return list(rows.values())
+            survivors.attempt(name, partial(time_one, name, counts=number > 0))
+    return [rows[name] for name in survivors.names]
+
+
+def installed_packages() -> list[str]:
+    """List what can be imported here."""
+    return [name for name in _STATEMENTS if name == BARE or find_spec(name) is not None]
 
 
 def _run(statement: str) -> float:

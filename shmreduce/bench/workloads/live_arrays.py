@@ -19,7 +19,6 @@ from shmreduce.bench.measurements import Measurement, Unit
 from shmreduce.fresh_process import FreshProcess, RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from multiprocessing.connection import Connection
 
     from shmreduce.bench.systems.channels import ChannelSystem
@@ -34,19 +33,20 @@ _BATCH = 1000
 """Arrays in one message."""
 
 
-def measure_live_arrays(
-    workload: str, systems: Sequence[ChannelSystem], count: int
-) -> list[Measurement]:
-    """Share ``count`` arrays of 4 KiB, send them all, and count while both sides hold them."""
-    measurements = []
-    for system in systems:
-        with FreshProcess(system.name, _serve, system, count) as process:
-            found: dict[str, tuple[Unit, float]] = process.receive()
-        measurements += [
-            Measurement(workload, system.name, row, unit, [value])
-            for row, (unit, value) in found.items()
-        ]
-    return measurements
+def measure_live_arrays(workload: str, system: ChannelSystem, count: int) -> list[Measurement]:
+    """Share ``count`` arrays of 4 KiB, send them all, and count while both sides hold them.
+
+    Raises
+    ------
+    RunFailedError
+        If the system fails.
+    """
+    with FreshProcess(system.name, _serve, system, count) as process:
+        found: dict[str, tuple[Unit, float]] = process.receive()
+    return [
+        Measurement(workload, system.name, row, unit, [value])
+        for row, (unit, value) in found.items()
+    ]
 
 
 def _serve(connection: Connection, system: ChannelSystem, count: int) -> None:

@@ -1,12 +1,13 @@
 """Starts children that make one small array, and waits for their end.
 
-May import ``measurements`` and :mod:`shmreduce.fresh_process`. NumPy is imported in the
-processes that are measured.
+May import ``measurements``, ``survivors`` and :mod:`shmreduce.fresh_process`. NumPy is
+imported in the processes that are measured.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-__all__ = ["measure_starts"]
+    from shmreduce.bench.survivors import Survivors
+
+__all__ = ["installed_systems", "measure_starts"]
 
 _MODULES = {
     "shmreduce": "shmreduce",
@@ -30,24 +33,28 @@ _STARTS = 5
 _WORKERS = 2
 
 
-def measure_starts(workload: str, rounds: int) -> list[Measurement]:
-    """Time starts and ends in processes of their own, in turn.
-
-    Raises
-    ------
-    RunFailedError
-        If one fails or does not answer.
-    """
-    systems = [name for name in _MODULES if find_spec(name) is not None]
+def measure_starts(survivors: Survivors, rounds: int) -> list[Measurement]:
+    """Time starts and ends in processes of their own, in turn."""
     rows = {
-        (name, row): Measurement(workload, name, row, "s") for row in _ROWS for name in systems
+        (name, row): Measurement(survivors.workload, name, row, "s")
+        for row in _ROWS
+        for name in survivors.names
     }
+
+    def start_by(name: str) -> None:
+        with FreshProcess(name, _serve, name) as process:
+            for row, samples in process.receive().items():
+                rows[name, row].samples += samples
+
     for number in range(rounds):
-        for name in systems[:: 1 if number % 2 else -1]:
-            with FreshProcess(name, _serve, name) as process:
-                for row, samples in process.receive().items():
-                    rows[name, row].samples += samples
-    return list(rows.values())
+        for name in survivors.in_turn(number):
+            survivors.attempt(name, partial(start_by, name))
+    return [found for (name, _), found in rows.items() if name in survivors.names]
+
+
+def installed_systems() -> list[str]:
+    """List the systems that start children, and are installed."""
+    return [name for name, module in _MODULES.items() if find_spec(module.split(".")[0])]
 
 
 def _serve(connection: Connection, name: str) -> None:
