@@ -6,10 +6,14 @@ May import the standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from statistics import median, quantiles
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-__all__ = ["TIME", "Measurement", "Report", "Trace", "Unit"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["TIME", "Measurement", "Report", "Taken", "Trace", "Unit"]
 
 Unit = Literal["s", "bytes", "count"]
 
@@ -86,6 +90,26 @@ class Trace:
 
 
 @dataclass
+class Taken:
+    """When a row was measured, or a workload as a whole, and with which systems.
+
+    Parameters
+    ----------
+    workload, row : str
+        What was measured.
+    systems : list of str
+        Those that have a measurement.
+    date : str
+        When it was finished, in UTC.
+    """
+
+    workload: str
+    row: str
+    systems: list[str]
+    date: str
+
+
+@dataclass
 class Report:
     """All measurements of a run, and what was left out.
 
@@ -101,6 +125,10 @@ class Report:
         Memory over time.
     run : dict
         When it was measured, and by which command.
+    plan : dict
+        How much was measured, as values for JSON; empty if nothing was.
+    taken : list of Taken
+        When each row was measured.
     """
 
     machine: dict[str, str] = field(default_factory=dict)
@@ -108,6 +136,19 @@ class Report:
     notices: list[str] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     run: dict[str, str] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    taken: list[Taken] = field(default_factory=list)
+
+    def add(self, measurements: list[Measurement], traces: Sequence[Trace]) -> None:
+        """Add what was measured just now."""
+        self.measurements += measurements
+        self.traces += traces
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        systems: dict[tuple[str, str], list[str]] = {}
+        for each in measurements:
+            systems.setdefault((each.workload, each.row), []).append(each.system)
+        for (workload, row), names in systems.items():
+            self.taken.append(Taken(workload, row, _unique(names), date))
 
     def find(self, workload: str, system: str, row: str, metric: str = TIME) -> Measurement | None:
         """Return a measurement, or None if it was not made."""
@@ -152,6 +193,8 @@ class Report:
         return {
             "machine": self.machine,
             "run": self.run,
+            "plan": self.plan,
+            "taken": [vars(each) for each in self.taken],
             "notices": self.notices,
             "measurements": [
                 {**vars(each), "median": each.median, "spread": each.spread}
@@ -173,6 +216,8 @@ class Report:
         return cls(
             machine=values["machine"],
             run=values["run"],
+            plan=values["plan"],
+            taken=[Taken(**each) for each in values["taken"]],
             notices=values["notices"],
             measurements=[
                 Measurement(**{name: each[name] for name in Measurement.__dataclass_fields__})

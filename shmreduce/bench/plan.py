@@ -5,7 +5,9 @@ May import the standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 __all__ = ["Effort", "Plan", "quick_plan"]
 
@@ -60,6 +62,7 @@ class Plan:
     )
     shared_sizes: tuple[int, ...] = (128, 64 * _KIB, _MIB, 64 * _MIB, _GIB)
     first_use_sizes: tuple[int, ...] = (64 * _KIB, _MIB, 8 * _MIB, 64 * _MIB, 256 * _MIB)
+    read_sizes: tuple[int, ...] = (_MIB, 8 * _MIB, 64 * _MIB)
     stream_sizes: tuple[int, ...] = (100, 10_000, 1_000_000)
     fan_out_sizes: tuple[int, ...] = (64 * _KIB, _MIB, 64 * _MIB)
     fan_out_workers: int = 4
@@ -81,6 +84,12 @@ class Plan:
     import_rounds: int = 30
     systems: tuple[str, ...] | None = None
     """The names of the systems to measure; None for all."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the systems as values for JSON."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del values["systems"]
+        return values
 
 
 _QUICK_SYSTEMS = (
@@ -112,6 +121,7 @@ def quick_plan() -> Plan:
         fresh_sizes=(128, 64 * _KIB, _MIB, 8 * _MIB),
         shared_sizes=(128, 8 * _MIB),
         first_use_sizes=(8 * _MIB,),
+        read_sizes=(8 * _MIB,),
         stream_sizes=(100, 1_000_000),
         fan_out_sizes=(8 * _MIB,),
         results_sizes=(8 * _MIB,),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
-_OVER_SIZE = ("fresh", "shared", "born", "first-use", "stream", "fan-out", "pipeline")
+_OVER_SIZE = ("fresh", "shared", "born", "first-use", "read", "stream", "fan-out", "pipeline")
 _OVER_TIME = ("results", "burst")
 _COLUMNS = 2
 

@@ -24,7 +24,7 @@ from shmreduce.bench.systems.catalog import OURS_BOTH_STRATEGIES, SYSTEMS
 from shmreduce.bench.turns import take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages, start
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
-from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
+from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Read, Results, Stream
 from shmreduce.compiled import reason_unused
 from shmreduce.errors import ConfigurationError, ShmreduceError
 from shmreduce.processors import usable_processors
@@ -57,6 +57,7 @@ _TURNS: dict[str, Workload] = {
         Echo("shared", "Round trip of an array that is shared already", "shared"),
         Echo("born", "Round trip of a new array that NumPy made in shared memory", "born"),
         EchoFirstUse("first-use", "Round trip of the first array that new processes send"),
+        Read("read", "An array to a worker, which adds its values up and answers"),
         Stream("stream", "Messages one way: time of each"),
         FanOut("fan-out", "One array to several workers, until all have looked at it"),
         Results("results", "pool.map that returns new arrays: time of each"),
@@ -247,8 +248,7 @@ def run(
         progress(text)
 
     def keep(found: list[Measurement], traces: Sequence[Trace]) -> None:
-        report.measurements += found
-        report.traces += traces
+        report.add(found, traces)
         if save is not None:
             save(report)
 
@@ -285,20 +285,38 @@ def _take_turns(
     progress: Callable[[str], None],
     keep: Callable[[list[Measurement], Sequence[Trace]], None],
 ) -> None:
-    rows = list(workload.rows(plan))
-    done = report.rows(workload.name)
-    rows = [row for row in rows if (wanted is None or row.name in wanted) and row.name not in done]
-    fitting = [row for row in rows if fits(int(row.nbytes * min(workload.copies, 8)))]
-    for row in rows:
-        if row not in fitting:
-            notice(f"{workload.name}: {row.name} skipped: it takes more memory than there is")
     systems = _usable([each for each in SYSTEMS if workload.suits(each)], plan, notice)
-    if not systems or not fitting:
-        return
-    for _, found, traces in take_turns(
-        workload, systems, fitting, plan.effort, notice=notice, progress=progress
-    ):
-        keep(found, traces)
+    rows = [row for row in workload.rows(plan) if wanted is None or row.name in wanted]
+    for group in _groups(systems):
+        missing = [row for row in rows if not _has(report, workload.name, row.name, group)]
+        fitting = [row for row in missing if fits(int(row.nbytes * min(workload.copies, 8)))]
+        for row in missing:
+            if row not in fitting:
+                notice(f"{workload.name}: {row.name} skipped: it takes more memory than there is")
+        if not fitting:
+            continue
+        if group[0].apart:
+            progress(f"{workload.name}: {group[0].name}, apart from the others ...")
+        for _, found, traces in take_turns(
+            workload, group, fitting, plan.effort, notice=notice, progress=progress
+        ):
+            keep(found, traces)
+
+
+def _groups(systems: Sequence[System]) -> list[list[System]]:
+    """Return the systems that take turns together, and then each other one by itself."""
+    together = [system for system in systems if not system.apart]
+    apart = [[system] for system in systems if system.apart]
+    return [together, *apart] if together else apart
+
+
+def _has(report: Report, workload: str, row: str, group: Sequence[System]) -> bool:
+    """Return whether a row was measured, with any systems that could have been in a group."""
+    if group[0].apart:
+        names = {group[0].name}
+    else:
+        names = {system.name for system in SYSTEMS if not system.apart}
+    return any(report.find(workload, name, row) is not None for name in names)
 
 
 def _usable(
@@ -323,16 +341,17 @@ def save_report(report: Report, path: Path) -> None:
     partial.replace(path)
 
 
-def load_report(path: Path) -> Report:
+def load_report(path: Path, plan: Plan) -> Report:
     """Read what :func:`save_report` wrote; return an empty report if there is no file.
 
     Raises
     ------
     ConfigurationError
-        If it is not a report, or was measured on another machine or with other versions.
+        If it is not a report, or was measured on another machine, with other versions, or by
+        another plan.
     """
     if not path.exists():
-        return Report(machine=machine())
+        return Report(machine=machine(), plan=plan.as_json())
     try:
         report = Report.from_json(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError) as error:
@@ -347,7 +366,22 @@ def load_report(path: Path) -> Report:
             setting="--results",
             value=str(path),
         )
+    _check_plan(report, plan, path)
     return report
+
+
+def _check_plan(report: Report, plan: Plan, path: Path) -> None:
+    """Raise if rows of different effort would stand beside each other."""
+    theirs, ours = report.plan, plan.as_json()
+    for part in ours:
+        if theirs.get(part) != ours[part]:
+            raise ConfigurationError(
+                f"{path} was measured with another effort: its {part.replace('_', ' ')} is "
+                f"{theirs.get(part)}, this command's {ours[part]}; name another file, or measure "
+                "with --quick if it was, and without if it was not",
+                setting="--results",
+                value=str(path),
+            )
 
 
 def machine() -> dict[str, str]:

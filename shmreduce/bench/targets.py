@@ -284,6 +284,7 @@ COMPARED = (
     "shared",
     "born",
     "first-use",
+    "read",
     "stream",
     "fan-out",
     "results",

@@ -92,7 +92,10 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     _check_files(options)
     path: Path | None = options.results
-    report = Report(machine=machine()) if path is None else load_report(path)
+    if path is None:
+        report = Report(machine=machine(), plan=plan.as_json())
+    else:
+        report = load_report(path, plan)
     report.run = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["shmreduce", *sys.argv[1:]]),
@@ -269,15 +272,17 @@ def medians(report: Report, workload: str) -> Table:
 
 def ratios(report: Report, workload: str) -> Table:
     """Return a table of the other systems' times as multiples of ours."""
-    from shmreduce.bench.systems.ours import OURS
+    from shmreduce.bench.systems.ours import OURS, BornShared
     from shmreduce.bench.targets import COMPARED
 
     rows = report.rows(workload)
-    table = Table(f"Times the time of {OURS}", ("", *rows))
-    if workload not in COMPARED:
+    systems = report.systems(workload)
+    base = OURS if OURS in systems else BornShared().name
+    table = Table(f"Times the time of {base}", ("", *rows))
+    if workload not in COMPARED or base not in systems:
         return table
-    ours = [report.value(workload, OURS, row) for row in rows]
-    for system in report.systems(workload):
+    ours = [report.value(workload, base, row) for row in rows]
+    for system in systems:
         theirs = [report.value(workload, system, row) for row in rows]
         table.add(
             system,

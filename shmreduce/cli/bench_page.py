@@ -28,7 +28,8 @@ Written by `shmreduce bench --report docs/benchmarks.md`; do not edit it by hand
 [The command line](reference/command-line.md#bench) says what each workload does,
 [performance](explanation/performance.md) what the figures mean.
 
-Systems took turns in one run. Compare ratios between machines, not times.
+Systems took turns in one run. joblib, Ray and Dask had theirs after the others', because
+their processes also work when it is not their turn. Compare ratios between machines, not times.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from shmreduce import ConfigurationError
 from shmreduce.bench import reasons, suite, targets
 from shmreduce.bench.measurements import Measurement, Report, Trace
-from shmreduce.bench.plan import Plan
+from shmreduce.bench.plan import Plan, quick_plan
 from shmreduce.bench.systems.catalog import SYSTEMS
 from shmreduce.bench.systems.ours import OURS
 from shmreduce.bench.workloads import import_time, killed
+from shmreduce.cli.bench import ratios
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,13 +78,14 @@ def full_report() -> Report:
             "results", OURS, "64 MiB filled", "bytes", [1 << 28], "shared memory", 1 << 28
         ),
     ]
-    return Report(
+    report = Report(
         machine=suite.machine(),
-        measurements=measurements,
         notices=["torch skipped"],
-        traces=[Trace("burst", OURS, "after", [0.0, 1.0], [1e9, 1e6])],
         run={"command": "shmreduce bench"},
+        plan=Plan().as_json(),
     )
+    report.add(measurements, [Trace("burst", OURS, "after", [0.0, 1.0], [1e9, 1e6])])
+    return report
 
 
 def test_a_report_becomes_json_with_all_samples() -> None:
@@ -164,10 +167,10 @@ def test_what_shmreduce_is_compared_with_is_never_ours() -> None:
 def test_results_are_kept_and_read_again(tmp_path: Path) -> None:
     """A file of results becomes the same report; without a file it is empty."""
     path = tmp_path / "results.json"
-    assert suite.load_report(path).measurements == []
+    assert suite.load_report(path, Plan()).measurements == []
     report = full_report()
     suite.save_report(report, path)
-    assert suite.load_report(path) == report
+    assert suite.load_report(path, Plan()) == report
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -178,7 +181,32 @@ def test_results_of_another_machine_are_refused(tmp_path: Path) -> None:
     report.machine["processor"] = "abacus"
     suite.save_report(report, path)
     with pytest.raises(ConfigurationError, match="another machine"):
-        suite.load_report(path)
+        suite.load_report(path, Plan())
+
+
+def test_results_of_another_effort_are_refused(tmp_path: Path) -> None:
+    """A quick row beside a full one would be compared with it. Systems may differ."""
+    path = tmp_path / "results.json"
+    suite.save_report(full_report(), path)
+    assert suite.load_report(path, Plan(systems=("torch",))).measurements
+    with pytest.raises(ConfigurationError, match=r"another effort: its effort is .'rounds': 5"):
+        suite.load_report(path, quick_plan())
+
+
+def test_a_report_says_when_each_row_was_measured_with_which_systems() -> None:
+    """Systems without a measurement are not among them."""
+    report = Report()
+    report.add(
+        [
+            Measurement("fresh", "a", "128 B", "s", [1.0]),
+            Measurement("fresh", "a", "128 B", "bytes", [7.0], "PSS"),
+            Measurement("fresh", "b", "128 B", "s", [2.0]),
+        ],
+        [],
+    )
+    (taken,) = report.taken
+    assert (taken.workload, taken.row, taken.systems) == ("fresh", "128 B", ["a", "b"])
+    assert datetime.fromisoformat(taken.date) <= datetime.now(UTC)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 1}'])
@@ -187,8 +215,21 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=r"notes\.txt is not a report"):
-        suite.load_report(path)
+        suite.load_report(path, Plan())
     assert path.read_text() == text
+
+
+def test_ratios_are_to_ours_also_where_only_born_arrays_are_sent() -> None:
+    """Plain shmreduce cannot do that workload."""
+    report = Report(
+        measurements=[
+            Measurement("born", "shmreduce born shared", "1 MiB", "s", [2.0]),
+            Measurement("born", "torch", "1 MiB", "s", [5.0]),
+        ]
+    )
+    table = ratios(report, "born")
+    assert table.title == "Times the time of shmreduce born shared"
+    assert table.rows == [("shmreduce born shared", "1.00"), ("torch", "2.50")]
 
 
 def test_unknown_workloads_are_refused() -> None:

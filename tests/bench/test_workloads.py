@@ -36,7 +36,7 @@ from shmreduce.bench.turns import METRICS, take_turns
 from shmreduce.bench.workloads import burst, import_time, killed, live_arrays, stages, start
 from shmreduce.bench.workloads.base import Row
 from shmreduce.bench.workloads.echo import Echo, EchoFirstUse, EchoObjects, EchoSmallArrays
-from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Results, Stream
+from shmreduce.bench.workloads.many import Exchange, FanOut, Pipeline, Read, Results, Stream
 from shmreduce.cli import main
 from shmreduce.cli.bench import value_text
 from shmreduce.fresh_process import RunFailedError
@@ -54,6 +54,7 @@ TINY = Plan(
     fresh_sizes=(10, 1 << 20),
     shared_sizes=(128, 1 << 20),
     first_use_sizes=(1 << 20,),
+    read_sizes=(1 << 20,),
     stream_sizes=(100, 1_000_000),
     fan_out_sizes=(1 << 20,),
     fan_out_workers=2,
@@ -300,6 +301,7 @@ def test_arrays_born_shared_are_echoed_and_collected() -> None:
         (EchoFirstUse("first-use", ""), [Shmreduce()]),
         (EchoObjects("objects", ""), [Shmreduce(), Stock()]),
         (EchoSmallArrays("small-arrays", ""), [Shmreduce(), Stock()]),
+        (Read("read", ""), [Shmreduce(), Installed(), Stock(), ByHand()]),
         (Stream("stream", ""), [Shmreduce(), ByHand()]),
         (FanOut("fan-out", ""), [Shmreduce(), ByHand(), Executor()]),
         (Pipeline("pipeline", ""), [Shmreduce(), ByHand(), Executor()]),
@@ -430,6 +432,7 @@ _FIRST: dict[Any, Any] = {}
     [
         FRESH,
         EchoSmallArrays("small-arrays", ""),
+        Read("read", ""),
         Stream("stream", ""),
         FanOut("fan-out", ""),
         Pipeline("pipeline", ""),
@@ -774,6 +777,42 @@ def test_memory_is_limited_by_cgroups_and_by_shared_memory(
     folder = SimpleNamespace(f_bavail=free, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _path: folder)
     assert resources.fits(100) is fits
+
+
+@dataclass(frozen=True)
+class Busy(Stock):
+    """A system whose processes also work when it is not its turn."""
+
+    name: str = "busy"
+
+    apart: ClassVar[bool] = True
+
+
+def test_systems_that_disturb_others_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its turns after the others', whose processes have ended. A file may lack them."""
+    groups: list[list[str]] = []
+
+    def note(_workload: Workload, systems: Sequence[System], rows: Any, *_: Any, **__: Any) -> Any:
+        groups.append([system.name for system in systems])
+        for row in rows:
+            made = [Measurement("fresh", each.name, row.name, "s", [1.0]) for each in systems]
+            yield row, made, []
+
+    monkeypatch.setattr(suite, "take_turns", note)
+    monkeypatch.setattr(suite, "SYSTEMS", (Busy(), Busy("busier"), Shmreduce(), Stock()))
+    report = Report()
+    suite.run({"fresh": None}, TINY, quiet, report)
+    together = ["shmreduce", "multiprocessing"]
+    assert groups == [together, ["busy"], ["busier"]]
+    groups.clear()
+    report.measurements = [each for each in report.measurements if each.system != "busier"]
+    suite.run({"fresh": None}, TINY, quiet, report)
+    assert groups == [["busier"]]
+
+
+def test_servers_are_measured_apart() -> None:
+    """They are those whose processes work all the time."""
+    assert {system.name for system in SYSTEMS if system.apart} == {"joblib", "Ray", "Dask"}
 
 
 def test_a_workload_that_fails_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ability", "Kind", "Session", "System", "missing", "why_unusable"]
 
-Ability = Literal["echo", "stream", "fan_out", "relay", "collect", "exchange"]
+Ability = Literal["echo", "read", "stream", "fan_out", "relay", "collect", "exchange"]
 """What a session can do; these are names of its methods."""
 
 Kind = Literal["fresh", "shared", "born"]
@@ -50,6 +50,10 @@ class Session:
         The box is emptied, so that there is no other reference to the message, which would
         prevent its arrays from being moved.
         """
+        raise NotImplementedError
+
+    def read(self, payload: Any) -> Any:
+        """Send an array to a worker that reads all of it; return the sum of its values."""
         raise NotImplementedError
 
     def stream(self, payload: Any, count: int) -> Any:
@@ -106,6 +110,9 @@ class System:
     """Whether it can send objects other than single arrays."""
     starts_quickly: ClassVar[bool] = True
     """Whether it starts fast enough for a new session per sample."""
+    apart: ClassVar[bool] = False
+    """Whether its processes need time even when it is not its turn, so that it must be measured
+    when no other system is running."""
 
     @property
     def ours(self) -> bool:

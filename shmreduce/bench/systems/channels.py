@@ -31,7 +31,7 @@ class ChannelSystem(System):
     """A system that has queues with ``put`` and ``get``."""
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(
-        {"echo", "stream", "fan_out", "relay", "exchange"}
+        {"echo", "read", "stream", "fan_out", "relay", "exchange"}
     )
 
     queues_have_room: ClassVar[bool] = False
@@ -105,7 +105,7 @@ class ChannelSession(Session):
     def __init__(self, system: ChannelSystem, ability: Ability, workers: int) -> None:
         self._system = system
         self._ability = ability
-        self._workers = {"echo": 1, "stream": 1, "relay": 2}.get(ability, workers)
+        self._workers = {"echo": 1, "read": 1, "stream": 1, "relay": 2}.get(ability, workers)
         self._room = -1
         self._processes: list[Any] = []
         if not system.queues_have_room:
@@ -129,7 +129,7 @@ class ChannelSession(Session):
         elif self._ability == "relay":
             loops, outboxes = [_echo] * last + [_tell], [*self._inboxes[1:], self._back]
         else:
-            loops = [{"echo": _echo, "stream": _swallow}.get(self._ability, _tell)] * (last + 1)
+            loops = [_LOOPS.get(self._ability, _tell)] * (last + 1)
             outboxes = [self._back] * (last + 1)
         context = system.context()
         # A pipe of plain multiprocessing, to wait for it and for the end of workers together.
@@ -178,6 +178,11 @@ class ChannelSession(Session):
     def echo(self, box: list[Any]) -> Any:
         """Put a message into the worker's queue and get it from the other one."""
         self._inboxes[0].put(box.pop())
+        return self._back.get()
+
+    def read(self, payload: Any) -> Any:
+        """Put an array, and get its sum."""
+        self._inboxes[0].put(self._system.fresh(payload))
         return self._back.get()
 
     def stream(self, payload: Any, count: int) -> Any:
@@ -306,6 +311,17 @@ def _swallow(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None
         outbox.put(_marks_of(system, [inbox.get()]))
 
 
+def _sum(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
+    while True:
+        message = inbox.get()
+        if message is None:
+            break
+        total = system.payload(message).sum().item()
+        system.release(message)
+        del message
+        outbox.put(total)
+
+
 def _tell(system: ChannelSystem, inbox: Any, outbox: Any, _home: Any) -> None:
     while True:
         box = [inbox.get()]
@@ -341,3 +357,7 @@ def _pass_round(system: ChannelSystem, inbox: Any, outbox: Any, home: Any) -> No
             else:
                 told = _marks_of(system, box)
         home.put(told)
+
+
+_LOOPS: dict[Ability, Callable[..., None]] = {"echo": _echo, "read": _sum, "stream": _swallow}
+"""What a worker does for an ability, if it does not tell the marks of what it gets."""

@@ -202,6 +202,8 @@ class Joblib(_TaskSystem):
 
     name: str = "joblib"
 
+    apart: ClassVar[bool] = True
+
     def unusable_reason(self) -> str | None:
         """Return that it is missing, or None."""
         return missing("joblib", "joblib")
@@ -234,6 +236,7 @@ class _RaySession(_TaskSession):
         )
         self._actors = [ray.remote(_Actor).remote() for _ in range(workers)]
         self._next = 0
+        self._known: list[Callable[[Any], Any]] = []
 
     def message(self, payload: Any, kind: Kind) -> Any:
         return payload if kind == "fresh" else _Stored(self._ray.put(payload))
@@ -254,9 +257,12 @@ class _RaySession(_TaskSession):
         return received
 
     def start(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        if function not in self._known:
+            self._known.append(function)
+            self._ray.get([actor.learn.remote(function) for actor in self._actors])
         actor = self._actors[self._next]
         self._next = (self._next + 1) % self._workers
-        return actor.call.remote(function, argument)
+        return actor.call.remote(self._known.index(function), argument)
 
     def results(self, calls: list[Any]) -> list[Any]:
         found: list[Any] = self._ray.get(calls)
@@ -272,10 +278,16 @@ class _RaySession(_TaskSession):
 
 
 class _Actor:
-    """Calls functions in a worker of Ray."""
+    """Calls functions in a worker of Ray. It gets each of them once, and not with each call."""
 
-    def call(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        return function(argument)
+    def __init__(self) -> None:
+        self._functions: list[Callable[[Any], Any]] = []
+
+    def learn(self, function: Callable[[Any], Any]) -> None:
+        self._functions.append(function)
+
+    def call(self, number: int, argument: Any) -> Any:
+        return self._functions[number](argument)
 
     def look(self, stored: _Stored) -> _Stored:
         import_module("ray").get(stored.reference)
@@ -290,6 +302,7 @@ class Ray(_TaskSystem):
 
     kinds: ClassVar[frozenset[Kind]] = frozenset({"fresh", "shared", "born"})
     starts_quickly: ClassVar[bool] = False
+    apart: ClassVar[bool] = True
 
     def unusable_reason(self) -> str | None:
         """Return that it is missing, or None."""
@@ -316,6 +329,11 @@ class _DaskSession(_TaskSession):
             silence_logs=logging.CRITICAL,
         )
         self._client = distributed.Client(self._cluster)
+
+    def meet(self) -> None:
+        # Its scheduler might give one worker two of the calls that wait for each other.
+        self._client.wait_for_workers(self._workers)
+        self._client.run(_nothing, None)
 
     def spread(self, payload: Any) -> Any:
         return self._client.scatter(payload, broadcast=True, hash=False)
@@ -350,6 +368,7 @@ class Dask(_TaskSystem):
     name: str = "Dask"
 
     starts_quickly: ClassVar[bool] = False
+    apart: ClassVar[bool] = True
 
     def unusable_reason(self) -> str | None:
         """Return that it is missing, or None."""

@@ -1,4 +1,4 @@
-"""Streams, fan-out, pipelines, results of pools, and many processes.
+"""Arrays that are read, streams, fan-out, pipelines, results of pools, and many processes.
 
 May import ``base``, ``payloads`` and :mod:`shmreduce.fresh_process`.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shmreduce.bench.plan import Plan
     from shmreduce.bench.systems.base import Ability, Session
 
-__all__ = ["Exchange", "FanOut", "Pipeline", "Results", "Stream"]
+__all__ = ["Exchange", "FanOut", "Pipeline", "Read", "Results", "Stream"]
 
 
 class _ArrayAction(Action):
@@ -43,6 +43,37 @@ class _ArrayAction(Action):
             raise RunFailedError(
                 "a worker got other values than were sent", process="worker", reason="wrong values"
             )
+
+
+class _ReadAction(_ArrayAction):
+    def once(self) -> tuple[float, int]:
+        """Send, and wait for the sum."""
+        array = self._next()
+        # All values are whole numbers, so the sum is exact in whichever order they are added.
+        expected = array.sum().item()
+        started = time.perf_counter()
+        told = self._session.read(array)
+        seconds = time.perf_counter() - started
+        if told != expected:
+            raise RunFailedError(
+                "the sum of other values came back", process="worker", reason="wrong values"
+            )
+        return seconds, 1
+
+
+@dataclass(frozen=True)
+class Read(Workload):
+    """The receiver reads an array before it answers, so that its page faults count."""
+
+    ability: ClassVar[Ability] = "read"
+
+    def rows(self, plan: Plan) -> Sequence[Row]:
+        """One for each size."""
+        return [Row(size_name(size), size) for size in plan.read_sizes]
+
+    def begin(self, session: Session, row: Row) -> Action:
+        """See :class:`Workload`."""
+        return _ReadAction(session, row)
 
 
 class _StreamAction(_ArrayAction):
