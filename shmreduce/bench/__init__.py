@@ -3,7 +3,8 @@
 May import everything below the command line. ``measurements`` has the results, ``plan``
 how much is measured, ``payloads`` the objects that are sent, ``systems`` the systems that
 are compared, and ``workloads`` what they do. ``turns`` lets systems take turns,
-``resources`` measures what they use, and ``suite`` runs everything. ``targets`` and
+``survivors`` keeps those that have not failed where they do not, ``resources`` measures
+what they use, and ``suite`` runs everything. ``targets`` and
 ``reasons`` have the limits for the figures, and ``plots`` draws them.
 
 Each system runs in its own processes, started with ``spawn``, so that what one installs

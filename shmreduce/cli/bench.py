@@ -36,6 +36,7 @@ quartiles, as a share of the median. A turn counts as one sample, the median of 
 `(2 of 5)` stands where a system was so slow that it got 2 of 5 turns."""
 """Stands above the tables."""
 
+_INTERRUPTED = "interrupted: the workloads and rows that follow were not measured"
 _PICTURES = (".png", ".svg")
 
 
@@ -108,7 +109,8 @@ def _run(options: argparse.Namespace) -> int:
         run(chosen, plan, _tell, report, save)
     except KeyboardInterrupt:
         interrupted = True
-        report.tell("interrupted: what follows was not measured")
+        report.tell(_INTERRUPTED)
+        _tell(_INTERRUPTED)
     written = _write(options, report)
     if interrupted:
         return 128 + signal.SIGINT

@@ -24,7 +24,7 @@ from shmreduce.bench import resources, suite, turns
 from shmreduce.bench.measurements import Measurement, Report
 from shmreduce.bench.plan import Effort, Plan
 from shmreduce.bench.survivors import Survivors
-from shmreduce.bench.systems import by_hand
+from shmreduce.bench.systems import by_hand, tasks
 from shmreduce.bench.systems.base import Session
 from shmreduce.bench.systems.by_hand import ByHand
 from shmreduce.bench.systems.catalog import SYSTEMS
@@ -810,6 +810,29 @@ def test_systems_that_disturb_others_are_measured_apart(monkeypatch: pytest.Monk
     assert groups == [["busier"]]
 
 
+def test_ray_gets_a_function_once() -> None:
+    """It is kept in the actors, so calls have only its number."""
+    sent: list[Any] = []
+    actor = tasks._Actor()
+
+    def learn(function: Any) -> None:
+        sent.append(function)
+        actor.learn(function)
+
+    def call(number: int, argument: Any) -> Any:
+        sent.append((number, argument))
+        return actor.call(number, argument)
+
+    handle = SimpleNamespace(
+        learn=SimpleNamespace(remote=learn), call=SimpleNamespace(remote=call)
+    )
+    session: Any = object.__new__(tasks._RaySession)
+    session._workers, session._next, session._known = 1, 0, []
+    session._ray, session._actors = SimpleNamespace(get=list), [handle]
+    assert [session.start(abs, -1), session.start(str, 2), session.start(abs, -3)] == [1, "2", 3]
+    assert sent == [abs, (0, -1), str, (1, 2), (0, -3)]
+
+
 def test_servers_are_measured_apart() -> None:
     """They are those whose processes work all the time."""
     assert {system.name for system in SYSTEMS if system.apart} == {"joblib", "Ray", "Dask"}
@@ -878,7 +901,9 @@ def test_an_interrupted_run_prints_what_it_has(
 
     monkeypatch.setattr(suite, "run", run)
     assert main(QUICK) == 130
-    assert "multiprocessing  1.5 s" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "multiprocessing  1.5 s" in told.out
+    assert "interrupted" in told.err
 
 
 @pytest.mark.usefixtures("tiny_plan")
