@@ -109,8 +109,10 @@ def _limits_below(machine: Machine, total: int | None) -> Iterator[tuple[int, in
             # An unknown format: emulated kernels have their own.
             continue
         if controllers == "":
-            files = "memory.max", "memory.current", "inactive_file"
-            yield from _limits_upwards(machine, total, "/sys/fs/cgroup", path, *files)
+            # Above memory.high the kernel slows the processes down until they seem to hang.
+            for limit in "memory.max", "memory.high":
+                files = limit, "memory.current", "inactive_file"
+                yield from _limits_upwards(machine, total, "/sys/fs/cgroup", path, *files)
         elif "memory" in controllers.split(","):
             files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
             yield from _limits_upwards(machine, total, "/sys/fs/cgroup/memory", path, *files)

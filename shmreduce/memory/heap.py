@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shmreduce.errors import OutOfSharedMemoryError, SegmentError
+from shmreduce.errors import InvalidHandleError, OutOfSharedMemoryError, SegmentError
 from shmreduce.memory.layout import BY_VALUE
 from shmreduce.memory.mapping import PAGE_SIZE, page_ceil
 from shmreduce.memory.reservation import (
@@ -429,7 +429,10 @@ class Heap:
                 self._host.family.book(-segment.reserved, segment)
                 self.segments.remove(segment)
                 segment.close()
-                self._unlink(segment)
+                # The caller wants memory, and it is free now. The sweep at the end of this
+                # process, or by another, removes the name.
+                with suppress(OSError, InvalidHandleError):
+                    self._unlink(segment)
         if not self.segments:
             self._next_segment = FIRST_SEGMENT
 

@@ -8,6 +8,7 @@ May import errors, signals, settings, strategies, ``family``, ``headroom``, ``he
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class Runtime:
         self.idle_return = IdleReturn(
             self.live, lambda: self.heaps, self.attachments.close_unused, _idle_limits
         )
-        self._heaps: dict[tuple[int, str, str], Heap] = {}
+        self._heaps: dict[tuple[int, str, str, int], Heap] = {}
         self.strategies: set[SharingStrategy] = set()
         """Strategies that this process has used; their leftovers are swept at its end."""
         self.has_left = False
@@ -142,7 +143,8 @@ class Runtime:
     ) -> Heap:
         """Return the heap for a purpose and the current strategy; make it if there is none."""
         strategy = current_strategy()
-        key = (kind, strategy.name, purpose)
+        # By user: what root made before a daemon became another user is closed to that user.
+        key = (kind, strategy.name, purpose, os.geteuid())
         heap = self._heaps.get(key)
         if heap is None:
             sweep(strategy)

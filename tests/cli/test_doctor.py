@@ -177,6 +177,7 @@ def test_the_limit_of_a_cgroup_of_version_2_is_found(tmp_path: Path) -> None:
     (folder / "job").mkdir(parents=True)
     for name, text in {
         "job/memory.max": "max",
+        "job/memory.high": "max",
         "job/memory.current": "1000",
         "memory.max": str(1 << 30),
         "memory.current": str(900 << 20),
@@ -187,6 +188,20 @@ def test_the_limit_of_a_cgroup_of_version_2_is_found(tmp_path: Path) -> None:
     assert finding.verdict == "warning"
     assert finding.value == "1 GiB in /sys/fs/cgroup/user, 224 MiB left"
     assert "SHMREDUCE_BUDGET" in finding.remedy
+
+
+def test_the_limit_above_which_a_cgroup_is_slowed_down_counts(tmp_path: Path) -> None:
+    """``memory.high``: above it processes are as good as stopped, though no limit is reached."""
+    machine = machine_with(
+        tmp_path,
+        proc__meminfo="MemTotal: 16000000 kB\n",
+        proc__self__cgroup="0::/job\n",
+    )
+    folder = tmp_path / "sys/fs/cgroup/job"
+    folder.mkdir(parents=True)
+    for name, number in ("max", 2 << 30), ("high", 1 << 30), ("current", 900 << 20):
+        (folder / f"memory.{name}").write_text(str(number))
+    assert headroom(machine) == 124 << 20
 
 
 def test_the_limit_of_a_cgroup_of_version_1_is_found(tmp_path: Path) -> None:

@@ -435,6 +435,32 @@ def test_another_users_segment_is_refused() -> None:
     assert ForkingPickler.loads(data)[0].sum() == LENGTH
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.filterwarnings("ignore::shmreduce.ShmreduceWarning")
+@pytest.mark.usefixtures("strategy")
+def test_who_has_become_another_user_makes_segments_of_that_user() -> None:
+    """Those from before are closed to the user's other processes, and are not used again; that
+    their names cannot be removed costs no message.
+    """
+    nobody = 65534
+
+    def child() -> bool:
+        heap = runtime.current().heap(BY_VALUE)
+        received = ForkingPickler.loads(ForkingPickler.dumps(np.ones(LENGTH)))
+        os.seteuid(nobody)
+        data = ForkingPickler.dumps(np.ones(LENGTH))
+        users = {os.fstat(each.fd).st_uid for each in runtime.current().heap(BY_VALUE).segments}
+        assert users == {nobody}
+        del received
+        heap.collect()
+        with heap.exclusive():
+            heap.cool(0)
+        return not heap.segments and bool(ForkingPickler.loads(data).all())
+
+    assert wait_for_exit(in_forked_child(child)) == 0
+    sweep(find_strategy("file_system"))
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_segment_of_another_user_in_our_hands_is_refused() -> None:
     """A descriptor of another user's segment is not mapped even if it can be opened."""
