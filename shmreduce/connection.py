@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shmreduce import channel_support
 from shmreduce.borrowed_socket import AS_IT_IS, ask_socket
 from shmreduce.descriptor import take_over
-from shmreduce.errors import ConfigurationError
+from shmreduce.errors import ConfigurationError, SegmentError
 from shmreduce.memory.standard_streams import (
     clear_of_streams,
     seqpacket_pair,
@@ -267,6 +267,10 @@ class Connection(multiprocessing.connection.Connection):
                     packet.discard()
                 if error.errno in _GONE:
                     raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
+                raise
+            except SegmentError:
+                # Other code has closed a segment's descriptors; nothing has been written.
+                packet.discard()
                 raise
             else:
                 return

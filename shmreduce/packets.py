@@ -19,6 +19,7 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from shmreduce.copying import copy_bytes
@@ -220,7 +221,10 @@ def _take_back(leases: Sequence[Lease]) -> None:
     for lease in leases:
         # -1 in a forked child: there the lease belongs to the parent.
         if lease.segment.lock_fd != -1:
-            lease.undo()
+            # If other code has closed the segment's descriptors, its message ends with this
+            # process. Those of other segments end now.
+            with suppress(SegmentError):
+                lease.undo()
 
 
 def pack_last(held: list[Any], lent: list[Block] | None = None) -> Packet:

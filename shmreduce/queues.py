@@ -443,9 +443,11 @@ class Queue(QueueLocks, _StandardQueue, Generic[_T]):
 
     def _take_back(self, item: Packet | Unsendable) -> None:
         """Undo a ``put`` whose item nobody has seen."""
-        if isinstance(item, Packet):
-            item.discard()
-        self._sem.release()
+        try:
+            if isinstance(item, Packet):
+                item.discard()
+        finally:
+            self._sem.release()
 
     def _sent_at_once(self, item: Packet | Unsendable) -> bool:
         if self._buffer or self._busy[0] or isinstance(item, Unsendable):

@@ -527,7 +527,7 @@ class Attachments:
             return over
 
         # For example, no descriptor is free. The caller has an array that must not be lost.
-        with suppress(OSError, LeaseTimeoutError):
+        with suppress(OSError, LeaseTimeoutError, SegmentError):
             self._family().tidy(is_over)
         return any(found)
 

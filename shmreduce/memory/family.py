@@ -144,9 +144,14 @@ class Family:
             As :meth:`reserve`.
         """
         with self._threads_locked:
+            self._renew_if_unused()
+            receiver, sender = self.mailbox
+            return self.fd, receiver.fileno(), sender.fileno()
+
+    def _renew_if_unused(self) -> None:
+        # Not in the middle of what this thread does under one of the locks.
+        if not any(self._depth.values()):
             self._renew()
-        receiver, sender = self.mailbox
-        return self.fd, receiver.fileno(), sender.fileno()
 
     def _renew(self) -> None:
         """Found another family if this process has closed what it had of this one.
@@ -164,9 +169,12 @@ class Family:
                 raise
             raise cannot_join(error) from error
         made._reserved[made._index] = self._reserved[self._index]
-        self._give_up_descriptors()
-        # One call: Ctrl-C comes before or after it. The other threads wait for the same lock.
-        vars(self).update((name, vars(made)[name]) for name in _OF_ONE_FAMILY)
+        theirs = {name: vars(made)[name] for name in _OF_ONE_FAMILY}
+        ours = {name: vars(self)[name] for name in _OF_ONE_FAMILY}
+        # One call of a C function, within which no signal handler and no other thread runs.
+        vars(self).update(theirs)
+        vars(made).update(ours)
+        made._give_up_descriptors()
 
     def _give_up_descriptors(self) -> None:
         """Close what is still open of the family, and forget the rest."""
@@ -235,7 +243,7 @@ class Family:
     def members(self) -> list[tuple[int, int]]:
         """Return pid and reserved bytes of every living member."""
         with self._threads_locked:
-            self._renew()
+            self._renew_if_unused()
         found = []
         # A member takes the first free place, so all entries after the last used one are 0.
         used = len(self._pids.tobytes().rstrip(b"\0"))
@@ -326,8 +334,7 @@ class Family:
         # for callers: Ctrl-C could come between its taking of the lock and the block. With the
         # thread lock's own context manager it cannot.
         with self._threads_locked:
-            if not any(self._depth.values()):
-                self._renew()
+            self._renew_if_unused()
             try:
                 self._depth[offset] += 1
                 waited = locks.keep_trying(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 __all__ = ["Machine", "cgroup_limits", "headroom"]
@@ -109,12 +109,16 @@ def _limits_below(machine: Machine, total: int | None) -> Iterator[tuple[int, in
             # An unknown format: emulated kernels have their own.
             continue
         if controllers == "":
-            # Above memory.high the kernel slows the processes down until they seem to hang.
-            for limit in "memory.max", "memory.high":
-                files = limit, "memory.current", "inactive_file"
+            # Above memory.high the kernel slows the processes down until they seem to hang. It
+            # drops pages of files first, and lets them take all that there is below.
+            for limit, droppable in (
+                ("memory.max", ("inactive_file",)),
+                ("memory.high", ("inactive_file", "active_file")),
+            ):
+                files = limit, "memory.current", droppable
                 yield from _limits_upwards(machine, total, "/sys/fs/cgroup", path, *files)
         elif "memory" in controllers.split(","):
-            files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            files = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file",)
             yield from _limits_upwards(machine, total, "/sys/fs/cgroup/memory", path, *files)
 
 
@@ -125,7 +129,7 @@ def _limits_upwards(
     path: str,
     limit: str,
     usage: str,
-    droppable: str,
+    droppable: Sequence[str],
 ) -> Iterator[tuple[int, int, str]]:
     parts = [part for part in path.split("/") if part]
     for length in range(len(parts), -1, -1):
@@ -136,7 +140,8 @@ def _limits_upwards(
             continue
         used = machine.number(f"{folder}/{usage}")
         if used is not None:
-            yield max(0, most - used + _statistic(machine, folder, droppable)), most, folder
+            files = sum(_statistic(machine, folder, key) for key in droppable)
+            yield max(0, most - used + files), most, folder
 
 
 def _statistic(machine: Machine, folder: str, key: str) -> int:

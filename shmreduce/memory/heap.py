@@ -1,6 +1,6 @@
 """The allocator: it takes blocks from the segments that this process made.
 
-May import errors, contracts, ``thread_locks``, ``mapping``, ``layout``, ``size_classes``,
+May import errors, signals, contracts, ``thread_locks``, ``mapping``, ``layout``, ``size_classes``,
 ``segment``, ``owned_segment``, ``reservation`` and ``segment_creation``.
 
 A freed block stays *warm*: its pages stay allocated and mapped, and it goes on the stack
@@ -34,6 +34,7 @@ from shmreduce.memory.reservation import (
 )
 from shmreduce.memory.segment_creation import SegmentHost, create_segment
 from shmreduce.memory.size_classes import FIRST_SEGMENT, SLAB, next_segment_size, size_class
+from shmreduce.signals import is_from_system
 from shmreduce.thread_locks import interrupt_safe, taken_at_once
 
 if TYPE_CHECKING:
@@ -431,8 +432,12 @@ class Heap:
                 segment.close()
                 # The caller wants memory, and it is free now. The sweep at the end of this
                 # process, or by another, removes the name.
-                with suppress(OSError, InvalidHandleError):
-                    self._unlink(segment)
+                try:
+                    with suppress(InvalidHandleError):
+                        self._unlink(segment)
+                except OSError as error:
+                    if not is_from_system(error):
+                        raise
         if not self.segments:
             self._next_segment = FIRST_SEGMENT
 

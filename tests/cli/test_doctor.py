@@ -202,6 +202,9 @@ def test_the_limit_above_which_a_cgroup_is_slowed_down_counts(tmp_path: Path) ->
     for name, number in ("max", 2 << 30), ("high", 1 << 30), ("current", 900 << 20):
         (folder / f"memory.{name}").write_text(str(number))
     assert headroom(machine) == 124 << 20
+    # The kernel lets files take all that there is below, and drops them first.
+    (folder / "memory.stat").write_text(f"active_file {200 << 20}\ninactive_file {50 << 20}\n")
+    assert headroom(machine) == 374 << 20
 
 
 def test_the_limit_of_a_cgroup_of_version_1_is_found(tmp_path: Path) -> None:

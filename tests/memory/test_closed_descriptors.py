@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import CHUNK_SLOTS
-from tests.memory.waiting import in_forked_child, wait_for_exit
+from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -324,5 +325,68 @@ def test_a_warm_block_is_not_sent_with_another_file() -> None:
         with pytest.raises(shmreduce.SegmentError, match="closerange"):
             here.send(np.ones(LENGTH, np.uint8))
         return not there.poll(0)
+
+    assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.filterwarnings("ignore::shmreduce.ShmreduceWarning")
+@pytest.mark.usefixtures("strategy")
+def test_a_queue_has_its_room_back_after_a_put_that_failed() -> None:
+    """However often an array could not be sent for lack of its segment's descriptors."""
+
+    def child() -> bool:
+        shmreduce.install()
+        context = shmreduce.get_context("fork")
+        queue, warm = context.Queue(1), shmreduce.Pipe()
+        for _ in range(2):
+            warm[0].send(np.ones(LENGTH, np.uint8))
+            warm[1].recv()
+        for heap in runtime.current().heaps:
+            heap.collect()
+        close_all_but(queue._reader.fileno(), queue._writer.fileno())
+        take_all_numbers_by_sockets()
+        for _ in range(3):
+            with pytest.raises(shmreduce.SegmentError, match="closerange"):
+                queue.put(np.ones(LENGTH, np.uint8), timeout=PATIENCE)
+        queue.put(1, timeout=PATIENCE)
+        return bool(queue.get(timeout=PATIENCE) == 1)
+
+    assert wait_for_exit(in_forked_child(child)) == 0
+
+
+@pytest.mark.usefixtures("strategy")
+def test_an_interrupt_leaves_no_half_of_a_family() -> None:
+    """Whenever it comes while another family is founded, the next use finds a whole one."""
+
+    def child() -> bool:
+        with shmreduce.install():
+            kept = shmreduce.ones(LENGTH)
+            family = runtime.current().family
+            reserved, lines = family.reserved, itertools.count()
+
+            def interrupt(frame: Any, event: str, _: Any) -> Any:
+                here = frame.f_code.co_name in {"_renew", "_give_up_descriptors", "<genexpr>"}
+                if here and event == "line" and next(lines) == due:
+                    raise KeyboardInterrupt
+                return interrupt
+
+            for due in range(200):
+                os.closerange(family.fd, family.fd + 1)
+                os.closerange(family._lock_fd, family._lock_fd + 1)
+                lines = itertools.count()
+                sys.settrace(interrupt)
+                try:
+                    family.book(0)
+                    family.reserve(0, 1 << 40)
+                except KeyboardInterrupt:
+                    pass
+                else:
+                    break
+                finally:
+                    sys.settrace(None)
+                family.reserve(0, 1 << 40)
+                assert family.members() == [(os.getpid(), reserved)], due
+                assert family._lock_fd != -1
+        return due > 10 and bool(kept.all())
 
     assert wait_for_exit(in_forked_child(child)) == 0
