@@ -69,6 +69,9 @@ class Offers:
         """
         try:
             with self._lock:
+                # First, since memory whose offer waits to be given up may be freed already, and
+                # other memory may have its key.
+                self._close_released()
                 offer = self._by_key.get(key)
                 if offer is None:
                     offer = Offer(next(self._numbers), key, make())

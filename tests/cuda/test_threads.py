@@ -138,6 +138,20 @@ def test_an_offer_that_is_taken_while_one_is_made_here() -> None:
     assert not len(offers)
 
 
+def test_other_memory_with_the_key_of_an_offer_that_was_given_up_has_its_own() -> None:
+    """Also if another thread made an offer at that time, and the old one is still there."""
+    offers = Offers()
+    old = offers.take("key", lambda: os.memfd_create("old"))
+    with offers._lock:
+        giving_up = threading.Thread(target=offers.release, args=(old,))
+        giving_up.start()
+        giving_up.join(30)
+    assert offers._released
+    new = offers.take("key", lambda: os.memfd_create("new"))
+    assert new is not old
+    offers.release(new)
+
+
 def test_an_offer_that_is_released_while_one_is_made_here() -> None:
     """Whoever makes one closes what was released meanwhile."""
     offers = Offers()

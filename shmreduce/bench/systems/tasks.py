@@ -188,6 +188,11 @@ class _JoblibSession(_TaskSession):
         found: list[Any] = self._parallel(calls)
         return found
 
+    def release(self, message: Any) -> None:  # noqa: ARG002 - the files of all messages
+        # It removes the files of its memory maps only here; the workers stay.
+        self._parallel.__exit__(None, None, None)
+        self._parallel.__enter__()
+
     def close(self) -> None:
         self._parallel.__exit__(None, None, None)
         import_module("joblib.externals.loky").get_reusable_executor().shutdown()
