@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 from shmreduce_cuda.errors import CudaSharingError
 
@@ -39,21 +40,19 @@ class InterruptibleLock:
     shmreduce_cuda.errors.CudaSharingError: process ... was counting already, in the code ...
     """
 
-    __slots__ = ("_inside", "_lock", "_work")
+    __slots__ = ("_lock", "_work")
 
     def __init__(self, work: str) -> None:
         self._work = work
-        self._lock = threading.Lock()
-        self._inside: int | None = None
+        # Not for its reentrance, but because it notes its owner as it is acquired: a handler may
+        # run between any two instructions.
+        self._lock: Any = threading.RLock()
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._inside == me:
+        if self._lock._is_owned():
             raise self._failure("in the code that this call, of a signal handler, interrupts")
-        # The handler may also run just before this thread has said that it is inside.
         if not self._lock.acquire(timeout=_PATIENCE):
-            raise self._failure(f"for {_PATIENCE:.0f} s, perhaps in another thread")
-        self._inside = me
+            raise self._failure(f"for {_PATIENCE:.0f} s, in another thread")
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -65,12 +64,8 @@ class InterruptibleLock:
 
     def attempt(self) -> bool:
         """Acquire the lock if it is free; return whether it was, for :meth:`release`."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._inside = threading.get_ident()
-        return True
+        return not self._lock._is_owned() and bool(self._lock.acquire(blocking=False))
 
     def release(self) -> None:
         """Release the lock."""
-        self._inside = None
         self._lock.release()
