@@ -264,6 +264,10 @@ class Connection(multiprocessing.connection.Connection):
                     continue
                 # A signal handler may raise when the packet has been written, and is to be read.
                 if not is_from_handler(error):
+                    if error.errno == errno.EMSGSIZE and (smaller := packet.in_block()) != packet:
+                        # The socket's whole buffer is smaller, by net.core.wmem_max.
+                        packet = smaller
+                        continue
                     packet.discard()
                 if error.errno in _GONE:
                     raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error

@@ -34,6 +34,8 @@ __all__ = ["FreshProcess", "RunFailedError", "fail"]
 
 _FAREWELL = 2.0
 """Seconds that a process has to end by itself after it failed, or its starter did."""
+_TIDYING = 5.0
+"""Seconds that the rest of its group has after that to end."""
 
 
 class RunFailedError(ShmreduceError):
@@ -200,9 +202,25 @@ class FreshProcess:
             self._kill()
 
     def _kill(self) -> None:
-        # Nobody is left in the group, or only processes of another user (kill(2)).
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        try:
+            # A resource tracker ignores SIGTERM. It ends when those that it serves have, and
+            # unlinks the shared memory that they left.
+            if self._signal_group(signal.SIGTERM):
+                self.processes_left(_TIDYING)
+        finally:
+            self._end_group()
+
+    def _signal_group(self, number: int) -> bool:
+        """Send a signal to the process group; return False if nobody is left in it."""
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            # Or only processes of another user (kill(2)).
+            return False
+        return True
+
+    def _end_group(self) -> None:
+        self._signal_group(signal.SIGKILL)
         if self._process.is_alive():
             self._process.kill()
         self._lifeline.cut()

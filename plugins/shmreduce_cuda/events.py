@@ -102,21 +102,22 @@ class Events:
         CudaSharingError
             If a signal handler has interrupted this very call to make another one.
         """
-        thread = threading.get_ident() if stream == _PER_THREAD else 0
-        with current_context(ordinal) as driver, self._lock:
-            known = self._own.get((ordinal, stream, thread))
-            if known is None:
-                known = _make(driver)
-                if known is None:
-                    driver.call("cuStreamSynchronize", stream)
-                    return None
-                self._own[ordinal, stream, thread] = known
-            event, handle = known
-            # The handle may have belonged to a destroyed stream whose work is not done. A
-            # receiver that waits for that work must not be satisfied by this stream's.
-            driver.call("cuStreamWaitEvent", stream, event, 0)
-            driver.call("cuEventRecord", event, stream)
-            return handle
+        key = ordinal, stream, threading.get_ident() if stream == _PER_THREAD else 0
+        with current_context(ordinal) as driver:
+            with self._lock:
+                known = self._own.get(key) or _make(driver)
+                if known is not None:
+                    self._own[key] = known
+                    event, handle = known
+                    # The handle may have belonged to a destroyed stream whose work is not
+                    # done. A receiver that waits for that work must not be satisfied by this
+                    # stream's.
+                    driver.call("cuStreamWaitEvent", stream, event, 0)
+                    driver.call("cuEventRecord", event, stream)
+                    return handle
+            # Without the lock: those that wait for other streams need not wait for this one.
+            driver.call("cuStreamSynchronize", stream)
+            return None
 
     def wait_here(self, ordinal: int, handle: bytes) -> None:
         """Wait for an event of this process, which only other processes can open by handle."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shmreduce.bench.measurements import Report, Trace
 
-__all__ = ["plot"]
+__all__ = ["plot", "traces_of_largest_row"]
 
 _OVER_SIZE = ("fresh", "shared", "born", "first-use", "read", "stream", "fan-out", "pipeline")
 _OVER_TIME = ("results", "burst")
@@ -39,7 +39,7 @@ def plot(report: Report, path: Path) -> None:
     """
     figure_class: Any = import_extra("matplotlib.figure", extra="bench").Figure
     sized = [name for name in _OVER_SIZE if len(report.rows(name)) > 0]
-    traced = [traces for name in _OVER_TIME if (traces := _largest_row(report, name))]
+    traced = [traces for name in _OVER_TIME if (traces := traces_of_largest_row(report, name))]
     count = len(sized) + len(traced)
     lines = max(1, -(-count // _COLUMNS))
     figure = figure_class(figsize=(8 * _COLUMNS, 5.5 * lines), layout="constrained")
@@ -73,9 +73,17 @@ def _draw_sizes(axes: Any, report: Report, workload: str) -> None:
     axes.legend(fontsize="x-small")
 
 
-def _largest_row(report: Report, workload: str) -> list[Trace]:
+def traces_of_largest_row(report: Report, workload: str) -> list[Trace]:
+    """Return the memory over time of each system in the largest row of a workload."""
     traces = [each for each in report.traces if each.workload == workload]
-    return [each for each in traces if each.row == traces[-1].row]
+    # Not the row that was measured last: a report may have been added to.
+    largest = max(reversed(traces), key=lambda each: _row_bytes(report, each), default=None)
+    return [each for each in traces if largest is not None and each.row == largest.row]
+
+
+def _row_bytes(report: Report, trace: Trace) -> int:
+    found = report.find(trace.workload, trace.system, trace.row)
+    return found.nbytes if found is not None else 0
 
 
 def _draw_memory(axes: Any, traces: Sequence[Trace]) -> None:

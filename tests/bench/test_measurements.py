@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shmreduce import ConfigurationError
-from shmreduce.bench import reasons, suite, targets
+from shmreduce.bench import plots, reasons, suite, targets
 from shmreduce.bench.measurements import Measurement, Report, Trace
 from shmreduce.bench.plan import Plan, quick_plan
 from shmreduce.bench.systems.catalog import SYSTEMS
@@ -52,6 +52,17 @@ def test_a_report_finds_rows_and_systems_in_order() -> None:
     assert report.value("fresh", "b", "4 KiB") == 3.0
     assert report.value("fresh", "b", "128 B", "PSS") == 7.0
     assert report.value("fresh", "a", "4 KiB") is None
+
+
+def test_memory_is_drawn_of_the_largest_row_whenever_it_was_measured() -> None:
+    """Rows that were added to a report later may be smaller."""
+    rows = [("64 MiB filled", 64), ("64 MiB bare", 64), ("1 MiB filled", 1)]
+    report = Report(
+        measurements=[Measurement("results", OURS, row, "s", [1.0], nbytes=n) for row, n in rows],
+        traces=[Trace("results", OURS, row, [0.0], [1.0]) for row, _ in rows],
+    )
+    assert [each.row for each in plots.traces_of_largest_row(report, "results")] == ["64 MiB bare"]
+    assert plots.traces_of_largest_row(report, "burst") == []
 
 
 def full_report() -> Report:

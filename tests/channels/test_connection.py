@@ -215,6 +215,21 @@ def test_packet_that_the_socket_does_not_take_is_an_error(pipe: tuple[Any, Any])
     assert there.recv() == "short"
 
 
+def test_a_packet_that_is_larger_than_the_whole_buffer_of_the_socket_goes_by_a_block(
+    pipe: tuple[Any, Any],
+) -> None:
+    """As where the system's net.core.wmem_max is small; with it go the arrays it refers to."""
+    here, there = pipe
+    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
+    shared = shmreduce.ones(3)
+    here.send([bytes(100_000), shared])
+    contents, array = there.recv()
+    assert contents == bytes(100_000)
+    assert np.shares_memory(array, shared)
+    here.send_bytes(bytes(140_000))
+    assert there.recv_bytes() == bytes(140_000)
+
+
 def test_messages_of_middle_size_have_room_in_a_pipe_that_nobody_reads(
     pipe: tuple[Any, Any],
 ) -> None:

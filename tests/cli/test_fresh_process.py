@@ -56,6 +56,22 @@ def leave_a_child(connection: Connection) -> None:
     connection.recv()
 
 
+SHARER = """
+import signal
+from multiprocessing.shared_memory import SharedMemory
+
+print(SharedMemory(create=True, size=4096).name, flush=True)
+signal.pause()
+"""
+
+
+def start_one_that_shares(connection: Connection) -> None:
+    child = subprocess.Popen([sys.executable, "-c", SHARER], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    connection.send(child.stdout.readline().strip())
+    signal.pause()
+
+
 def test_it_is_asked_and_answers() -> None:
     """Messages go both ways, and it ends by itself."""
     with FreshProcess("adder", answer, 5, patience=PATIENCE) as process:
@@ -167,3 +183,19 @@ def test_nothing_is_left_of_a_starter_that_is_killed(tmp_path: Path) -> None:
         starter.wait(PATIENCE)
     pids = [int(pid) for pid in told.read_text().split()]
     eventually(lambda: not any(map(is_running, pids)), "all have ended")
+
+
+def test_named_memory_of_one_that_has_to_be_killed_is_unlinked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after Ctrl-C in a benchmark: a resource tracker lives until it has tidied up."""
+    monkeypatch.setattr("shmreduce.fresh_process._FAREWELL", 0.1)
+    monkeypatch.setattr("shmreduce.fresh_process._TIDYING", PATIENCE)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        FreshProcess("busy", start_one_that_shares, patience=PATIENCE) as process,
+    ):
+        file = Path("/dev/shm", process.receive())
+        assert file.exists()
+        raise KeyboardInterrupt
+    assert not file.exists()

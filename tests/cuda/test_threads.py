@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shmreduce_cuda import CudaSharingError, keeper, locks, runtime
+from shmreduce_cuda import CudaSharingError, events, keeper, locks, runtime
 from shmreduce_cuda.descriptors import open_listener
 from shmreduce_cuda.offers import Offers
 
@@ -120,6 +121,40 @@ def test_a_socket_that_is_opened_while_it_is_being_opened(
     monkeypatch.setattr(keeper, "open_listener", interrupt)
     with pytest.raises(CudaSharingError, match="signal handler"):
         thread.listen()
+
+
+class WithoutEvents:
+    """A driver that cannot share events. What stream 1 does takes until it is done."""
+
+    def __init__(self) -> None:
+        self.waited_for = threading.Event()
+        self.done = threading.Event()
+
+    def attempt(self, *_: object) -> int:
+        return 801
+
+    def call(self, name: str, stream: int) -> None:
+        assert name == "cuStreamSynchronize"
+        if stream == 1:
+            self.waited_for.set()
+            assert self.done.wait(30)
+
+
+def test_who_shares_an_array_of_one_stream_does_not_wait_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where events cannot be shared, each thread waits for its own stream only."""
+    driver = WithoutEvents()
+    monkeypatch.setattr(events, "current_context", lambda _: contextlib.nullcontext(driver))
+    own = events.Events()
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(own.record, 0, 1)
+        try:
+            assert driver.waited_for.wait(30)
+            assert pool.submit(own.record, 0, 2).result(10) is None
+        finally:
+            driver.done.set()
+        assert slow.result(30) is None
 
 
 def make_descriptor() -> int:

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shmreduce.bench.payloads import change_arrays, marks
+from shmreduce.bench.payloads import change_arrays, marks, renewed
 from shmreduce.bench.systems.base import Ability, Kind, Session, System
 from shmreduce.fresh_process import RunFailedError
 
@@ -190,7 +190,7 @@ class ChannelSession(Session):
         put, fresh = self._inboxes[0].put, self._system.fresh
         put(count)
         for _ in range(count):
-            put(fresh(payload))
+            put(fresh(renewed(payload)))
         return self._back.get()
 
     def fan_out(self, payload: Any) -> list[Any]:

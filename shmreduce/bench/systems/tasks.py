@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shmreduce.bench.payloads import marks
+from shmreduce.bench.payloads import marks, renewed
 from shmreduce.bench.systems.base import Ability, Kind, Session, System, missing
 from shmreduce.fresh_process import RunFailedError
 
@@ -65,7 +65,8 @@ class _TaskSession(Session):
 
     def stream(self, payload: Any, count: int) -> Any:
         """Call a function that does nothing, many times, and last one that returns marks."""
-        calls = [self.start(_nothing, payload) for _ in range(count - 1)]
+        # Each with an array of its own: one that stands in a message twice is sent once.
+        calls = [self.start(_nothing, renewed(payload)) for _ in range(count - 1)]
         return self.results([*calls, self.start(marks, payload)])[-1]
 
     def fan_out(self, payload: Any) -> list[Any]:
