@@ -77,8 +77,8 @@ def find_block(exporter: object) -> Block | None:
 
     Parameters
     ----------
-    exporter : memoryview or object
-        A memoryview, or the object at the base of a chain of views.
+    exporter : memoryview, array or object
+        A memoryview, an array of NumPy, or the object at the base of a chain of views.
 
     Returns
     -------
@@ -93,4 +93,4 @@ def find_block(exporter: object) -> Block | None:
     >>> find_block(bytearray(8)) is None
     True
     """
-    return current().live.find(exporter)
+    return current().live.find_below(exporter)

@@ -37,7 +37,7 @@ from shmreduce.free_descriptors import EXHAUSTED
 from shmreduce.memory import locks
 from shmreduce.memory.layout import HAD_AS_BYTES, LOCK_TRANSFER, Layout
 from shmreduce.memory.lease_slots import MESSAGE, NONCE_MASK
-from shmreduce.memory.processes import is_alive
+from shmreduce.memory.processes import is_alive, is_hidden
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.segment_file import check_file, check_opened, used_slots
 from shmreduce.memory.sweep import sweep
@@ -114,6 +114,9 @@ def open_process_descriptor(pid: int, fd: int, *, named: str = "") -> int:
     except OSError as error:
         # A socket cannot be opened this way (ENXIO): the number was reused. The /proc files of
         # a process that has ended belong to root (EACCES).
+        if error.errno == errno.ENOENT and is_hidden(pid):
+            hidden = f"/proc does not show process {pid}, which lives"
+            raise PermissionError(errno.EACCES, hidden) from error
         ended = error.errno == errno.EACCES and not is_alive(pid)
         if error.errno in _GONE or ended or _is_another_file(path, error):
             gone = "the process or its descriptor is gone"

@@ -51,6 +51,15 @@ _REAP_SECONDS = 0.3
 """Seconds: :meth:`Block.reclaim` looks for killed processes at most this often."""
 
 
+def _base_of(exporter: Any) -> Any:
+    """Return what an array of NumPy is a view of; None for one with its own memory."""
+    # Not imported for the question: without NumPy there are no arrays.
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(exporter, numpy.ndarray) or exporter.flags.owndata:
+        return None
+    return exporter.base
+
+
 class _Sample:
     """Refers to an object as a Block or a Filling refers to its root."""
 
@@ -248,6 +257,15 @@ class LiveBlocks:
             if reference is not None and reference() is root:
                 return Block(reference.record, root)
             live = live._inherited
+        return None
+
+    def find_below(self, exporter: Any) -> Block | None:
+        """Return the block over which ``exporter`` is, through any arrays and memoryviews."""
+        while exporter is not None:
+            found = self.find(exporter)
+            if found is not None:
+                return found
+            exporter = exporter.obj if isinstance(exporter, memoryview) else _base_of(exporter)
         return None
 
     def find_shared(self, key: bytes) -> Block | None:

@@ -221,7 +221,7 @@ class Message:
             return None
         view = _contiguous(memory)
         live = self._current().live
-        block = live.find(view)
+        block = live.find_below(view)
         if block is not None:
             fills = block.nbytes == view.nbytes
             if block.shared and not fills:

@@ -233,8 +233,8 @@ def give_out(view: memoryview, leases: list[Lease], copies: bool) -> GivenBuffer
     exporter: Any = view.obj
     reference = live._roots.get(id(exporter))
     if reference is None or reference() is not exporter:
-        # find() also looks into the table that a forked child inherited from its parent.
-        if copies and live.find(exporter) is None:
+        # Otherwise it is a view of a block, or a block that a forked child has from its parent.
+        if copies and live.find_below(exporter) is None:
             return _give_out_copy(runtime, view, leases)
         return None
     record = reference.record

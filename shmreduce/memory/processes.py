@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["is_alive", "is_closing"]
+__all__ = ["is_alive", "is_closing", "is_hidden"]
 
 _EXITING = 0x4
 """The flag of a thread that is ending (PF_EXITING in linux/sched.h)."""
@@ -30,6 +30,29 @@ def is_alive(pid: int) -> bool:
     """
     found = _status(f"/proc/{pid}/stat")
     return found is not None and found[0] not in _OVER and not found[1] & _EXITING
+
+
+def is_hidden(pid: int) -> bool:
+    """Return whether a process lives that /proc does not show, so that nothing is known of it.
+
+    It is another user's or not dumpable, and /proc is mounted with ``hidepid``; or this process
+    has no /proc.
+
+    Examples
+    --------
+    >>> is_hidden(os.getpid())
+    False
+    """
+    if os.path.exists(f"/proc/{pid}"):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # It is another user's.
+        return True
+    return True
 
 
 def is_closing(pid: int) -> bool:

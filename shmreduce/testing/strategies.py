@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shmreduce import SegmentFile
+from shmreduce import SegmentFile, ShmreduceError
 from shmreduce.testing.guard import no_leaks
 from shmreduce.testing.processes import OtherProcess
 
@@ -140,6 +140,15 @@ class StrategyContract:
         finally:
             _remove(strategy, first)
 
+    def test_a_name_has_the_token(self, strategy: SharingStrategy) -> None:
+        """The token, which nobody can guess, is a part of the file's name."""
+        token = secrets.token_hex(16)
+        file = strategy.create(_PAGE, token)
+        try:
+            assert file.name is None or token in Path(file.name).name
+        finally:
+            _remove(strategy, file)
+
     def test_create_that_fails_leaves_nothing(self, strategy: SharingStrategy) -> None:
         """If the system refuses the size, neither descriptor nor name stays."""
         token = secrets.token_hex(16)
@@ -234,6 +243,32 @@ class StrategyContract:
         _remove(strategy, file)
         with pytest.raises(FileNotFoundError):
             strategy.open(locator)
+
+    @pytest.mark.parametrize("way", ["path", "link"])
+    def test_open_opens_no_other_file(
+        self, strategy: SharingStrategy, tmp_path: Path, way: str
+    ) -> None:
+        """Neither at any path in a locator, nor through a symbolic link in a segment's place."""
+        file = strategy.create(_PAGE, secrets.token_hex(16))
+        locator = strategy.locator(file)
+        _remove(strategy, file)
+        if file.name is None:
+            return
+        other, segment = tmp_path / "other", Path(file.name)
+        other.touch(0o600)
+        os.truncate(other, _PAGE)
+        try:
+            if way == "link":
+                segment.symlink_to(other)
+            elif file.name in locator:
+                locator = locator.replace(file.name, str(other))
+            else:
+                there = os.path.relpath(other, segment.parent)
+                locator = locator.replace(segment.name, there)
+            with pytest.raises((OSError, ShmreduceError)):
+                os.close(strategy.open(locator).fd)
+        finally:
+            segment.unlink(missing_ok=True)
 
     def test_open_of_what_a_killed_process_made(self, strategy: SharingStrategy) -> None:
         """A killed process's segment is gone, or can be opened until its name is removed."""

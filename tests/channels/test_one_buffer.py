@@ -516,6 +516,42 @@ def test_a_reducer_that_offers_a_buffer_with_gaps_is_told_so(
                 ends[0].send(sent)
 
 
+class Kept:
+    """Keeps an array over its memory."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+def rebuild_kept(handle: bytes) -> Kept:
+    return Kept(np.frombuffer(shmreduce.import_block(handle).buffer, np.uint8))
+
+
+class KeptReducer(shmreduce.Reducer):
+    types = (Kept,)
+
+    def reduce(self, obj: Kept, message: shmreduce.Message) -> Any:
+        handle = message.carry(obj.array)
+        return NotImplemented if handle is None else (rebuild_kept, (handle,))
+
+    def buffer_of(self, obj: Kept, at_least: int) -> Any:
+        return obj.array, rebuild_kept, ()
+
+
+@pytest.mark.parametrize("nbytes", [3000, 300_000])
+def test_an_array_over_a_shared_block_is_the_block(ends: tuple[Any, Any], nbytes: int) -> None:
+    """Of a type that keeps an array over its block, and offers that: it is not copied."""
+    # Makes a warm block of the size, which a copy would get.
+    ends[0].send(np.zeros(nbytes, np.uint8))
+    within(ends[1].recv)
+    block = shmreduce.allocate(nbytes)
+    with registered(KeptReducer()):
+        ends[0].send(Kept(np.frombuffer(block.buffer, np.uint8)))
+        received = within(ends[1].recv)
+    received.array[:2] = 7, 8
+    assert bytes(block.buffer[:2]) == bytes([7, 8])
+
+
 @COMPILED
 @pytest.mark.parametrize(
     "answer", [3, b"abc", (b"abc", rebuild_named), (b"abc", rebuild_named, (), 1), ("a", list, ())]

@@ -180,6 +180,32 @@ def test_a_truncated_message_is_released(installed: None) -> None:
     assert process_state().unread == before
 
 
+def test_a_block_is_found_through_arrays_and_memoryviews() -> None:
+    """Whatever a type keeps over its block can be asked for it; other memory is in none."""
+    block = shmreduce.allocate(24)
+    array: Any = np.frombuffer(block.buffer, np.uint8)
+    for view in (array, array[::-2], array[4:].view(np.uint32), memoryview(array)[3:]):
+        for exporter in (view, memoryview(view), np.asarray(memoryview(view))):
+            found = shmreduce.find_block(exporter)
+            assert found is not None
+            assert found.address == block.address
+    alone: Any = np.ones(3)
+    for other in (alone, alone[1:], memoryview(alone), [array], None):
+        assert shmreduce.find_block(other) is None
+
+
+def test_an_array_over_a_block_is_carried_as_the_block() -> None:
+    """All of it travels without a copy; a part is better left to its type's reducer."""
+    block = shmreduce.allocate(24)
+    array = np.frombuffer(block.buffer, np.uint8)
+    message = Message()
+    handle = message.carry(array)
+    assert message.carry(array[1:]) is None
+    message.commit()
+    assert handle is not None
+    assert shmreduce.import_block(handle).address == block.address
+
+
 @pytest.mark.parametrize("block", [None, b"bytes", 5])
 def test_only_a_block_can_be_referred_to(block: Any) -> None:
     """What find_block() returns for memory of one's own is no block, and said to be none."""

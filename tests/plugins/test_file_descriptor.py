@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import multiprocessing
 import os
+import subprocess
 import sys
 from multiprocessing import Pipe
 from pathlib import Path
@@ -91,6 +92,43 @@ def test_a_number_that_means_another_file_by_now(path: str) -> None:
             FileDescriptorStrategy().open(f"{os.getpid()}:{number}")
     finally:
         os.close(number)
+
+
+LOOK = """
+import subprocess
+import sys
+
+from shmreduce import open_process_descriptor
+
+for pid in map(int, sys.argv[1:]):
+    try:
+        open_process_descriptor(pid, 0)
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_process_that_proc_does_not_show_is_not_said_to_be_gone() -> None:
+    """As with hidepid, or without /proc: it lives, and may not be looked at."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60)
+    hide = "mount -t tmpfs tmpfs /proc"
+    probe = subprocess.run(
+        ["unshare", "-m", "sh", "-c", hide], capture_output=True, timeout=60, check=False
+    )
+    if probe.returncode:
+        pytest.skip(f"may not hide /proc here: {probe.stderr.decode().strip()}")
+    pids = [str(os.getpid()), str(ended.pid)]
+    command = ["unshare", "-m", "sh", "-c", f'{hide} && exec "$@"', "sh"]
+    found = subprocess.run(
+        [*command, sys.executable, "-c", LOOK, *pids],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.stdout.split() == ["PermissionError", "FileNotFoundError"], found.stderr
 
 
 def send_ones(writer: Any) -> None:

@@ -50,7 +50,10 @@ class Good(SharingStrategy):
 
     def open(self, locator):
         if Path(locator).is_absolute():
-            return SegmentFile(os.open(locator, os.O_RDWR | os.O_CLOEXEC), locator)
+            if Path(locator).parent != self.folder:
+                raise FileNotFoundError(locator)
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            return SegmentFile(os.open(locator, flags), locator)
         pid, _, fd = locator.partition(":")
         return SegmentFile(open_process_descriptor(int(pid), int(fd)), None)
 
@@ -124,6 +127,16 @@ BAD = {
             os.close(fd)
             raise
         return SegmentFile(fd, str(path))
+    """,
+    "test_a_name_has_the_token": """
+    def create(self, size, token):
+        return super().create(size, token[::-1])
+    """,
+    "test_open_opens_no_other_file": """
+    def open(self, locator):
+        if not Path(locator).is_absolute():
+            return super().open(locator)
+        return SegmentFile(os.open(locator, os.O_RDWR | os.O_CLOEXEC), locator)
     """,
     "test_descriptors_are_closed_on_exec": """
     def open(self, locator):
