@@ -427,21 +427,52 @@ EXPORT void shmreduce_allow(uint64_t from, uint64_t bytes)
     leave();
 }
 
+static size_t table_bytes(uint64_t size) { return (size >> page_bits) * sizeof(uint32_t) + 1; }
+
+static void forget_range(struct range *range)
+{
+    munmap(range->entries, table_bytes(range->size));
+    memset(range, 0, sizeof *range);
+}
+
+/* Ctrl-C may come when a range has been added, before Python notes its number. Then Python adds
+ * the range again; or it closes the segment, and another one gets the addresses. No two ranges may
+ * have an address in common: entry_at() finds the arrays of only one of them. */
+static int32_t known_range(const struct range *added)
+{
+    for (int32_t number = 0; number < MOST_RANGES; number++) {
+        struct range *range = &ranges[number];
+        if (!range->size || range->address >= added->address + added->size ||
+            added->address >= range->address + range->size)
+            continue;
+        if (range->address == added->address && range->size == added->size &&
+            range->device == added->device && range->inode == added->inode)
+            return number;
+        if (!range->used)
+            forget_range(range);
+    }
+    return -1;
+}
+
+/* Add a range, unless it is there; return its number, or -1 if there is no room for it. */
 EXPORT int32_t shmreduce_add_range(uint64_t address, uint64_t size, int fd, uint64_t offset)
 {
-    int32_t found = -1;
+    int32_t found;
+    int known;
     struct stat file;
     void *table;
     if (fstat(fd, &file))
         return -1;
-    table = mmap(NULL, (size >> page_bits) * sizeof(uint32_t) + 1, PROT_READ | PROT_WRITE,
+    table = mmap(NULL, table_bytes(size), PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (table == MAP_FAILED)
         return -1;
+    struct range range = {address, size, offset, table, 0, fd, 0, 0, file.st_dev, file.st_ino};
     enter();
+    found = known_range(&range);
+    known = found != -1;
     for (int32_t number = 0; number < MOST_RANGES && found == -1; number++) {
         if (!ranges[number].size) {
-            struct range range = {address, size, offset, table, 0, fd, 0, 0, file.st_dev, file.st_ino};
             ranges[number] = range;
             found = number;
         }
@@ -453,15 +484,9 @@ EXPORT int32_t shmreduce_add_range(uint64_t address, uint64_t size, int fd, uint
             highest = address + size;
     }
     leave();
-    if (found == -1)
-        munmap(table, (size >> page_bits) * sizeof(uint32_t) + 1);
+    if (known || found == -1)
+        munmap(table, table_bytes(size));
     return found;
-}
-
-static void forget_range(struct range *range)
-{
-    munmap(range->entries, (range->size >> page_bits) * sizeof(uint32_t) + 1);
-    memset(range, 0, sizeof *range);
 }
 
 /* Drop a range if it is not used; return whether it was dropped. */

@@ -432,14 +432,23 @@ class BornHeap(Heap):
 
     def _drop_empty(self) -> None:
         for segment in self.segments:
-            number = self._numbers.get(segment.token)
             # Before the segment's descriptor is closed, which the allocator uses.
-            if segment.empty and number is not None and self._library.drop_range(number):
-                for table in (self._ranges, _heaps):
-                    table.pop(number, None)
-                self._numbers.pop(segment.token)
-                _let_go(segment.data.pages)
+            if segment.empty:
+                self._drop_range(segment)
         super()._drop_empty()
+
+    def _drop_range(self, segment: OwnedSegment) -> None:
+        # Taken out first: when the range has been dropped, its number may be another segment's.
+        # If Ctrl-C comes before that, add_range() returns the same number again.
+        number = self._numbers.pop(segment.token, None)
+        if number is None:
+            return
+        if not self._library.drop_range(number):
+            self._numbers[segment.token] = number
+            return
+        for table in (self._ranges, _heaps):
+            table.pop(number, None)
+        _let_go(segment.data.pages)
 
     def leave(self) -> None:
         """Give back what nobody needs, at the process's end; no arrays are born here any more."""

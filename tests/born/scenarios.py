@@ -485,6 +485,67 @@ def interrupts_come_at_any_instant() -> None:
         check((there.recv() == 3).all())
 
 
+def _struck_behind(name: str) -> None:
+    """Let Ctrl-C come right behind the next call of a function of the allocator that succeeds."""
+    allocator = load()
+    function = getattr(allocator, name)
+
+    def strike(*arguments: Any) -> Any:
+        result = function(*arguments)
+        if result == -1 or (name == "drop_range" and not result):
+            return result
+        setattr(allocator, name, function)
+        raise KeyboardInterrupt
+
+    setattr(allocator, name, strike)
+
+
+def an_interrupt_behind_a_range_that_was_added() -> None:
+    """The range is not added twice: the arrays in it are found when they are freed."""
+    _struck_behind("add_range")
+    with pytest.raises(KeyboardInterrupt), shmreduce.shared_allocations():
+        pass
+    with shmreduce.shared_allocations():
+        first, second = filled(1), filled(2, 2 * LARGE)
+        check(is_born(first) and is_born(second))
+        del first, second
+        check(is_born(filled(3)))
+
+
+def an_interrupt_behind_a_range_that_was_dropped() -> None:
+    """Its number becomes another segment's; the segment that had it gets one of its own."""
+    with shmreduce.shared_allocations():
+        filled(1)
+        heap = get_heap()
+    _struck_behind("drop_range")
+    # As a heap does that needs room.
+    with pytest.raises(KeyboardInterrupt), heap.exclusive():
+        heap.cool(0)
+    shmreduce.set_sharing_strategy("file_system")
+    with shmreduce.shared_allocations():
+        others = filled(2)
+    shmreduce.set_sharing_strategy("file_descriptor")
+    with shmreduce.shared_allocations():
+        ours = filled(3)
+        check(is_born(others) and is_born(ours))
+        numbers = {entry_of(array).range for array in (others, ours)}
+        check(len(numbers) == 2)
+        check((others == 2).all() and (ours == 3).all())
+        del ours
+        check(is_born(filled(4)))
+
+
+def ranges_have_no_address_in_common() -> None:
+    """One that is added again has its number; one whose segment is gone makes room."""
+    allocator, pages = load(), mmap.mmap(-1, 1 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    first, second = os.memfd_create("first"), os.memfd_create("second")
+    number = allocator.add_range(address, len(pages), first, 0)
+    check(allocator.add_range(address, len(pages), first, 0) == number)
+    check(allocator.add_range(address + mmap.PAGESIZE, len(pages) // 2, second, 0) == number)
+    check(allocator.lend(number, 0, address + mmap.PAGESIZE, mmap.PAGESIZE))
+
+
 class Last:
     """Uses an array while the interpreter ends."""
 
@@ -606,6 +667,9 @@ SCENARIOS = {
         the_first_array_at_the_end_of_a_forks_hooks_is_apart,
         the_first_array_at_the_beginning_of_a_forks_hooks_is_apart,
         interrupts_come_at_any_instant,
+        an_interrupt_behind_a_range_that_was_added,
+        an_interrupt_behind_a_range_that_was_dropped,
+        ranges_have_no_address_in_common,
         arrays_live_to_the_very_end,
         a_freed_array_gives_its_memory_back_to_a_later_region,
         no_room_means_ordinary_memory,

@@ -82,6 +82,16 @@ IN_C = {
         "if (entry->flags & PRIVATE)",
         "a_fork_in_the_middle_of_a_message",
     ),
+    "a range is not added twice": Guard(
+        "    found = known_range(&range);\n",
+        "    found = -1;\n",
+        "an_interrupt_behind_a_range_that_was_added",
+    ),
+    "a range whose segment is gone makes room": Guard(
+        "        if (!range->used)\n            forget_range(range);\n",
+        "",
+        "ranges_have_no_address_in_common",
+    ),
     "zeros are written into used memory": Guard(
         "    if (!zeroed)\n        memset(found, 0, bytes);\n",
         "",
