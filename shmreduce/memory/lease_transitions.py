@@ -94,6 +94,10 @@ class LeaseTransitions(LeaseSlots):
         index = word >> _EPOCH_BITS & (IMPORTERS - 1)
         if self._epochs[index] != word & _EPOCH_MASK:
             return False
+        if not self.is_open:
+            # Other code has closed the descriptor. The number may be another file's by now, in
+            # which nothing is locked, so it is not known who lives.
+            return True
         if locks.first_locked(self.fd, LOCK_IMPORTER + index) is not None:
             return True
         # A process that ends closes its descriptors one after another. Its lock may go with the

@@ -17,7 +17,7 @@ import shmreduce
 from shmreduce.memory import runtime
 from shmreduce.memory.inspection import process_state
 from shmreduce.memory.layout import CHUNK_SLOTS
-from tests.memory.waiting import PATIENCE, in_forked_child, wait_for_exit
+from tests.memory.waiting import PATIENCE, in_forked_child, receive, wait_for_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +148,40 @@ def test_files_that_have_the_numbers_of_closed_descriptors_are_left_alone(tmp_pa
 
     status = wait_for_exit(in_forked_child(child))
     assert (status, answer.read_text()) == (0, "")
+
+
+def holds_after_the_loss_of_a_number(replaced: bool) -> bool:
+    """Lose one descriptor while a receiver has an array; return whether it still counts."""
+    here, there = Pipe()
+
+    def hold() -> bool:
+        array = receive(there)
+        there.send("here")
+        receive(there)
+        return bool((array == 7).all())
+
+    with shmreduce.install():
+        receiver = in_forked_child(hold)
+        here.send(np.full(LENGTH, 7.0))
+        receive(here)
+        (segment,) = [each for heap in runtime.current().heaps for each in heap.segments]
+        before = [block for block in segment.out if segment.heads[block]]
+        os.close(segment.fd)
+        if replaced:
+            os.dup2(os.memfd_create("other"), segment.fd)
+        for heap in runtime.current().heaps:
+            heap.reap()
+        after = [block for block in segment.out if segment.heads[block]]
+        here.send("end")
+    return before == after != [] and wait_for_exit(receiver) == 0
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.filterwarnings("ignore::shmreduce.ShmreduceWarning")
+@pytest.mark.usefixtures("strategy")
+def test_holders_live_where_it_cannot_be_asked(replaced: bool) -> None:
+    """A maker whose segment's number was closed, or is another file's, keeps what others have."""
+    assert wait_for_exit(in_forked_child(lambda: holds_after_the_loss_of_a_number(replaced))) == 0
 
 
 def use_a_block_with_small_pages_again() -> None:
