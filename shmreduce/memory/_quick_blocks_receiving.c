@@ -152,7 +152,7 @@ static PyObject *take_over(State *state, PyObject *handle, const Handle *what, T
     OWNED PyObject *pages = NULL, *roots = NULL, *shared = NULL, *claims = NULL;
     OWNED PyObject *number = NULL, *generation = NULL, *slot = NULL, *forks = NULL;
     OWNED PyObject *identity = NULL, *entry = NULL, *record = NULL, *root = NULL;
-    OWNED PyObject *reference = NULL, *block = NULL;
+    OWNED PyObject *reference = NULL, *block = NULL, *noted = NULL;
     int there;
 
     if (mapping == NULL || mapping == Py_None)
@@ -186,7 +186,10 @@ static PyObject *take_over(State *state, PyObject *handle, const Handle *what, T
     record = identity == NULL ? NULL : new_record(state, what, place, live, forks, key);
     block = record == NULL ? NULL
         : new_block(state, record, root, what->mode ? Py_True : Py_False);
-    entry = block == NULL ? NULL : PyTuple_Pack(2, block, handle);
+    /* Another one, as in Loading.claimed(). */
+    noted = block == NULL ? NULL
+        : new_block(state, record, root, what->mode ? Py_True : Py_False);
+    entry = noted == NULL ? NULL : PyTuple_Pack(2, noted, handle);
     reference = entry == NULL ? NULL : new_reference(state, root, record, identity);
     if (reference == NULL)
         return NULL;

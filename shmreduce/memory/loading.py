@@ -105,6 +105,9 @@ class Loading:
 
     def claimed(self, block: Block, handle: bytes, what: Handle) -> None:
         """Note a claim."""
+        # Another one, since undo() asks whether anything else has the root: a rebuild function
+        # may keep the Block that it gets.
+        block = Block(block._record, block._root)
         self._claims.append((block, handle))
         if what.mode == "cow":
             # Made only when needed, since few messages bring such blocks.
@@ -233,7 +236,8 @@ def import_block(handle: bytes) -> Block:
         known = here.loading.find_private(key_of(handle))
         if known is not None:
             _had_before(known, handle)
-            return known
+            # Another one, as in claimed().
+            return Block(known._record, known._root)
     mark = object()
     segment = runtime.attachments.pin(what, mark, _arrived_here())
     try:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -185,6 +186,60 @@ def test_the_memory_of_an_array_that_an_object_has_kept_is_not_given_out_again()
     for number in range(3):
         ForkingPickler.loads(ForkingPickler.dumps(np.full(LENGTH, float(number))))[:] = 5
     assert (_kept[0] == 1).all()
+
+
+class Keeping:
+    """Is rebuilt by a function that keeps the Block, of which there is no view then."""
+
+    def __init__(self, handle: bytes) -> None:
+        self.handle = handle
+
+    def __reduce__(self) -> Any:
+        return _keep_block, (self.handle,)
+
+
+def _keep_block(handle: bytes) -> None:
+    _kept.append(shmreduce.import_block(handle))
+
+
+@pytest.mark.parametrize("way", ["short", "long"])
+def test_a_block_that_a_function_has_kept_is_not_given_out_again(
+    way: str, request: pytest.FixtureRequest
+) -> None:
+    """As an array that was kept: the next try says so, and the block is never reused."""
+    if way == "long":
+        request.getfixturevalue("long_way")
+    message = shmreduce.Message()
+    given = message.allocate(LENGTH)
+    assert given is not None
+    given[0][:] = bytes([1]) * LENGTH
+    handle = given[1]
+    del given
+    again = fail_to_load(dumped(Keeping(handle)))
+    message.commit()
+    with suppress(AlreadyLoadedError):
+        ForkingPickler.loads(again)
+    del _kept[1:]
+    for _ in range(3):
+        ForkingPickler.loads(ForkingPickler.dumps(np.full(LENGTH, 5, np.uint8)))
+    assert bytes(_kept[0].buffer) == bytes([1]) * LENGTH
+
+
+def test_a_private_block_that_a_function_has_kept_stays_its() -> None:
+    """Two objects of the message have the same one; the next try brings another."""
+    block = shmreduce.allocate(LENGTH, mode="cow")
+    block.buffer[:] = bytes([1]) * LENGTH
+    message = shmreduce.Message()
+    handles = [message.refer(block, LENGTH) for _ in range(2)]
+    again = fail_to_load(dumped([Keeping(each) for each in handles if each]))
+    message.commit()
+    ForkingPickler.loads(again)
+    first, second, third, fourth = (each.address for each in _kept)
+    assert first == second != third == fourth
+    del block, _kept[1:]
+    for _ in range(3):
+        shmreduce.allocate(LENGTH).buffer[:] = bytes([5]) * LENGTH
+    assert bytes(_kept[0].buffer) == bytes([1]) * LENGTH
 
 
 def test_a_shared_array_that_another_thread_has_stays_its() -> None:
