@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,7 @@ from shmreduce.memory.handle import (
 from shmreduce.memory.mapping import Mapping, make_root, page_ceil
 from shmreduce.memory.record import Record
 from shmreduce.memory.runtime import Runtime, current
+from shmreduce.memory.segment import Sent
 from shmreduce.signals import is_from_system
 
 if TYPE_CHECKING:
@@ -154,8 +156,10 @@ class Loading:
             try:
                 if live.take_back(block):
                     segment.unclaim(record.block, slot, what.nonce, what.slot)
+                    _keep_for_reader(segment, what)
                 elif record.shared and record.slot == what.slot:
                     _hold_elsewhere(record, what)
+                    _keep_for_reader(segment, what)
             finally:
                 segment.unpin(block)
         self._claims.clear()
@@ -373,6 +377,17 @@ def _copied(runtime: Runtime, block: Block) -> Block:
         runtime.live, segment, number, record.nbytes, mapping, shared=False, private=True
     )
     return Block(alone, root)
+
+
+def _keep_for_reader(segment: Segment, what: Handle) -> None:
+    """Note a message that was given back as one of this process's own.
+
+    Its sender may have seen that it was read, and ended: then nobody else would leave the
+    segment in the mailbox, or keep it open.
+    """
+    now = time.monotonic()
+    segment.sent(Sent(what.slot, what.nonce, what.block, what.generation, now, None))
+    segment.sent_alone(what.nonce)
 
 
 def _hold_elsewhere(record: Record, what: Handle) -> None:

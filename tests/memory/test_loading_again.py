@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import pickle
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -291,6 +291,31 @@ def test_what_is_given_back_stays_open_until_it_is_a_message_again(
         array, _ = ForkingPickler.loads(again)
         assert (array == 1).all()
         del array
+
+
+@pytest.mark.parametrize("kind", ["by value", "had elsewhere"])
+def test_what_is_given_back_is_there_though_its_sender_has_ended(kind: str) -> None:
+    """The sender has seen that it was read, so the process that gives it back keeps it."""
+    found: list[Any] = []
+    with ExitStack() as stack:
+        owner = stack.enter_context(OtherProcess("fork"))
+        another = data = b""
+        if kind == "by value":
+            data = owner.ask(dump_by_value)
+        else:
+            data, another = owner.ask(make_shared)
+
+        def end_the_sender() -> None:
+            if kind == "had elsewhere":
+                found.append(ForkingPickler.loads(another))
+            stack.close()
+
+        Trouble.happens = end_the_sender
+        again = fail_to_load(data)
+    found.clear()
+    runtime.current().attachments.close_idle(0)
+    array, _ = ForkingPickler.loads(again)
+    assert (array == 1).all()
 
 
 def dump_by_value() -> bytes:
