@@ -1,7 +1,7 @@
 """A segment that this process made: which of its blocks are free, and which runs are cold.
 
-May import errors, contracts, ``block_locks``, ``mapping``, ``layout``, ``size_classes`` and
-``segment``.
+May import errors, contracts, ``block_locks``, ``mapping``, ``layout``, ``size_classes``,
+``lease`` and ``segment``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shmreduce.memory.block_locks import if_unlocked
 from shmreduce.memory.layout import BY_VALUE, SHARED, SegmentHeader
+from shmreduce.memory.lease import Lease
 from shmreduce.memory.mapping import HUGE_PAGE, PAGE_SIZE, Mapping
 from shmreduce.memory.segment import Segment
 from shmreduce.memory.size_classes import SMALLEST_BLOCK
@@ -149,7 +150,11 @@ class OwnedSegment(Segment):
     def _unlink_old_messages(
         self, block: int, seen: dict[tuple[int, int], float], now: float, timeout: float
     ) -> None:
+        # A message that is still being pickled here is not old, however long that takes.
+        incomplete = {mark.slot for mark in list(self.pins) if isinstance(mark, Lease)}
         for slot in self.messages(block):
+            if slot in incomplete:
+                continue
             key = (slot, self.words[slot])
             since = seen.get(key, now)
             if now - since > timeout:

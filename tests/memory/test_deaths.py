@@ -290,6 +290,24 @@ def test_a_message_of_another_about_a_block_is_given_up_by_its_maker(killed: boo
 
 
 @pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_message_is_not_old_before_it_is_complete(shared: bool) -> None:
+    """``message_timeout`` does not count how long it is pickled, while others need memory."""
+    message = shmreduce.Message()
+    if shared:
+        handle = message.refer(shmreduce.allocate(LENGTH), LENGTH)
+    else:
+        handle = (message.allocate(LENGTH) or (None, None))[1]
+    with shmreduce.install(message_timeout=1e-9):
+        for _ in range(3):
+            runtime.current().give_up()
+            shmreduce.allocate(LENGTH)
+    message.commit()
+    assert handle is not None
+    assert shmreduce.import_block(handle).nbytes == LENGTH
+
+
+@pytest.mark.usefixtures("strategy")
 def test_a_killed_member_frees_its_part_of_the_budget() -> None:
     """What a killed process had reserved no longer counts against the family."""
     for heap in runtime.current().heaps:
