@@ -231,12 +231,15 @@ class LiveBlocks:
     def watch(self, record: Record, root: Any) -> None:
         """Start watching a root: its record is kept as long as the root lives."""
         segment, block = record.segment, record.block
+        identity = id(root)
+        # From here until the root is in the table there is no other call, after which Ctrl-C might
+        # come: who catches it tells by the table who ends the hold.
         reference = RootReference(root, quick_blocks.root_died or _root_died)
         reference.record = record
-        reference.identity = id(root)
+        reference.identity = identity
         if record.slot is None:
             segment.records[block] = record
-        self._roots[id(root)] = reference
+        self._roots[identity] = reference
         if record.slot is not None:
             segment.holds[record.slot] = record
         if self.ledger.pending and not record.shared and record.slot is not None:

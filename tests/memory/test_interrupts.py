@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +30,7 @@ from shmreduce.memory.layout import BY_VALUE, LOCK_BLOCK
 from shmreduce.memory.lease_slots import MESSAGE
 from shmreduce.memory.ledger import ForkLedger
 from shmreduce.memory.loading import Loading, _handles_in, here, import_block, with_arrived
+from shmreduce.memory.segment import Segment
 from shmreduce_numpy.blocks import find_block_of
 from tests.compiler import needs_module
 from tests.interrupter import interrupted_everywhere
@@ -427,6 +429,48 @@ def test_a_hold_is_ended_once_after_an_interrupt(
     gc.collect()
     assert slot not in segment.holds
     assert segment.words[slot] == 0
+
+
+def test_a_hold_is_ended_once_wherever_the_interrupt_comes(
+    installed: None, long_way: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either by the load, or by the death of a root that the traceback has kept: by then the
+    slot may be another hold's.
+    """
+    held: dict[tuple[bytes, int], bool] = {}
+    claim, release = Segment.claim, Segment.try_release
+    twice: list[int] = []
+
+    def note_claim(self: Segment, *arguments: Any, **options: Any) -> tuple[int, bool]:
+        slot, alone = claim(self, *arguments, **options)
+        held[self.token, slot] = True
+        return slot, alone
+
+    def note_release(self: Segment, block: int, slot: int) -> bool | None:
+        if not held.get((self.token, slot)):
+            twice.append(slot)
+        released = release(self, block, slot)
+        held[self.token, slot] = not released
+        return released
+
+    monkeypatch.setattr(Segment, "claim", note_claim)
+    monkeypatch.setattr(Segment, "try_release", note_release)
+    messages = [bytes(ForkingPickler.dumps(np.full(9000, 1.0))) for _ in range(ROUNDS)]
+    # What was loaded dies later: an interrupt in a destructor ends there.
+    kept: list[Any] = []
+
+    def load() -> None:
+        try:
+            kept.append(ForkingPickler.loads(messages.pop()))
+        except KeyboardInterrupt as error:
+            # The root dies before the reference to it.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    assert sum(1 for _ in interrupted_everywhere(load, "memory/blocks.py")) > 5
+    kept += map(ForkingPickler.loads, messages)
+    kept.clear()
+    assert twice == []
 
 
 def test_a_block_that_was_filled_is_given_back_once(
