@@ -99,8 +99,9 @@ class BornHeap(Heap):
         self.lending = False
         """Whether arrays may be born here now."""
         self._process = os.getpid()
-        self.moving: dict[int, None] = {}
-        """Entries that a message may move; until it is complete, nobody else may take them."""
+        self.moving: dict[int, object] = {}
+        """Entries that a message may move, with a mark of that move; until the message is
+        complete, nobody else may take them."""
         # A forked child sees the arrays of the allocator, for which this process has no roots.
         runtime.live.guards_forks = True
 

@@ -35,6 +35,8 @@ class BornMove(NamedTuple):
     handle: bytes
     """Its handle in the pickle, padded if a longer one may have to replace it."""
     lease: Lease
+    mark: object
+    """What the heap has for the entry, to tell this move from others of the same number."""
 
     def is_apart(self) -> bool:
         """Return whether it has been freed, and no forked child sees the block's pages."""
@@ -48,11 +50,10 @@ class BornMove(NamedTuple):
 
     def stay(self) -> None:
         """Undo it: the array is as if it had never been in a message."""
-        self.heap.moving.pop(self.number, None)
-        if not self.lease.segment.heads[self.lease.block]:
-            # No lease is left. With a lease, a receiver has the block, and it is freed like
-            # any block that was sent.
-            load().unsend(self.number)
+        # Without a lease nobody has the block. With one, a receiver has it, and it is freed like
+        # any block that was sent.
+        unsent = not self.lease.segment.heads[self.lease.block]
+        _end_move(self.heap, self.number, self.mark, unsent=unsent)
 
     def end(self) -> Callable[[], object]:
         """Finish it: the message is complete. Return what lets the heap use the entry again."""
@@ -85,24 +86,40 @@ def name_array(
     number = library.send(address)
     if not number:
         return None
-    heap = heap_of(number)
+    heap, mark = heap_of(number), object()
     kept = False
     try:
+        heap.moving[number] = mark
         entry = library.table[number]
         size = entry.size
         # With another strategy, the handle of a copy could be too long to replace this one.
         if 2 * used < size or heap.strategy is not current_strategy():
             return None
-        heap.moving[number] = None
         place = heap.place_of(number)
         lent = None if place is None else lend(*place, size)
         if lent is None:
             return None
-        made = BornMove(heap, number, *lent)
+        made = BornMove(heap, number, *lent, mark)
         note(made)
         kept = True
         return made
     finally:
         if not kept:
-            heap.moving.pop(number, None)
-            library.unsend(number)
+            _end_move(heap, number, mark, unsent=True)
+
+
+def _end_move(heap: BornHeap, number: int, mark: object, *, unsent: bool) -> None:
+    """Let the heap take the entry again; with ``unsent``, no message has named it after all.
+
+    A second call does nothing, since the number may be another array's by then.
+    """
+    moving = heap.moving
+    try:
+        # Before the entry is let go: another thread may release it at once.
+        if unsent and number in moving and moving[number] is mark:
+            load().unsend(number)
+    finally:
+        # Its array may have been freed meanwhile, and another one that is moved have the number.
+        # There is no call in between, so no other thread runs.
+        if number in moving and moving[number] is mark:
+            del moving[number]

@@ -13,16 +13,28 @@ import pytest
 
 import shmreduce
 from shmreduce.born.heap import get_heap
+from shmreduce.born.library import load
+from shmreduce.born.moving import BornMove, name_array
 from shmreduce.memory.process_memory import Runtime
 from shmreduce.memory.runtime import current
 from shmreduce.testing.leaks import find_leaks, take_census
-from tests.born.allocator import LARGE, address_of, counters, filled, received_in_place
+from tests.born.allocator import (
+    LARGE,
+    address_of,
+    counters,
+    entry_of,
+    filled,
+    received_in_place,
+)
 from tests.plugins.numpy_samples import written_back_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("allocator", "shmreduce_no_leaks")
+
+SENT = 1
+"""As in the allocator's source."""
 
 
 def tend() -> None:
@@ -40,6 +52,55 @@ def test_an_array_that_nobody_has_any_more_is_moved(pipe: tuple[Any, Any]) -> No
     assert (received == 3).all()
     received[:] = 4
     assert (received == 4).all()
+
+
+def named(array: Any, message: shmreduce.Message) -> BornMove:
+    """Put an array into a message, as a channel does that may move it."""
+    moves: list[BornMove] = []
+    assert name_array(address_of(array), array.nbytes, message.add_lease, moves.append)
+    return moves[0]
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_array_that_is_in_a_message_stays_in_it_when_another_one_is_taken_back(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though other threads free the one, and send the other with its number, in the middle."""
+    failed, sent = shmreduce.Message(), shmreduce.Message()
+    moves: list[BornMove] = []
+    arrays: list[Any] = []
+    unsend = load().unsend
+
+    def send_another() -> None:
+        arrays.clear()
+        tend()
+        arrays.append(filled(2))
+        moves.append(named(arrays[0], sent))
+
+    def while_others_run(number: int) -> None:
+        monkeypatch.undo()
+        if when == "behind":
+            unsend(number)
+        send_another()
+        if when == "before":
+            unsend(number)
+
+    with shmreduce.shared_allocations():
+        tend()
+        arrays.append(filled(1))
+        move = named(arrays[0], failed)
+        if when == "before":
+            arrays.clear()
+        failed.rollback()
+        monkeypatch.setattr(load(), "unsend", while_others_run)
+        move.stay()
+        move.stay()
+        assert entry_of(arrays[0]).flags & SENT
+        assert moves[0].number in get_heap().moving
+        sent.rollback()
+        moves[0].stay()
+        assert not entry_of(arrays[0]).flags & SENT
+        assert not get_heap().moving
 
 
 def test_what_is_sent_after_the_process_has_left_is_handed_over(
