@@ -442,14 +442,15 @@ class _Patch:
             if not self.active:
                 previous(pickler, obj)
                 return
-            if isinstance(obj, BaseProcess) and get_spawning_popen() is not None:
+            child = get_spawning_popen() if isinstance(obj, BaseProcess) else None
+            if child is not None:
                 obj = as_child(obj)
             elif type(obj) is tuple:
                 obj = instead_of_encoding_error(obj)
             message = dump_message(pickler, obj, previous)
             if message is not None:
                 try:
-                    message.commit()
+                    message.commit(child=child)
                 except BaseException:
                     message.rollback()
                     raise

@@ -12,6 +12,7 @@ pickled by shmreduce.
 from __future__ import annotations
 
 from multiprocessing import popen_forkserver, popen_spawn_posix
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.forking import as_child
@@ -37,7 +38,7 @@ class _Packed:
         data, message = dumps(self._obj)
         if message is not None:
             self._leases += message.leases()
-            message.commit()
+            message.commit(child=get_spawning_popen())
         return loads, (bytes(data),)
 
     def discard(self) -> None:

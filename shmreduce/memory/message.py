@@ -12,7 +12,6 @@ import itertools
 import os
 import time
 import weakref
-from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmreduce.contracts import check_nbytes
@@ -645,13 +644,16 @@ class Message:
         """Return the leases that were given out, and neither kept nor taken back so far."""
         return list(self._taken)
 
-    def commit(self, *, carried: bool = False) -> None:
+    def commit(self, *, carried: bool = False, child: object | None = None) -> None:
         """Keep everything that was given out: the message is complete.
 
         Parameters
         ----------
         carried : bool
             Whether a descriptor of each segment travels with the message. For the core only.
+        child : Popen, optional
+            The child that is being started, if the message is for it: when the child has ended,
+            nobody is going to read it. For the core only.
         """
         if not self._is_ours():
             return
@@ -662,7 +664,6 @@ class Message:
             lease.filling = None
             self._borrowed.pop()
         alone = () if carried else self.leases()
-        child = get_spawning_popen()
         reference = None if child is None else weakref.ref(child)
         keep_leases(self._taken, reference)
         self._taken.clear()

@@ -307,6 +307,47 @@ def test_a_message_is_not_old_before_it_is_complete(shared: bool) -> None:
     assert shmreduce.import_block(handle).nbytes == LENGTH
 
 
+class Logged:
+    """Sends an array to somebody whenever it is pickled."""
+
+    def __init__(self, *writers: Any) -> None:
+        self.writers = writers
+
+    def __getstate__(self) -> dict[str, Any]:
+        for writer in self.writers:
+            writer.send(np.full(LENGTH, 3, np.uint8))
+        return {}
+
+
+class Deadly:
+    """Whoever unpickles it is dead."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("ours", [False, True])
+def test_what_a_dead_child_has_not_read_is_given_up_and_nothing_else(ours: bool) -> None:
+    """What its arguments sent to others while they were pickled is not the child's."""
+    import multiprocessing
+
+    context: Any = (shmreduce if ours else multiprocessing).get_context("spawn")
+    pipes = [multiprocessing.Pipe(duplex=False), shmreduce.Pipe(duplex=False)]
+    arguments = Logged(*(writer for _, writer in pipes)), Deadly(), np.ones(LENGTH, np.uint8)
+    process = context.Process(target=len, args=arguments)
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == 1
+    # To count them, messages that nobody is going to read are given up.
+    assert process_state().unread == 2
+    for reader, writer in pipes:
+        assert receive(reader).sum() == 3 * LENGTH
+        reader.close()
+        writer.close()
+    process.close()
+
+
 @pytest.mark.usefixtures("strategy")
 def test_a_killed_member_frees_its_part_of_the_budget() -> None:
     """What a killed process had reserved no longer counts against the family."""
