@@ -340,7 +340,12 @@ class Queue(QueueLocks, _StandardQueue, Generic[_T]):
         held = [obj]
         del obj
         item = self._pack(held)
-        self._add(item)
+        try:
+            self._add(item)
+        except BaseException:
+            if self._is_unseen(item):
+                self._take_back(item)
+            raise
         item.finish()
 
     def get(self, block: bool = True, timeout: float | None = None) -> _T:
@@ -423,23 +428,24 @@ class Queue(QueueLocks, _StandardQueue, Generic[_T]):
             raise
 
     def _add(self, item: Packet | Unsendable) -> None:
-        try:
-            with self._locked:
-                self._used = True
-                if not self._sent_at_once(item):
-                    if self._thread is None:
-                        self._start_thread()
-                    self._buffer.append(item)
-                    self._notempty.notify()
-        except BaseException:
-            # Ctrl-C, or no thread can be started (RLIMIT_NPROC).
-            with self._locked:
-                if item in self._buffer:
-                    self._buffer.remove(item)
-                unseen = not item.is_under_way
-            if unseen:
-                self._take_back(item)
-            raise
+        with self._locked:
+            self._used = True
+            if not self._sent_at_once(item):
+                if self._thread is None:
+                    self._start_thread()
+                self._buffer.append(item)
+                self._notempty.notify()
+
+    def _is_unseen(self, item: Packet | Unsendable) -> bool:
+        """Take an item out of the buffer, if it is there; return whether nobody has seen it.
+
+        For a ``put`` that has failed, wherever that was: by Ctrl-C, or since no thread can be
+        started (RLIMIT_NPROC).
+        """
+        with self._locked:
+            if item in self._buffer:
+                self._buffer.remove(item)
+            return not item.is_under_way
 
     def _take_back(self, item: Packet | Unsendable) -> None:
         """Undo a ``put`` whose item nobody has seen."""
@@ -546,19 +552,21 @@ class JoinableQueue(Queue[_T], _StandardJoinableQueue):
         counted = False
         try:
             with self._cond:
-                # Counted before anybody can get the item and call task_done().
+                # Counted before anybody can get the item and call task_done(). No signal
+                # handler runs between these two.
                 counted = True
                 self._unfinished_tasks.release()
                 self._add(item)
         except BaseException:
-            if not counted:
-                super()._take_back(item)
+            if self._is_unseen(item):
+                try:
+                    if counted:
+                        # It tells those who have begun to wait for this item.
+                        super().task_done()
+                finally:
+                    self._take_back(item)
             raise
         item.finish()
-
-    def _take_back(self, item: Packet | Unsendable) -> None:
-        self._unfinished_tasks.acquire(False)
-        super()._take_back(item)
 
 
 def _reset_after_fork(queue: Queue[Any]) -> None:

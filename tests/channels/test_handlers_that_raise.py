@@ -30,6 +30,7 @@ from shmreduce.pool_results import ApplyResult, IMapIterator
 from shmreduce.pool_tasks import Task
 from shmreduce.receive_buffer import ReceiveBuffer
 from tests.channels.channels import PATIENCE, eventually, within
+from tests.interrupter import interrupted_everywhere
 from tests.memory.waiting import in_forked_child, wait_for_exit
 
 if TYPE_CHECKING:
@@ -374,8 +375,7 @@ def test_ctrl_c_in_put_takes_no_place_for_ever(
     if not goes_at_once:
         # As if the pipe were full: the queue's thread sends it.
         monkeypatch.setattr(queues.Queue, "_sent_at_once", lambda *_: False)
-    # Behind the `try`: before it Ctrl-C comes between two calls, as in the standard library.
-    number = 2
+    number = 0
     deadline = time.monotonic() + PATIENCE
     while True:
         queue = getattr(FORK, name)(1)
@@ -394,6 +394,73 @@ def test_ctrl_c_in_put_takes_no_place_for_ever(
             break
         number += 1
     assert number > 6
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+@pytest.mark.parametrize("name", ["Queue", "JoinableQueue"])
+def test_ctrl_c_in_put_counts_what_was_put_and_nothing_else(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes once the object is pickled: before that, it comes between two calls, as
+    in the standard library.
+    """
+    queue: Any = None
+    packed: list[bool] = []
+    pack = queues.Queue._pack
+
+    def noted(self: Any, held: list[Any]) -> Any:
+        item = pack(self, held)
+        packed.append(True)
+        return item
+
+    def put() -> None:
+        nonlocal queue
+        packed.clear()
+        queue = getattr(FORK, name)(1)
+        queue.put(np.ones(SIZE))
+
+    monkeypatch.setattr(queues.Queue, "_pack", noted)
+    judged = 0
+    for when in interrupted_everywhere(put, queues.__file__):
+        if queue is None or not packed:
+            continue
+        judged += 1
+        count = 0
+        while queue._reader.poll(0):
+            count += len(queue.get(timeout=PATIENCE)) // SIZE
+        assert queue._sem.get_value() == 1, when
+        if name == "JoinableQueue":
+            assert queue._unfinished_tasks.get_value() == count, when
+        queue.close()
+        queue.join_thread()
+    assert judged > 2
+    # The last put was not struck.
+    assert len(queue.get(timeout=PATIENCE)) == SIZE
+    queue.close()
+    queue.join_thread()
+
+
+@pytest.mark.usefixtures("shmreduce_no_leaks")
+def test_who_waits_for_what_ctrl_c_takes_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``join()`` may begin to wait as soon as the item is counted."""
+    queue: Any = FORK.JoinableQueue(1)
+    waits = threading.Thread(target=queue.join, daemon=True)
+
+    def joined_and_struck(_: Any) -> None:
+        # As if the lock had been given back already, on the way out of put().
+        queue._cond.release()
+        waits.start()
+        eventually(lambda: queue._cond._sleeping_count.get_value() == 1)
+        queue._cond.acquire()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue, "_add", joined_and_struck)
+    with pytest.raises(KeyboardInterrupt):
+        queue.put(np.ones(SIZE))
+    waits.join(PATIENCE)
+    assert not waits.is_alive()
+    queue.close()
+    queue.join_thread()
 
 
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
