@@ -16,7 +16,12 @@ import copyreg
 import operator
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from types import BuiltinFunctionType, FunctionType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shmreduce.errors import ReducerError
@@ -59,11 +64,18 @@ _BY_NAME = (type, FunctionType)
 """Types whose instances are pickled by name before the dispatch table is looked at."""
 _NAMED = (*_BY_NAME, BuiltinFunctionType)
 """Types whose instances are pickled by name, without a call of their methods."""
+_ITEMS = 3
+"""The place in what ``__reduce__`` returns of the iterator of a list's items; next to it is that
+of a dictionary's."""
 _MOST_CLASSES = 64
 """How many classes a pickler that is used again remembers. With more, all are forgotten."""
 _HEAP_TYPE = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: a class that is freed if nothing refers to it; see
 https://docs.python.org/3/c-api/typeobj.html#c.Py_TPFLAGS_HEAPTYPE"""
+_METHODS = ("__reduce_ex__", "__reduce__", "__getstate__", "__iter__", "items")
+"""What a pickler calls, or ``object.__reduce_ex__`` for it."""
+_BUILT_IN = (MethodDescriptorType, WrapperDescriptorType)
+"""Types of methods that are written in C."""
 _by_its_method = operator.methodcaller("__reduce_ex__", PROTOCOL)
 """What a pickler does for an object that no table names. It is not a function of Python: that
 would take as long as all the rest for a number of NumPy, say."""
@@ -208,11 +220,15 @@ class _Dispatch(dict[type, "_Reduce"]):
     """
 
     __slots__ = (
-        "_asks_for_all", "_is_careful", "_is_to_end", "_registry", "begun", "limits", "message",
-        "mover",
+        "_asks_for_all", "_is_careful", "_is_to_end", "_registry", "begun", "iterating", "limits",
+        "message", "mover",
     )  # fmt: skip
 
     begun: Begun | None
+    iterating: list[bool]
+    """Not empty once an object may be pickled by an iterator: its code runs between any two
+    objects from then on, so that nothing may stay uncut. A list, which functions in the table can
+    refer to without a cycle."""
     limits: Limits
     message: Message | None
     mover: Mover | None
@@ -222,6 +238,7 @@ class _Dispatch(dict[type, "_Reduce"]):
         self._registry = registry
         self._asks_for_all = asks_for_all
         self._is_careful = self._is_to_end = False
+        self.iterating = []
 
     def end(self) -> None:
         """Forget the dump."""
@@ -230,12 +247,13 @@ class _Dispatch(dict[type, "_Reduce"]):
             self.clear()
         self.begun = self.mover = self.message = None
         self._is_careful = self._is_to_end = False
+        self.iterating.clear()
 
     def __missing__(self, cls: type) -> _Reduce:
         claim = self._registry.find(cls)
         found: _Reduce | None
         if claim is not None and cls not in _registered():
-            found = self._by_reducer(claim)
+            found = self._by_reducer(claim, cls)
         elif self._asks_for_all:
             found = _decline
         else:
@@ -249,25 +267,38 @@ class _Dispatch(dict[type, "_Reduce"]):
                 self._is_to_end = True
         return found
 
-    def _by_reducer(self, claim: ReducerClaim) -> _Reduce:
+    def _by_reducer(self, claim: ReducerClaim, cls: type) -> _Reduce:
         if self.message is None:
             self.message = Message(True, self.mover, limits=self.limits)
         message = self.message
         reduce = claim.reducer.reduce
         begun = self.begun
-        uncut = () if self.mover is None else self.mover.uncut
+        mover: Any = self.mover
+        uncut = () if mover is None else mover.uncut
+        iterating = self.iterating
+        has_methods = _has_methods(cls)
 
         def ask(obj: Any) -> Any:
             # As in ask_reducer(), without a call: a list may have ten thousand arrays.
             if begun is not None and obj is begun.obj:
-                return begun.reduced
-            message.before_many -= 1
-            if not message.before_many:
-                message.has_many = True
-            result = reduce(obj, message)
-            if uncut and not self._is_careful:
-                self.take_care()
-            if type(result) is tuple:
+                result: Any = begun.reduced
+            else:
+                if has_methods and uncut:
+                    # The reducer may call them, and they may write to arrays.
+                    mover.cut_off()
+                message.before_many -= 1
+                if not message.before_many:
+                    message.has_many = True
+                result = reduce(obj, message)
+            is_tuple = type(result) is tuple
+            if is_tuple and len(result) > _ITEMS and _has_iterator(result):
+                iterating.append(True)
+            if uncut:
+                if iterating:
+                    mover.cut_off()
+                elif not self._is_careful:
+                    self.take_care()
+            if is_tuple:
                 return result
             _check_result(claim, obj, result)
             if result is NotImplemented and not self._asks_for_all:
@@ -290,7 +321,11 @@ class _Dispatch(dict[type, "_Reduce"]):
             if issubclass(cls, type):
                 return None
             reduce = _by_its_method
-        if not self._is_careful or issubclass(cls, _NAMED):
+        if issubclass(cls, _NAMED):
+            return reduce
+        if _may_iterate(cls):
+            reduce = _watched(reduce, self.iterating)
+        if not self._is_careful:
             return reduce
         mover: Any = self.mover
 
@@ -300,6 +335,34 @@ class _Dispatch(dict[type, "_Reduce"]):
             return reduce(obj)
 
         return after_cutting_off
+
+
+def _has_methods(cls: type) -> bool:
+    """Return whether a pickler calls methods of a class that are not written in C."""
+    return any(
+        not isinstance(getattr(cls, name, None), (*_BUILT_IN, type(None))) for name in _METHODS
+    )
+
+
+def _may_iterate(cls: type) -> bool:
+    """Return whether other code than that of types in C may say what an object's items are."""
+    return cls in _registered() or cls in copyreg.dispatch_table or _has_methods(cls)
+
+
+def _has_iterator(reduced: tuple[Any, ...]) -> bool:
+    return any(each is not None for each in reduced[_ITEMS : _ITEMS + 2])
+
+
+def _watched(reduce: _Reduce, iterating: list[bool]) -> _Reduce:
+    """Return a function that pickles as another does, and notes whether there is an iterator."""
+
+    def watch(obj: Any) -> Any:
+        result = reduce(obj)
+        if type(result) is tuple and len(result) > _ITEMS and _has_iterator(result):
+            iterating.append(True)
+        return result
+
+    return watch
 
 
 class _AskingPickler(pickle.Pickler):
@@ -320,9 +383,12 @@ class _AskingPickler(pickle.Pickler):
         result = self._functions[type(obj)](obj)
         if result is NotImplemented:
             mover = self._functions.mover
+            others = override_of_others()
             if mover is not None and not isinstance(obj, _NAMED):
                 mover.cut_off()
-            others = override_of_others()
+                # What pickles it now returns its result to the pickler alone.
+                if others is not None or _may_iterate(type(obj)):
+                    self._functions.iterating.append(True)
             if others is not None:
                 return others(self, obj)
         return result

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copyreg
 import gc
 import os
+import pickle
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from tests.conftest import registered
 from tests.interrupter import Interrupter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.conftest import Children
 
@@ -349,6 +351,9 @@ def test_it_comes_too_late_though_another_of_its_class_came_before(
     """How a class is pickled is found once, and again when the first received array comes."""
     if not guarded:
         monkeypatch.setattr(_Dispatch, "take_care", lambda self: None)
+        if pickled_by == "no reducer after all":
+            # A reducer may call the object's methods, so it is cut off before that, too.
+            monkeypatch.setattr(Moves, "cut_off", lambda self: None)
     if pickled_by == "copyreg":
         monkeypatch.setitem(copyreg.dispatch_table, Filling, fill_and_name)
     with registered(Deciding()) if pickled_by == "no reducer after all" else nullcontext():
@@ -359,6 +364,135 @@ def test_it_comes_too_late_though_another_of_its_class_came_before(
         ends[1].send_last(held)
         assert (before == 9).all()
         assert (ends[0].recv()[1] == (1 if guarded else 9)).all()
+
+
+class Lazy:
+    """Fills an array before each of its items, which are views of it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def views(self) -> Iterator[Any]:
+        for value in (2, 3, 4):
+            self.array[:] = value
+            yield self.array.view()
+
+    def __reduce__(self) -> Any:
+        return list, (), None, self.views()
+
+
+class LazyList(list[Any]):
+    """The same, as a list."""
+
+    array: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from Lazy(self.array).views()
+
+
+def items_of(arrays: list[Any]) -> list[set[int]]:
+    return [set(each.tolist()) for each in list.__iter__(arrays)]
+
+
+class LazyReducer(shmreduce.Reducer):
+    """Pickles it as it pickles itself."""
+
+    types = (Lazy,)
+
+    def reduce(self, obj: Any, message: Any) -> Any:
+        return obj.__reduce__()
+
+
+class NamedReducer(shmreduce.Reducer):
+    """Makes the pickler ask about every object."""
+
+    types = (FunctionType,)
+
+    def reduce(self, obj: Any, message: Any) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kind", ["__reduce__", "__iter__", "a reducer", "copyreg", "asked"])
+def test_what_an_iterator_writes_comes_too_late(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, kind: str, alone: bool
+) -> None:
+    """It runs between two objects, when no function of the pickler is asked."""
+    array = received(ends)
+    monkeypatch.setattr(LazyList, "array", array)
+    made: Any = LazyList() if kind == "__iter__" else Lazy(array)
+    if kind == "copyreg":
+        monkeypatch.setitem(copyreg.dispatch_table, Lazy, Lazy.__reduce__)
+        monkeypatch.delattr(Lazy, "__reduce__")
+    reducers = {"a reducer": LazyReducer, "asked": NamedReducer}
+    with registered(reducers[kind]()) if kind in reducers else nullcontext():
+        # Another class is met before, so that the pickler knows it already.
+        ends[1].send(made if alone else [Filling(np.zeros(3)), made])
+        # A pickler takes the second item before it pickles the first.
+        assert items_of(pickle.loads(pickle.dumps(made))) == [{3}, {3}, {4}]
+    found = ends[0].recv()
+    assert items_of(found if alone else found[1]) == [{3}, {3}, {4}]
+
+
+class FillingArray(np.ndarray[Any, Any]):
+    """Writes to another array when it is pickled."""
+
+    other: Any = None
+
+    def __reduce__(self) -> Any:
+        type(self).other[:] = 9
+        return super().__reduce__()
+
+
+def test_what_a_subclass_writes_while_a_reducer_calls_it_comes_too_late(
+    ends: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reducer of arrays has a large one pickled by its own method."""
+    array = received(ends)
+    monkeypatch.setattr(FillingArray, "other", array)
+    ends[1].send([array, filled(2).view(FillingArray)])
+    found, other = ends[0].recv()
+    assert (found == 1).all()
+    assert (np.asarray(other) == 2).all()
+
+
+class Signal:
+    """Has an array, and a part that writes to it when it is pickled."""
+
+    def __init__(self, array: Any, iterates: bool) -> None:
+        self.array = array
+        self.part = Lazy(array).views() if iterates else Filling(array)
+
+
+def rebuild_signal(handle: bytes, part: Any = None) -> Any:
+    return [np.frombuffer(shmreduce.import_block(handle).buffer, np.uint8)]
+
+
+class SignalReducer(shmreduce.Reducer):
+    """Passes the block of the array on."""
+
+    types = (Signal,)
+
+    def reduce(self, obj: Any, message: shmreduce.Message) -> Any:
+        block = find_block_of(obj.array)
+        assert block is not None
+        handle = message.refer(block, block.nbytes)
+        if isinstance(obj.part, Filling):
+            return rebuild_signal, (handle, obj.part)
+        return rebuild_signal, (handle,), None, obj.part
+
+
+@pytest.mark.parametrize("iterates", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_part_writes_after_its_whole_was_passed_on_comes_too_late(
+    ends: tuple[Any, Any], alone: bool, iterates: bool
+) -> None:
+    """Also if the whole is the message: its reducer was called before there was a pickler."""
+    with registered(SignalReducer()):
+        signal = Signal(received(ends), iterates)
+        ends[1].send(signal if alone else [signal])
+    found = ends[0].recv()
+    assert ((found if alone else found[0])[0] == 1).all()
 
 
 def test_names_cut_nothing_off(ends: tuple[Any, Any], cuts: list[Any]) -> None:
