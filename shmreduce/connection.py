@@ -225,6 +225,8 @@ class Connection(multiprocessing.connection.Connection):
         ------
         EOFError
             If the other end was closed, and all messages have been received.
+        BlockingIOError
+            If it would have to wait, and somebody has made the socket a non-blocking one.
         OSError
             If this connection is closed or can only send.
         """
@@ -233,6 +235,9 @@ class Connection(multiprocessing.connection.Connection):
         try:
             return open_packet(buffer, self._read(buffer, 0 if wait else _DO_NOT_WAIT))
         except BlockingIOError:
+            if wait:
+                # O_NONBLOCK was set by another process: it belongs to the socket, which all share.
+                raise
             return None
 
     def transmit(self, packet: Packet, *, wait: bool = True, patient: bool = False) -> None:

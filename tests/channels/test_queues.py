@@ -150,6 +150,25 @@ def test_timeout_is_kept_when_others_are_faster() -> None:
     close(queue)
 
 
+def make_non_blocking(queue: Any) -> None:
+    os.set_blocking(queue._reader.fileno(), False)
+
+
+def test_get_that_cannot_wait_does_not_say_that_it_has(children: Children) -> None:
+    """Another process may make the socket a non-blocking one, which is an error, not Empty."""
+    queue = context_of(children).Queue()
+    children.join(children.start(make_non_blocking, queue))
+    with pytest.raises(BlockingIOError):
+        within(queue.get)
+    with pytest.raises(standard_queue.Empty):
+        queue.get(block=False)
+    with pytest.raises(standard_queue.Empty):
+        queue.get(timeout=0.01)
+    queue.put(5)
+    assert queue.get(timeout=PATIENCE) == 5
+    close(queue)
+
+
 def test_closed_queue_refuses() -> None:
     """``put`` and ``get`` are ValueError after ``close``; the pipe is closed if it was used."""
     queue = shmreduce.Queue()
