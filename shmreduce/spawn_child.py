@@ -15,6 +15,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import enum
+import errno
 import os
 import pickle
 import sys
@@ -106,9 +107,28 @@ class ReportFile:
     def __init__(self) -> None:
         # The first byte says whether the outcome is complete: 0 for no.
         self._file = Descriptor(anonymous_zeros("shmreduce-outcome", len(_COMPLETE)))
+        self._identity = _identity_of(self._file)
+
+    def lost(self) -> bool:
+        """Whether other code has closed the descriptor, as daemons do.
+
+        Its number may be that of another file by now.
+        """
+        try:
+            return _identity_of(self._file) != self._identity
+        except OSError:
+            return True
 
     def write(self, outcome: Returned | Raised) -> None:
-        """Write the outcome. It counts only after all of it has been written."""
+        """Write the outcome. It counts only after all of it has been written.
+
+        Raises
+        ------
+        OSError
+            If the file is lost.
+        """
+        if self.lost():
+            raise OSError(errno.EBADF, "the function has closed the file for its outcome")
         number = self._file.fileno()
         rest = memoryview(pickle.dumps(outcome))
         position = len(_COMPLETE)
@@ -136,6 +156,11 @@ class ReportFile:
     def give_up_when_dropped(self, pickler: PicklerChoice) -> None:
         """Call :meth:`give_up` in this process when the object is dropped."""
         weakref.finalize(self, _give_up_elsewhere, self._file, pickler, os.getpid()).atexit = False
+
+
+def _identity_of(file: Descriptor) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 def _outcome_in(file: Descriptor) -> Returned | Raised | None:
@@ -222,13 +247,11 @@ def run_call(call: SpawnCall) -> None:
         _name_process(call)
         if call.starting is not None:
             _wait_for_others(call.starting)
-        result = call.function(call.index, *call.arguments)
-        data = call.pickler.dumps(result) if call.wants_result else None
-        call.report.write(Returned(data))
+        _report_success(call, call.function(call.index, *call.arguments))
     except SystemExit as error:
         # As for Python, None and 0 are success; any other code is a failure.
         if error.code is None or (isinstance(error.code, int) and error.code == 0):
-            call.report.write(Returned(call.pickler.dumps(None)))
+            _report_success(call, None)
         raise
     # KeyboardInterrupt too: a function that was interrupted has not succeeded.
     except BaseException as error:
@@ -245,6 +268,14 @@ def _wait_for_others(starting: Descriptor) -> None:
     if not os.read(starting.fileno(), 1):
         # End of file: the parent could not start all children.
         raise SystemExit(1)
+
+
+def _report_success(call: SpawnCall, result: object) -> None:
+    if call.wants_result:
+        call.report.write(Returned(call.pickler.dumps(result)))
+    elif not call.report.lost():
+        call.report.write(Returned(None))
+    # Otherwise the exit code says all that anybody wants to know.
 
 
 def _describe(error: BaseException, pickler: PicklerChoice) -> Raised:

@@ -202,6 +202,23 @@ def many_bytes(index: int, size: int) -> bytes:
     return bytes(size)
 
 
+OWN_TEXT = "what the function has written itself\n"
+
+
+def close_inherited_and_open_own(index: int, folder: str) -> None:
+    """Close what was inherited, as daemons do, and open files, which get the same numbers."""
+    os.closerange(3, 256)
+    for number in range(20):
+        # They stay open until the process ends.
+        file = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.write(file, OWN_TEXT.encode())
+
+
+def close_inherited_and_exit(index: int) -> None:
+    os.closerange(3, 256)
+    sys.exit()
+
+
 def kind_of_process(index: int) -> str:
     return type(multiprocessing.current_process()).__name__
 

@@ -29,6 +29,7 @@ from tests.spawn import functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from shmreduce.memory.mailbox import Letter
 
@@ -384,6 +385,25 @@ def test_exit_codes_that_the_kernel_does_not_keep() -> None:
     )
     assert results == [0, 1, 4]
     assert cause == "ValueError('legitimate exception from process 0')"
+
+
+def test_an_outcome_is_not_written_into_a_file_of_the_function(
+    method: str, tmp_path: Path
+) -> None:
+    """If the function has closed the outcome's file, nothing is written to one that has got its
+    number: a result that is wanted is an error, and otherwise the exit code says it all.
+    """
+    error = failure_of(method, functions.close_inherited_and_open_own, str(tmp_path))
+    assert isinstance(error, ProcessExitedException)
+    assert error.exit_code == 1
+    start_processes(functions.close_inherited_and_open_own, (str(tmp_path),), start_method=method)
+    texts = [file.read_text() for file in tmp_path.iterdir()]
+    assert texts == [functions.OWN_TEXT] * 20
+
+
+def test_a_function_may_close_inherited_files_and_exit(method: str) -> None:
+    """An exit without an error is a success, as if the outcome could be written."""
+    start_processes(functions.close_inherited_and_exit, start_method=method)
 
 
 def test_unknown_signals_have_a_name() -> None:
