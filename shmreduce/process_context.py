@@ -266,7 +266,8 @@ class ProcessContext:
                     waited=timeout,
                     running=running,
                 )
-        with interrupt_safe(self._turn):
+        # Results that were loaded and not kept could not be loaded again.
+        with Interrupts(), interrupt_safe(self._turn):
             return [self._load_result(index) for index in range(len(self.processes))]
 
     def _reap(self, deadline: float, interrupts: Interrupts | None) -> None:

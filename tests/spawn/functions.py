@@ -172,6 +172,19 @@ def return_something_unloadable(index: int) -> object:
     return result
 
 
+class InterruptsWhenLoaded:
+    """Gets SIGINT each time it is unpickled."""
+
+    def __setstate__(self, state: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def large_array_and_interrupt(index: int) -> Any:
+    result = InterruptsWhenLoaded()
+    result.__dict__["index"] = index
+    return large_array(index), result
+
+
 def twice(index: int, array: Any) -> Any:
     return 2 * array
 

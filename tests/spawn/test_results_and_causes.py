@@ -130,6 +130,17 @@ def test_results_have_a_deadline(method: str) -> None:
     writer.close()
 
 
+def test_results_outlive_an_interrupt(method: str) -> None:
+    """Ctrl-C while results are loaded does not lose them: the next call returns them."""
+    context = start_processes(
+        functions.large_array_and_interrupt, join=False, start_method=method, results=True
+    )
+    with pytest.raises(KeyboardInterrupt):
+        context.results(PATIENCE)
+    [(array, _)] = context.results(PATIENCE)
+    assert array.tolist() == [0] * 500_000
+
+
 @pytest.mark.usefixtures("shmreduce_no_leaks")
 def test_arrays_come_back_without_installation(method: str) -> None:
     """With a context of shmreduce's own arrays travel by shared memory in any case."""
