@@ -1,7 +1,7 @@
 """Starts the children of shmreduce's own contexts.
 
-May import ``pickling``, ``unpickling``, ``forking``, :mod:`shmreduce.memory` and
-:mod:`multiprocessing`.
+May import ``pickling``, ``process_ends``, ``unpickling``, ``forking``, :mod:`shmreduce.memory`
+and :mod:`multiprocessing`.
 
 A child that is not forked gets its process object as a pickle, which the standard
 library makes by ``ForkingPickler``. Here the process object is replaced by one that
@@ -11,12 +11,15 @@ pickled by shmreduce.
 
 from __future__ import annotations
 
-from multiprocessing import popen_forkserver, popen_spawn_posix
+import os
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix
+from multiprocessing.connection import wait
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from shmreduce.forking import as_child
 from shmreduce.pickling import dumps
+from shmreduce.process_ends import once_stored
 from shmreduce.unpickling import loads
 
 if TYPE_CHECKING:
@@ -77,3 +80,17 @@ class SpawnPopen(_Launch, popen_spawn_posix.Popen):
 
 class ForkServerPopen(_Launch, popen_forkserver.Popen):
     """Lets the fork server fork a child."""
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code; None if the child runs and ``flag`` says not to wait for it."""
+        if self.returncode is None:
+            if not wait([self.sentinel], 0 if flag == os.WNOHANG else None):
+                return None
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                # Another thread has read it, or the server was killed before it wrote it. The
+                # standard library's poll() takes both for the latter.
+                code = once_stored(lambda: self.returncode)
+                self.returncode = 255 if code is None else code
+        return self.returncode

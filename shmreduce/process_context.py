@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 import time
 from copy import copy
@@ -22,7 +23,7 @@ from shmreduce.errors import (
     ProcessTimeoutError,
 )
 from shmreduce.interrupts import Interrupts
-from shmreduce.process_ends import Sentinel, signal_name
+from shmreduce.process_ends import Sentinel, once_stored, signal_name
 from shmreduce.signals import is_from_handler
 from shmreduce.spawn_child import Raised, Returned
 from shmreduce.thread_locks import interrupt_safe
@@ -73,6 +74,8 @@ class StartedProcess:
         the report says that the function has returned.
         """
         code = self.process.exitcode
+        if code is None and signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+            code = once_stored(lambda: self.process.exitcode)
         if code is None:
             code = 0 if isinstance(self.report.read(), Returned) else 255
         return code

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
 from shmreduce.descriptor import Descriptor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.process import BaseProcess
 
-__all__ = ["Sentinel", "signal_name"]
+__all__ = ["Sentinel", "once_stored", "signal_name"]
+
+_SECONDS_TO_STORE = 0.5
+"""How long a thread may need between collecting an exit code and storing it."""
+_PAUSE = 1e-3
 
 
 class Sentinel:
@@ -67,3 +73,25 @@ def signal_name(exit_code: int | None) -> str | None:
         return signal.Signals(-exit_code).name
     except ValueError:
         return f"<Unknown signal {-exit_code}>"
+
+
+def once_stored(look: Callable[[], int | None]) -> int | None:
+    """Return an exit code that another thread may have collected and not stored yet.
+
+    An exit code can be collected once. :mod:`multiprocessing` does that wherever it starts a
+    process or lists them, in any thread, and no lock keeps two from doing it at once.
+
+    Parameters
+    ----------
+    look : callable
+        Returns the exit code that is stored, or None.
+
+    Returns
+    -------
+    int or None
+        None if nobody has stored it after half a second.
+    """
+    end = time.monotonic() + _SECONDS_TO_STORE
+    while (code := look()) is None and time.monotonic() < end:
+        time.sleep(_PAUSE)
+    return code

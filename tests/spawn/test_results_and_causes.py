@@ -7,7 +7,10 @@ import os
 import pickle
 import signal
 import threading
-from multiprocessing.connection import Pipe
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.connection import Pipe, wait
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from shmreduce import (
     ProcessExitedException,
     ProcessRaisedException,
     ProcessTimeoutError,
+    process_ends,
     start_processes,
 )
 from shmreduce.spawn_child import PicklerChoice
@@ -387,6 +391,54 @@ def test_a_failure_is_told_without_a_free_descriptor() -> None:
     with no_descriptors(), pytest.raises(ProcessRaisedException) as caught:
         context.join()
     assert "legitimate exception from process 0" in str(caught.value)
+
+
+def test_an_exit_code_that_another_thread_has_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for if that thread has not stored it yet, as when it looks for processes."""
+    monkeypatch.setattr(process_ends, "_SECONDS_TO_STORE", PATIENCE)
+    context = start_processes(functions.wait_until_killed, join=False, start_method="fork")
+    [process] = context.processes
+    process.kill()
+    os.waitpid(context.pids()[0], 0)
+    popen: Any = vars(process)["_popen"]
+    looks = iter([None] * 10)
+
+    def poll(flag: int = 0) -> int | None:
+        popen.returncode = next(looks, -signal.SIGKILL)
+        return popen.returncode  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(popen, "poll", poll)
+    with pytest.raises(ProcessExitedException, match="SIGKILL"):
+        context.join(PATIENCE)
+
+
+def test_two_threads_may_read_the_exit_code_from_a_fork_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes through a pipe: the one who finds the pipe empty gets what the other has read."""
+    monkeypatch.setattr(process_ends, "_SECONDS_TO_STORE", PATIENCE)
+    process = shmreduce.get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    assert wait([process.sentinel], PATIENCE)
+    read, one_has_read, one_got_none = forkserver.read_signed, Event(), Event()
+
+    def read_at_the_same_time(fd: int) -> Any:
+        try:
+            code = read(fd)
+        except EOFError:
+            one_got_none.set()
+            raise
+        one_has_read.set()
+        assert one_got_none.wait(PATIENCE)
+        return code
+
+    monkeypatch.setattr(forkserver, "read_signed", read_at_the_same_time)
+    with ThreadPoolExecutor(2) as executor:
+        first = executor.submit(lambda: process.exitcode)
+        assert one_has_read.wait(PATIENCE)
+        # 0, as join() has it: wait until there is nothing more to read.
+        second = executor.submit(vars(process)["_popen"].poll, 0)
+        assert (first.result(PATIENCE), second.result(PATIENCE)) == (0, 0)
 
 
 def test_exit_codes_that_the_kernel_does_not_keep() -> None:
