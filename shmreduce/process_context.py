@@ -64,6 +64,9 @@ class StartedProcess:
         # Without a timeout: with one, multiprocessing would wait for its own sentinel first.
         self.process.join()
         self.lifeline.cut()
+
+    def close_sentinel(self) -> None:
+        """Close the sentinel, for which nobody waits any more."""
         self._end.close()
 
     @property
@@ -116,6 +119,10 @@ class ProcessContext:
         self._ended: dict[int, None] = {}
         """Processes that have ended, of which it is not known yet whether they have failed."""
         self._stop: _Stop | None = None
+        self._reaping = 0
+        """How many calls of ``_reap`` there are: more than one if a signal handler joins, too."""
+        self._reaped: list[StartedProcess] = []
+        """Processes whose sentinels are to be closed."""
         # One thread waits at a time: it closes the sentinels of processes that have ended,
         # and their numbers may be reused while another thread still waits for them.
         self._turn = threading.RLock()
@@ -208,12 +215,13 @@ class ProcessContext:
         return True
 
     def _join(self, interrupts: Interrupts, deadline: float, grace_period: float | None) -> bool:
+        if self._failure is None and not self._ended:
+            self._reap(deadline, interrupts)
+        # Again, since a signal handler that joins may have found one meanwhile.
         if self._failure is None:
-            if not self._ended:
-                self._reap(deadline, interrupts)
             # They stay listed if Ctrl-C comes now, or the error cannot be made: a later call
             # must not take them for processes that did their work.
-            failed = [index for index in self._ended if self._children[index].exit_code]
+            failed = [index for index in list(self._ended) if self._children[index].exit_code]
             if not failed:
                 self._ended.clear()
                 return not self.sentinels
@@ -275,6 +283,17 @@ class ProcessContext:
 
     def _reap(self, deadline: float, interrupts: Interrupts | None) -> None:
         """Wait until one process has ended; note all that have."""
+        self._reaping += 1
+        try:
+            self._wait_and_reap(deadline, interrupts)
+        finally:
+            self._reaping -= 1
+            # Not while a call that a signal handler has interrupted waits for them: their
+            # numbers may be reused.
+            while self._reaped and not self._reaping:
+                self._reaped.pop().close_sentinel()
+
+    def _wait_and_reap(self, deadline: float, interrupts: Interrupts | None) -> None:
         others: list[Any] = [] if interrupts is None else [interrupts]
         ready: set[Any] = set()
         while self.sentinels and not ready:
@@ -288,10 +307,14 @@ class ProcessContext:
                     # Include processes that have ended meanwhile, to compare their failures.
                     ready |= self._known_to_have_ended()
             for each in ready:
-                index = self.sentinels[each]
+                index = self.sentinels.get(each)
+                if index is None:
+                    # A signal handler has joined it meanwhile, in this thread, whose turn it is.
+                    continue
                 self._ended[index] = None
-                del self.sentinels[each]
+                self.sentinels.pop(each, None)
                 self._children[index].reap()
+                self._reaped.append(self._children[index])
             if time.monotonic() >= deadline:
                 break
 
@@ -299,7 +322,8 @@ class ProcessContext:
         """Return the sentinels of processes whose exit code is known, whoever collected it."""
         return {
             sentinel
-            for sentinel, index in self.sentinels.items()
+            # A copy, here and elsewhere: a signal handler may join processes meanwhile.
+            for sentinel, index in list(self.sentinels.items())
             if self.processes[index].exitcode is not None
         }
 
@@ -377,7 +401,7 @@ class _Stop:
         while sentinels and self._steps:
             action, seconds = self._steps[0]
             if self._step_ends is None:
-                for index in sentinels.values():
+                for index in list(sentinels.values()):
                     action(self._context.processes[index])
                 self._step_ends = time.monotonic() + seconds
             self._context._reap(min(deadline, self._step_ends), interrupts)

@@ -108,6 +108,11 @@ def end_when_told(index: int, reader: Connection) -> None:
     assert reader.poll(PATIENCE)
 
 
+def fail_when_told(index: int, reader: Connection) -> None:
+    end_when_told(index, reader)
+    fail(index)
+
+
 def fail_after_the_next(index: int, reader: Connection, writer: Connection) -> None:
     """Process 0 fails once process 1 has ended, and with it the last who could write."""
     if index == 0:

@@ -18,6 +18,7 @@ from shmreduce import (
     ENV_VAR_PARALLEL_START,
     ConfigurationError,
     ProcessRaisedException,
+    process_context,
     start_processes,
 )
 from tests.conftest import PATIENCE
@@ -25,6 +26,8 @@ from tests.open_files import open_files
 from tests.spawn import functions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.spawn.conftest import Line
 
 
@@ -192,5 +195,60 @@ def test_threads_may_join_at_the_same_time(method: str) -> None:
         writer.send("end")
         assert [each.result(PATIENCE) for each in answers] == [[None, None]] * 4
         assert {type(each.exception(PATIENCE)) for each in failures} == {ProcessRaisedException}
+    reader.close()
+    writer.close()
+
+
+class CallsAnotherFirst:
+    """In the place of a function: calls another one first, but only once."""
+
+    def __init__(self, function: Callable[..., Any], other: Callable[[], None]) -> None:
+        self.function = function
+        self.others = [other]
+
+    def __call__(self, *arguments: Any) -> Any:
+        while self.others:
+            self.others.pop()()
+        return self.function(*arguments)
+
+
+@pytest.mark.parametrize("place", ["as it waits", "as it looks who has ended"])
+@pytest.mark.parametrize("function", [functions.end_when_told, functions.fail_when_told])
+def test_a_signal_handler_may_join_what_is_being_joined(
+    function: Callable[..., None], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupted join goes on, and raises a failure although the handler has seen it."""
+    reader, writer = Pipe(duplex=False)
+    context = start_processes(function, (reader,), nprocs=3, join=False, start_method="fork")
+    outcomes: list[object] = []
+
+    def join_all() -> None:
+        try:
+            while not context.join(PATIENCE):
+                pass
+        except ProcessRaisedException as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append("all have ended well")
+
+    def let_end_and_join(number: int, frame: object) -> None:
+        writer.send("end")
+        join_all()
+
+    def be_struck() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    owner, name = vars(context.processes[1])["_popen"], "poll"
+    if place == "as it waits":
+        owner, name = process_context, "wait"
+    monkeypatch.setattr(owner, name, CallsAnotherFirst(getattr(owner, name), be_struck))
+    before = signal.signal(signal.SIGUSR1, let_end_and_join)
+    try:
+        join_all()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(outcomes) == 2
+    assert outcomes[0] == outcomes[1]
+    assert (outcomes[0] == "all have ended well") == (function is functions.end_when_told)
     reader.close()
     writer.close()
