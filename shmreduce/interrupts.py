@@ -1,6 +1,7 @@
 """Keeps Ctrl-C waiting while it would do harm.
 
-May import :mod:`shmreduce.descriptor` and :mod:`shmreduce.signals`.
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.signals`, and ``standard_streams`` of
+the memory.
 
 ``KeyboardInterrupt`` can come between any two instructions, for example after a fork and
 before the program has noted that there is a new process. In a hook of fork() and in a
@@ -24,6 +25,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from shmreduce.descriptor import Descriptor
+from shmreduce.memory.standard_streams import pipe
 from shmreduce.signals import is_from_handler
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class Interrupts:
     def fileno(self) -> int:
         """Return a descriptor that is readable once a signal has arrived."""
         if self._pipe is None:
-            reader, writer = os.pipe()
+            reader, writer = pipe()
             os.set_blocking(reader, False)
             self._pipe = Descriptor(reader), Descriptor(writer)
             if self._kept is not None:

@@ -1,6 +1,7 @@
 """Lets a child process die with its parent.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.prctl` and ``fork_hooks``.
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.prctl`, ``fork_hooks``, and
+``standard_streams`` of the memory.
 
 The parent holds the writing end of a pipe, the *lifeline*, and never writes to it. The
 child asks the kernel for a signal on the reading end (``F_SETSIG``, ``O_ASYNC``:
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING
 
 from shmreduce.descriptor import Descriptor
 from shmreduce.fork_hooks import renew_in_children
+from shmreduce.memory.standard_streams import pipe
 from shmreduce.prctl import set_parent_death_signal
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class Lifeline:
     """
 
     def __init__(self) -> None:
-        reader, writer = os.pipe()
+        reader, writer = pipe()
         self.reader = Descriptor(reader)
         self._writer = Descriptor(writer)
         _lifelines.add(self)

@@ -20,6 +20,7 @@ from shmreduce import channel_support, context
 from shmreduce.descriptor import Descriptor
 from shmreduce.errors import ConfigurationError, ProcessException
 from shmreduce.interrupts import Interrupts
+from shmreduce.memory.standard_streams import pipe
 from shmreduce.parent_death import Lifeline
 from shmreduce.process_context import ProcessContext, SpawnContext, StartedProcess, stop
 from shmreduce.spawn_child import PicklerChoice, ReportFile, SpawnCall, run_call
@@ -258,7 +259,7 @@ class _Starter:
         multiprocessing starts a process, it also collects the exit codes of those that have
         ended, which two threads must not do for one process.
         """
-        reader, writer = (Descriptor(each) for each in os.pipe())
+        reader, writer = (Descriptor(each) for each in pipe())
         with ThreadPoolExecutor(max(count, 1)) as executor:
             futures = [executor.submit(self._start, index, reader) for index in range(count)]
         self.children = [each.result() for each in futures if each.exception() is None]

@@ -8,12 +8,13 @@ opened get their numbers, and whatever a library prints would be written to thos
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
 from collections import deque
 
-__all__ = ["all_clear_of_streams", "clear_of_streams", "seqpacket_pair"]
+__all__ = ["all_clear_of_streams", "clear_of_streams", "pipe", "seqpacket_pair"]
 
 _STANDARD_ERROR = 2
 
@@ -73,6 +74,24 @@ def all_clear_of_streams(fds: list[int]) -> None:
     except OSError:
         for fd in left:
             os.close(fd)
+
+
+def pipe() -> tuple[int, int]:
+    """Return the reading and the writing end of a pipe, neither a standard stream.
+
+    Raises
+    ------
+    OSError
+        If not enough descriptors are free.
+    """
+    ends = list(os.pipe())
+    all_clear_of_streams(ends)
+    if len(ends) < 2:
+        for end in ends:
+            os.close(end)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    reader, writer = ends
+    return reader, writer
 
 
 def seqpacket_pair() -> tuple[socket.socket, socket.socket]:

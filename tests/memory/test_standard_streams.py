@@ -144,6 +144,74 @@ def test_what_is_printed_while_a_message_is_loaded_goes_nowhere(tmp_path: Path) 
     assert result.read_text() == "300000.0\n"
 
 
+PRINTS = """
+# libffi may keep a file open, which would take one of the numbers.
+import ctypes
+import os
+import sys
+
+for number in range(3):
+    os.close(number)
+
+import shmreduce
+from shmreduce.interrupts import Interrupts
+
+
+def wait(index, line):
+    line.send("here")
+    assert line.poll(30)
+
+
+if __name__ == "__main__":
+    here, there = shmreduce.Pipe()
+    context = shmreduce.start_processes(wait, (there,), join=False, start_method="fork")
+    assert here.poll(30)
+    with Interrupts() as interrupts:
+        number_of_ours = interrupts.fileno()
+    for number in range(3):
+        try:
+            os.write(number, b"what a library prints")
+        except OSError:
+            pass
+    here.send("go on")
+    try:
+        while not context.join():
+            pass
+        outcome = "ended well"
+    except shmreduce.ProcessException as error:
+        outcome = str(error)
+    with open(sys.argv[1], "w") as file:
+        print(outcome, number_of_ours > 2, file=file)
+"""
+
+
+def test_what_is_printed_is_not_taken_for_the_death_of_the_parent(tmp_path: Path) -> None:
+    """The pipes of a process and its children do not have the numbers, either: a child gets a
+    signal when something is written to its one.
+    """
+    program, result = tmp_path / "program.py", tmp_path / "result"
+    program.write_text(PRINTS)
+    subprocess.run([sys.executable, str(program), str(result)], timeout=PATIENCE, check=True)
+    assert result.read_text() == "ended well True\n"
+
+
+def test_a_pipe_that_cannot_be_moved_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a free number above the streams' there is an error, and neither end is left."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(standard_streams, "_STANDARD_ERROR", writer)
+    monkeypatch.setattr(os, "pipe", lambda: (reader, writer))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        standard_streams.pipe()
+    for end in (reader, writer):
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            os.fstat(end)
+
+
 def test_of_several_files_those_that_cannot_be_moved_are_closed() -> None:
     """What comes after the first of them is closed, too: they are known by their places."""
     moved, refused, last = (os.open(os.devnull, os.O_RDONLY) for _ in range(3))
