@@ -96,6 +96,10 @@ class Interrupts:
                 signal.signal(signal.SIGINT, self._handler)
             self.pass_on()
 
+    def leave_children_alone(self) -> None:
+        """Let processes that are forked from now on have the handler that was set before."""
+        self._to_children = False
+
     def fileno(self) -> int:
         """Return a descriptor that is readable once a signal has arrived."""
         if self._pipe is None:

@@ -127,6 +127,8 @@ def start_processes(
     try:
         with Interrupts(to_children=True) as interrupts:
             starter.start(nprocs, interrupts)
+            # From now on only signal handlers fork here, and their processes never take over.
+            interrupts.leave_children_alone()
             processes = ProcessContext(starter.children, results=results)
             while join and not processes.join_unless(interrupts):
                 pass

@@ -181,6 +181,40 @@ def test_interrupt_at_birth_is_not_lost() -> None:
     assert outcome == ["KeyboardInterrupt()"]
 
 
+def fork_in_a_handler(index: int, writer: Any) -> None:
+    """Join a process, and get a signal meanwhile whose handler forks a process."""
+    reader, teller = Pipe(duplex=False)
+    module = vars(process_context)
+    wait = module["wait"]
+
+    def signalled_wait(*arguments: Any) -> Any:
+        module["wait"] = wait
+        signal.raise_signal(signal.SIGUSR1)
+        return wait(*arguments)
+
+    def fork(number: int, frame: object) -> None:
+        if os.fork() == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                writer.send("interrupted")
+            else:
+                writer.send("not interrupted")
+            os._exit(0)
+        teller.send("end")
+
+    module["wait"] = signalled_wait
+    signal.signal(signal.SIGUSR1, fork)
+    start_processes(functions.end_when_told, (reader,), start_method="fork")
+
+
+def test_what_a_signal_handler_forks_during_the_join_is_not_deaf(line: Line) -> None:
+    """SIGINT reaches a process that is not one of those that are joined."""
+    context = start_processes(fork_in_a_handler, (line.writer,), join=False, start_method="fork")
+    assert line.receive() == "interrupted"
+    assert context.join(PATIENCE)
+
+
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
     """The signals that a handler of SIGINT has got, which raises nothing."""
