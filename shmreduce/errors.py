@@ -109,12 +109,12 @@ class ShmreduceError(Exception):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {name: value for name, value in self._state().items() if value}
+        state = {name: value for name, value in self._state().items() if value is not None}
         fields = {name: _portable(value) for name, value in self.fields.items()}
         return _rebuild_error, (type(self), self.message, fields), state or None
 
     def _state(self) -> dict[str, Any]:
-        """Return what is pickled in addition to message and fields; empty values are left out."""
+        """Return what is pickled in addition to message and fields; None is left out."""
         return {"__notes__": getattr(self, "__notes__", None)}
 
 

@@ -132,6 +132,17 @@ def fail_with_two_arguments(index: int) -> None:
     raise TwoArgumentsError(1, 2)
 
 
+class EmptyError(Exception):
+    """Is false, as a container without items."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def fail_with_a_false_error(index: int) -> None:
+    raise EmptyError("no items")
+
+
 class ExitsWhenUnpickledError(Exception):
     """Raises SystemExit where it is unpickled."""
 
@@ -263,8 +274,8 @@ def start_where_sigchld_is_ignored(index: int, method: str) -> tuple[object, str
     return results, "no error"
 
 
-def nested_failure(index: int, method: str) -> None:
-    start_processes(fail, start_method=method)
+def nested_failure(index: int, method: str, function: Any) -> None:
+    start_processes(function, start_method=method)
 
 
 # Deaths of parents

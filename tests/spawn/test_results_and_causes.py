@@ -303,9 +303,16 @@ def test_exceptions_that_cannot_travel_come_as_text(
 
 def test_nested_failures_keep_their_causes(method: str) -> None:
     """An error of the processes of a process arrives with its own cause."""
-    error = failure_of(method, functions.nested_failure, method)
+    error = failure_of(method, functions.nested_failure, method, functions.fail)
     assert isinstance(error.__cause__, ProcessRaisedException)
     assert isinstance(error.__cause__.__cause__, ValueError)
+
+
+def test_a_cause_that_is_false_is_kept(method: str) -> None:
+    """An exception counts as one whatever its bool() is, over several processes, too."""
+    error = failure_of(method, functions.nested_failure, method, functions.fail_with_a_false_error)
+    assert isinstance(error.__cause__, ProcessRaisedException)
+    assert repr(error.__cause__.__cause__) == "EmptyError('no items')"
 
 
 def test_interrupted_function_has_not_succeeded(method: str) -> None:
