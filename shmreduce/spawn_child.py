@@ -293,7 +293,8 @@ def _name_process(call: SpawnCall) -> None:
     """Show function and index in ``ps`` and ``top``; cut the function's name, not the index."""
     if sys.platform != "linux":
         return
-    name = getattr(call.function, "__name__", type(call.function).__name__)
+    # str(), since a callable object may have anything there.
+    name = str(getattr(call.function, "__name__", type(call.function).__name__))
     index = f":{call.index}"
     kept = name.encode()[: LONGEST_NAME - len(index)].decode("utf-8", "ignore")
     set_thread_name(kept + index)

@@ -94,8 +94,8 @@ def start_processes(
     ProcessRaisedException, ProcessExitedException
         With ``join``, as for :meth:`ProcessContext.join`. No process is left then.
     ConfigurationError
-        If ``nprocs`` is negative, or there is no such start method here. It is a
-        ValueError, too.
+        If ``nprocs`` is negative, or there is no such start method or signal here. It is
+        a ValueError, too.
     SegmentError
         If the limit of file sizes (``ulimit -f``) is too low for shared memory.
 
@@ -120,9 +120,9 @@ def start_processes(
             setting="nprocs",
             value=nprocs,
         )
+    signal_number = _signal_of(death_signal)
     if ctx is None:
         ctx = _context_of(start_method)
-    signal_number = signal.SIGINT if death_signal is None else death_signal
     starter = _Starter(ctx, fn, tuple(args), daemon, results, signal_number)
     try:
         with Interrupts(to_children=True) as interrupts:
@@ -187,6 +187,20 @@ def spawn(
         results=results,
         death_signal=death_signal,
     )
+
+
+def _signal_of(death_signal: int | None) -> int:
+    if death_signal is None:
+        return signal.SIGINT
+    # A list, not the set: what cannot be hashed is no signal either.
+    if death_signal not in [0, *signal.valid_signals()]:
+        raise ConfigurationError(
+            f"death_signal is {death_signal!r}: give a signal such as signal.SIGTERM, or 0 to let "
+            "the processes live on",
+            setting="death_signal",
+            value=death_signal,
+        )
+    return death_signal
 
 
 def _context_of(start_method: str) -> Any:

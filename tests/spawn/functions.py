@@ -369,3 +369,12 @@ def start_in_a_sandbox(index: int, writer: Connection) -> None:
     """Do as if the kernel could not send signals for pipes."""
     vars(fcntl)["F_SETSIG"] = -1
     start_and_wait(index, "fork", 1, tell_and_wait, (writer,), None)
+
+
+class OddlyNamed:
+    """Is called as a function, and has a name that is not text."""
+
+    __name__ = 3
+
+    def __call__(self, index: int) -> str:
+        return shmreduce.get_thread_name()

@@ -45,6 +45,20 @@ def test_processes_are_named_after_function_and_index(method: str) -> None:
     assert names == ["name_of_threa:0", "name_of_threa:1"]
 
 
+def test_a_function_may_have_any_name() -> None:
+    """A callable object whose name is not text is called, too."""
+    names = start_processes(functions.OddlyNamed(), start_method="fork", results=True)
+    assert names == ["3:0"]
+
+
+@pytest.mark.parametrize("number", [-1, 999, "SIGINT", [signal.SIGINT]])
+def test_unknown_signal(number: Any) -> None:
+    """A signal that there is not is refused before a process is started."""
+    with pytest.raises(ConfigurationError, match="death_signal is") as caught:
+        start_processes(functions.succeed, start_method="fork", death_signal=number)
+    assert (caught.value.setting, caught.value.value) == ("death_signal", number)
+
+
 def test_negative_number_of_processes() -> None:
     """A negative number of processes is refused."""
     with pytest.raises(ConfigurationError, match="nprocs is -1"):
