@@ -172,15 +172,28 @@ class _Mask:
     """Blocks signals during a fork, and restores the mask of before."""
 
     before: set[int] | None = None
+    depth = 0
+    """How many forks are under way: a signal handler may fork while its thread does."""
 
     def block(self, numbers: set[signal.Signals]) -> None:
-        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        self.depth += 1
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        if self.depth == 1:
+            self.before = before
 
     def restore(self) -> None:
+        self.depth = max(self.depth - 1, 0)
+        if self.depth:
+            return
         # Cleared first: unblocking a signal may run its handler, which may fork.
         before, self.before = self.before, None
         if before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def restore_in_child(self) -> None:
+        """Restore it although the fork of the parent that was interrupted is not over."""
+        self.depth = 0
+        self.restore()
 
 
 class _ForkingHere(threading.local, _Mask):
@@ -217,7 +230,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    _here.restore()
+    _here.restore_in_child()
     inner = _innermost()
     if inner is None:
         return
@@ -226,7 +239,7 @@ def _after_fork_in_child() -> None:
     if inner._mask.before is None:
         _restore()
     else:
-        inner._mask.restore()
+        inner._mask.restore_in_child()
 
 
 os.register_at_fork(

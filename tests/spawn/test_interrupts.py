@@ -402,3 +402,45 @@ def test_a_signal_that_somebody_waits_for_stays_pending() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+_FORKS_WITHIN = """
+import os, signal
+signals, blocked = [], []
+
+def strike():
+    while signals:
+        signal.raise_signal(signals.pop())
+
+# Hooks from before the import of ours run after ours.
+os.register_at_fork(before=strike)
+from shmreduce.interrupts import Interrupts
+
+def is_blocked():
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+def fork(*_):
+    pid = os.fork()
+    if not pid:
+        os._exit(is_blocked())
+    blocked.append(os.waitpid(pid, 0)[1] != 0)
+    blocked.append(is_blocked())
+
+signal.signal(signal.SIGUSR1, fork)
+signals.append(signal.SIGUSR1)
+with Interrupts(to_children=True):
+    fork()
+print(*blocked)
+"""
+
+
+def test_a_signal_handler_may_fork_while_its_thread_does() -> None:
+    """Both children can be interrupted, and the parent as soon as both forks are over."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS_WITHIN],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "False True False False\n"), done.stderr
