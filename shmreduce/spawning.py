@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shmreduce import channel_support, context
 from shmreduce.descriptor import Descriptor
 from shmreduce.errors import ConfigurationError, ProcessException
+from shmreduce.importing import import_late
 from shmreduce.interrupts import Interrupts
 from shmreduce.memory.standard_streams import pipe
 from shmreduce.parent_death import Lifeline
@@ -275,6 +275,11 @@ class _Starter:
         multiprocessing starts a process, it also collects the exit codes of those that have
         ended, which two threads must not do for one process.
         """
+        # Only here: while a thread forks, the module holds a lock, and a signal handler that
+        # forks meanwhile would wait for it for ever.
+        import_late("concurrent.futures.thread")
+        from concurrent.futures.thread import ThreadPoolExecutor
+
         reader, writer = (Descriptor(each) for each in pipe())
         with ThreadPoolExecutor(max(count, 1)) as executor:
             futures = [executor.submit(self._start, index, reader) for index in range(count)]

@@ -444,3 +444,42 @@ def test_a_signal_handler_may_fork_while_its_thread_does() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "False True False False\n"), done.stderr
+
+
+_STARTS_WITHIN = """
+import os, signal
+signals, codes = [], []
+
+def strike():
+    while signals:
+        signal.raise_signal(signals.pop())
+
+# Hooks from before the import of ours run after ours.
+os.register_at_fork(before=strike)
+import shmreduce
+
+def start(*_):
+    process = shmreduce.get_context("fork").Process(target=int)
+    process.start()
+    process.join()
+    codes.append(process.exitcode)
+
+shmreduce.start_processes(abs, start_method="fork")
+signal.signal(signal.SIGUSR1, start)
+signals.append(signal.SIGUSR1)
+signal.alarm(20)
+shmreduce.start_processes(abs, start_method="fork")
+print(codes)
+"""
+
+
+def test_a_signal_handler_may_start_a_process_while_one_is_started() -> None:
+    """No module that is imported for that takes a lock in a hook of forks."""
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTS_WITHIN],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
