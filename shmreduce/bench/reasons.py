@@ -29,14 +29,15 @@ REASONS: dict[str, str] = {
         "Ten bytes are sent in a tight loop, but this array by an interpreter whose caches were "
         "emptied when the array was made. Over a queue of shmreduce, after a copy of 64 MiB, an "
         "array that was shared already takes 7 times as long, and ten bytes 13 times. Also, ten "
-        "bytes take half as long or less if both of their processes run on one processor: see the "
-        "spread. Needed: all the work of a message compiled, so that it touches less memory."
+        "bytes take a third of the time or less if both of their processes run on one processor: "
+        "see the spread, and other sizes. Needed: all the work of a message compiled, so that it "
+        "touches less memory."
     ),
     "fresh 1 MiB: *torch*": (
-        "One copy and the round trip of a shared array already take an eighth of torch's time. "
-        "The rest is the interpreter's work, with caches that the copy has emptied. The steps for "
-        "blocks, leases and packets are compiled, and an array alone needs no pickler. Needed: "
-        "all the work of a message in C."
+        "One copy and the round trip of a shared array already take an eighth to a sixth of "
+        "torch's time. The rest is the interpreter's work, with caches that the copy has emptied. "
+        "The steps for blocks, leases and packets are compiled, and an array alone needs no "
+        "pickler. Needed: all the work of a message in C."
     ),
     "fresh *: *torch*": (
         "This cannot be met if one copy takes more than a tenth of torch's time; otherwise see "
@@ -51,7 +52,12 @@ REASONS: dict[str, str] = {
         "All processors are busy, so the system with the least work per message wins: a queue "
         "that is written in C."
     ),
+    "stream * joblib": (
+        "joblib gathers small tasks in batches, of which each is one message. A queue sends each "
+        "message at once, as its users expect; Pool.map gathers, too (chunksize)."
+    ),
     "exchange 10 B among 16 *": "The difference is within the spread of both.",
+    "exchange 1 MiB among 16 *": "The difference is within the spread of both.",
     "objects DataFrame with text 1 MiB *": "The difference is within the spread of both.",
     "small-arrays 10000 x 10 KB: best of torch*": (
         "100 MB each way: copying them twice takes half of the time."
