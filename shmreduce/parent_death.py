@@ -1,7 +1,7 @@
 """Lets a child process die with its parent.
 
-May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.prctl`, ``fork_hooks``, and
-``standard_streams`` of the memory.
+May import :mod:`shmreduce.descriptor`, :mod:`shmreduce.prctl`, ``fork_hooks``, ``importing``,
+and ``standard_streams`` of the memory.
 
 The parent holds the writing end of a pipe, the *lifeline*, and never writes to it. The
 child asks the kernel for a signal on the reading end (``F_SETSIG``, ``O_ASYNC``:
@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 
 from shmreduce.descriptor import Descriptor
 from shmreduce.fork_hooks import renew_in_children
+from shmreduce.importing import while_importing
 from shmreduce.memory.standard_streams import pipe
 from shmreduce.prctl import set_parent_death_signal
 
@@ -59,6 +60,11 @@ class Lifeline:
     """
 
     def __init__(self) -> None:
+        # Forks of other threads wait, as for imports: a process that was forked before the
+        # lifeline is listed would keep the writing end, and the child outlive its parent.
+        while_importing(self._make)
+
+    def _make(self) -> None:
         reader, writer = pipe()
         self.reader = Descriptor(reader)
         self._writer = Descriptor(writer)

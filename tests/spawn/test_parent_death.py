@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING, Any
@@ -179,6 +181,47 @@ def test_forked_processes_do_not_keep_others_alive(line: Line) -> None:
     line.wait_until_all_gone()
     hang_up.close()
     held.close()
+
+
+_FORKS_MEANWHILE = """
+import os, threading
+from shmreduce.memory import standard_streams
+
+made, forked = threading.Event(), threading.Event()
+ends = []
+make_pipe = os.pipe
+
+def pipe():
+    ends.extend(make_pipe())
+    made.set()
+    # A time that a fork does not need.
+    forked.wait(0.5)
+    return ends
+
+standard_streams.os.pipe = pipe
+from shmreduce.parent_death import Lifeline
+
+thread = threading.Thread(target=lambda: lifelines.append(Lifeline()))
+lifelines = []
+thread.start()
+assert made.wait(30)
+pid = os.fork()
+if pid == 0:
+    try:
+        os.fstat(ends[1])
+    except OSError:
+        os._exit(0)
+    os._exit(1)
+forked.set()
+thread.join()
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_what_is_forked_while_a_lifeline_is_made_does_not_hold_it() -> None:
+    """A fork of another thread waits until the writing end is known: its child closes it."""
+    command = [sys.executable, "-W", "ignore", "-c", _FORKS_MEANWHILE]
+    assert subprocess.run(command, timeout=PATIENCE, check=False).returncode == 0
 
 
 def test_failures_are_one_family() -> None:
