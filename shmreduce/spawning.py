@@ -52,7 +52,9 @@ def start_processes(
     """Start processes that each call ``fn(index, *args)``.
 
     They do not outlive this process: when it ends, in whatever way, each of them
-    gets a signal, and so do their own children that were started in this way.
+    gets a signal, and so do their own children that were started in this way. Exceptions:
+    a process whose main thread is stuck in C code, unless ``death_signal`` is SIGKILL, and
+    one that calls ``os.exec*``.
     In ``ps`` and ``top`` each is named after the function and its index.
 
     Parameters
