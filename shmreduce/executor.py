@@ -13,6 +13,7 @@ import time
 import weakref
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shmreduce.context import get_context
@@ -59,6 +60,23 @@ class ExecutorTaskAbandonedError(TaskAbandonedError, BrokenProcessPool):
     """
 
 
+class _FutureCondition(threading.Condition):
+    """A future's condition that Ctrl-C in a waiting thread never leaves acquired.
+
+    ``Future`` enters its condition, whose ``__enter__`` is Python code: see ``interrupt_safe``.
+    Then the pool's thread would wait for it, and no future be done any more.
+    """
+
+    def __init__(self) -> None:
+        lock = threading.RLock()
+        super().__init__(lock)
+        self._safe = interrupt_safe(lock)
+
+    # A ``with`` finds these in the class, and gets what the property returns.
+    __enter__: Any = property(attrgetter("_safe.__enter__"))
+    __exit__: Any = property(attrgetter("_safe.__exit__"))
+
+
 class _Promise:
     """Receives the answer to the task of one future."""
 
@@ -66,6 +84,7 @@ class _Promise:
 
     def __init__(self, pending: set[Future[Any]]) -> None:
         self.future: Future[Any] = Future()
+        self.future._condition = _FutureCondition()
         self._pending = pending
         pending.add(self.future)
 

@@ -433,7 +433,7 @@ class Supervisor:
         pause = min(_LONGEST_RETRY_DELAY, _RETRY_DELAY * self._failures)
         self._next_start = time.monotonic() + pause
         nobody = not any(worker.ready for worker in self.workers)
-        if self.broken_by is None and nobody and self._failures >= self.size + patience:
+        if self.broken_by is None and nobody and self._failures >= self.wanted + patience:
             self._dispatcher.reject_all(error)
 
     def _stop_workers(self) -> None:

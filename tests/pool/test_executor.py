@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import multiprocessing.pool
 import os
 import signal
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, _base
 from concurrent.futures.process import BrokenProcessPool
 from logging.handlers import QueueHandler
 from multiprocessing.connection import wait
@@ -18,8 +19,9 @@ import numpy as np
 import pytest
 
 from shmreduce import TaskAbandonedError, WorkerDied, get_context, pool_supervisor
-from shmreduce.executor import ProcessPoolExecutor
+from shmreduce.executor import ProcessPoolExecutor, _Promise
 from tests.conftest import PATIENCE
+from tests.interrupter import interrupted_everywhere
 from tests.pool.work import (
     LARGE,
     add,
@@ -416,3 +418,36 @@ def test_map_submits_its_calls_as_a_derived_class_says() -> None:
     with CountingExecutor(1, FORK) as executor:
         assert list(executor.map(square, range(5), chunksize=2)) == [0, 1, 4, 9, 16]
         assert executor.count == 3
+
+
+def test_ctrl_c_in_a_thread_that_waits_leaves_the_future_to_the_pool() -> None:
+    """At no instant does it keep the lock of the future, for which the pool's thread waits."""
+    future = _Promise(set()).future
+
+    def look() -> None:
+        # RuntimeError where the interrupt comes when Condition.wait() has just released the lock.
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            future.result(0)
+
+    free: list[bool] = []
+
+    def ask() -> None:
+        if future._condition.acquire(blocking=False):
+            free.append(True)
+            future._condition.release()
+
+    number = 0
+    for number in interrupted_everywhere(look, threading.__file__, _base.__file__):
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join(PATIENCE)
+        assert len(free) == number
+    assert number > 5
+
+
+def test_an_initializer_that_always_fails_is_told_after_as_many_workers_as_there_are() -> None:
+    """With spawn there is one at first, however many there may be: not that many are tried."""
+    with ProcessPoolExecutor(30, get_context("spawn"), initializer=os._exit, initargs=(3,)) as one:
+        future = one.submit(abs, -1)
+        assert isinstance(future.exception(PATIENCE), BrokenProcessPool)
+        assert one._supervisor._failures < 30
