@@ -47,7 +47,8 @@ def is_hidden(pid: int) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
+        # Or a number that no process has.
         return False
     except PermissionError:
         # It is another user's.
