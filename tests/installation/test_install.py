@@ -363,7 +363,8 @@ class Recorder:
         self.fate: list[str] = []
         self.made.append(self)
 
-    def commit(self) -> None:
+    def commit(self, *, child: object = None) -> None:
+        del child
         self.fate.append("commit")
 
     def rollback(self) -> None:

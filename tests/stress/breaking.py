@@ -42,9 +42,9 @@ def free_at_export() -> None:
     patch: Any = Message
     commit = patch.commit
 
-    def commit_and_free(message: Any) -> None:
+    def commit_and_free(message: Any, **options: Any) -> None:
         taken = list(message._taken)
-        commit(message)
+        commit(message, **options)
         for each in taken:
             if each.filling is not None:
                 segment: Any = each.segment
