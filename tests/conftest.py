@@ -207,11 +207,19 @@ def give_memory_back() -> None:
 
 
 @pytest.fixture
-def long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_way() -> Iterator[None]:
     """Every step of a message goes the long way in this process, as where nothing was compiled."""
-    monkeypatch.setattr(quick_slots, "_module", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quick_slots, "_module", None)
+        for segment in runtime.current().directory.values():
+            patch.setattr(segment, "_quick", quick_slots.LongWay())
+        yield
+    # Those that were made meanwhile: other tests go the short way in them.
     for segment in runtime.current().directory.values():
-        monkeypatch.setattr(segment, "_quick", quick_slots.LongWay())
+        if isinstance(segment._quick, quick_slots.LongWay):
+            segment._quick = quick_slots.quick_slots(
+                segment.tables.pages, segment.layout, segment._busy, segment._identity
+            )
 
 
 @pytest.fixture(autouse=True)
